@@ -1,0 +1,1 @@
+"""Run bundles: everything in here reads a bundle and knows nothing of how it was made."""

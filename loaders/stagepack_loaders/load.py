@@ -1,0 +1,77 @@
+"""A bundle -> a pipeline or a stage, on devices."""
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from stagepack.format.reader import Bundle
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.placement import place
+from stagepack_loaders.torch.stage import Stage, parse_device
+from stagepack_loaders.torch.stage import load_stage as read_stage
+from stagepack_loaders.torch.weights import WeightCache
+
+Source = str | os.PathLike[str] | Bundle
+
+
+def load(
+    bundle: Source,
+    devices: Sequence[str | torch.device] = ("cpu",),
+    *,
+    types: Collection[type] = (),
+    allow_ops: Collection[str] = (),
+    verify: bool = True,
+) -> Pipeline:
+    """Load all stages of a bundle into this process.
+
+    Args:
+        bundle: its folder, or what `stagepack.open` gave.
+        devices: one a stage in order, or fewer: then consecutive stages share one.
+        types: classes to build results of, where the bundle names them; else such a result is a dict of its fields.
+        allow_ops: namespaces of custom operators that may run; their library must be imported already.
+        verify: compare every file with its digest before it is used.
+
+    Raises:
+        NotABundleError, VersionError: there is no bundle that this stagepack reads.
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        DeviceError: a device is not there, or there are more devices than stages.
+        OperatorError: an operator is missing here, not allowed, or has another schema.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    return Pipeline(opened.manifest, list(load_stages(opened, devices, allow_ops=allow_ops, verify=verify)), types)
+
+
+def load_stages(
+    bundle: Bundle, devices: Sequence[str | torch.device], *, allow_ops: Collection[str] = (), verify: bool = True
+) -> Iterator[Stage]:
+    """Load the stages of a bundle one after another; stages on one device share the weights that they share in the model.
+
+    Raises:
+        DigestError, FormatError, DeviceError, OperatorError: see `load`.
+    """
+    named = [devices] if isinstance(devices, str | torch.device) else devices
+    placed = place([stage.weight_bytes for stage in bundle.stages], [parse_device(device) for device in named])
+    cache = WeightCache()
+    for number, device in enumerate(placed):
+        yield read_stage(bundle, number, device, allow_ops=allow_ops, verify=verify, cache=cache)
+
+
+def load_stage(
+    bundle: Source,
+    stage: int,
+    device: str | torch.device = "cpu",
+    *,
+    allow_ops: Collection[str] = (),
+    verify: bool = True,
+) -> Stage:
+    """Load one stage as a `torch.nn.Module`; only its own files and the shared files it names are read.
+
+    Raises:
+        IndexError: there is no stage of that number.
+        NotABundleError, VersionError, DigestError, FormatError, DeviceError, OperatorError: see `load`.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    if not 0 <= stage < len(opened.stages):
+        raise IndexError(f"expected a stage from 0 to {len(opened.stages) - 1}, found {stage}")
+    return read_stage(opened, stage, parse_device(device), allow_ops=allow_ops, verify=verify, cache=WeightCache())

@@ -1,0 +1,67 @@
+"""Loaded stages -> one callable, in one process."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+from stagepack.format.contract import bind, check_values
+from stagepack.format.manifest import Manifest
+from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, unflatten
+
+
+class LoadedStage(Protocol):
+    """What a pipeline needs of a stage, whatever runtime it is of."""
+
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        """Run the stage on values in the order of its inputs; return the outputs in theirs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and persistent buffers by the model's own names."""
+
+    def parameters(self) -> Iterator[Any]:
+        """The parameters."""
+
+
+class Pipeline:
+    """A loaded bundle: called like the model, it gives what the model gives.
+
+    Attributes:
+        manifest: what the bundle says of itself.
+        stages: the loaded stages in order.
+    """
+
+    def __init__(self, manifest: Manifest, stages: Sequence[LoadedStage], types: Collection[type]) -> None:
+        """`types` are classes that results may be built of, when the bundle names them."""
+        self.manifest = manifest
+        self.stages = tuple(stages)
+        self._types = tuple(types)
+        self._inputs = tuple(edge for edge in manifest.edges if edge.producer is None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages.
+
+        Raises:
+            InputError: the call does not fit the signature, or an input does not fit its type, shape or range.
+        """
+        bound = bind(self.manifest.signature, args, kwargs)
+        check_values(self._inputs, bound, self.manifest.symbols)
+        values = {name: given.value for name, given in bound.items()}
+        for entry, stage in zip(self.manifest.stages, self.stages, strict=True):
+            values.update(zip(entry.outputs, stage.run([values[name] for name in entry.inputs]), strict=True))
+
+        def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
+            return values[found.name] if isinstance(found, ValueLeaf) else constant(found)
+
+        return unflatten(self.manifest.signature.result, leaf, self._types)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and persistent buffers of all stages, by the model's own names."""
+        return {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
+
+    def parameters(self) -> Iterator[Any]:
+        """The parameters of all stages, each once."""
+        seen: set[int] = set()
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter

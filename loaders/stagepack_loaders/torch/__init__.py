@@ -1,0 +1,1 @@
+"""Stages as torch modules."""

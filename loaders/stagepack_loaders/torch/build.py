@@ -1,0 +1,213 @@
+"""`Graph` -> `torch.fx.GraphModule`.
+
+The weights are inputs of the module, after the graph's own inputs, in the order of the weight table. Strings of a bundle do not reach
+the code that fx generates: constants that are strings hang on the module as attributes, and names are checked identifiers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import getitem as _getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from stagepack.errors import OperatorError
+from stagepack.format.graph import (
+    Argument,
+    ComplexArg,
+    Context,
+    DeviceArg,
+    DictArg,
+    DtypeArg,
+    Graph,
+    LayoutArg,
+    ListArg,
+    MemoryFormatArg,
+    Node,
+    SliceArg,
+    SubgraphArg,
+    TupleArg,
+    ValueArg,
+)
+from stagepack.format.walk import leaves, values_made, values_used
+
+
+def build(graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> GraphModule:
+    """Make a module of a graph: called with the inputs and then the weights, it returns a tuple of the outputs.
+
+    `targets` are the operators of the op table; `device` is what the graph calls its own device.
+
+    Raises:
+        OperatorError: a dtype, layout or memory format does not exist in this torch.
+    """
+    builder = _Builder(graph, targets, device)
+    names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
+    return builder.module(names, graph.nodes, TupleArg(tuple(map(ValueArg, graph.outputs))), None, "Stage")
+
+
+def device_index(device: torch.device) -> torch.device:
+    """A device with its number, where its type has numbers: ``cuda`` is the current one."""
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+class _Builder:
+    """What all modules of one graph share."""
+
+    def __init__(self, graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> None:
+        self.graph = graph
+        self.targets = targets
+        self.device = device
+        self.subgraphs: list[GraphModule] = []
+        for number, subgraph in enumerate(graph.subgraphs):
+            names = [value.name for value in subgraph.inputs]
+            self.subgraphs.append(self.module(names, subgraph.nodes, subgraph.result, None, f"Subgraph{number}"))
+
+    def module(
+        self, inputs: Sequence[str], nodes: Sequence[Node], result: Argument, context: int | None, name: str
+    ) -> GraphModule:
+        """A module of nodes that stand in one region (`context`) or in regions inside it."""
+        body = _Body(self, inputs)
+        for region, run in _runs(self.graph.contexts, nodes, context):
+            if region is None or region == context:
+                for node in run:
+                    body.call(node)
+            else:
+                later = {*_names(result), *(name for node in _after(nodes, run) for name in values_used(node))}
+                body.region(region, run, [name for node in run for name in values_made(node) if name in later])
+        body.graph.output(body.argument(result))
+        return GraphModule(body.attributes, body.graph, class_name=name)
+
+
+class _Body:
+    """One fx graph while it grows."""
+
+    def __init__(self, builder: _Builder, inputs: Sequence[str]) -> None:
+        self.builder = builder
+        self.graph = FxGraph()
+        self.attributes: dict[str, Any] = {}
+        self.values = {name: self.graph.placeholder(name) for name in inputs}
+
+    def call(self, node: Node) -> None:
+        """Append a call, and take a result of several parts apart."""
+        target = self.builder.targets[node.op]
+        args = tuple(map(self.argument, node.args))
+        kwargs = {name: self.argument(argument) for name, argument in node.kwargs}
+        name = next(iter(values_made(node)), None) if not node.unpack else None
+        result = self.graph.create_node("call_function", target, args, kwargs, name)
+        for index, output in enumerate(node.outputs):
+            if output is not None and node.unpack:
+                self.values[output.name] = self._item(result, index, output.name)
+            elif output is not None:
+                self.values[output.name] = result
+
+    def region(self, region: int, nodes: Sequence[Node], outputs: Sequence[str]) -> None:
+        """Append a region: a module of its own, called by the operator that opens and closes the context around it."""
+        made = {name for node in nodes for name in values_made(node)}
+        inputs = [
+            name for name in dict.fromkeys(name for node in nodes for name in values_used(node)) if name not in made
+        ]
+        module = self.builder.module(inputs, nodes, TupleArg(tuple(map(ValueArg, outputs))), region, f"Region{region}")
+        target, args = _opener(self.builder.graph.contexts[region], self.builder.device)
+        called = self._attribute(module, "region")
+        result = self.graph.create_node(
+            "call_function", target, (*args, called, *(self.values[name] for name in inputs))
+        )
+        for index, name in enumerate(outputs):
+            self.values[name] = self._item(result, index, name)
+
+    def argument(self, argument: Argument) -> Any:
+        """An argument as fx takes it."""
+        match argument:
+            case ValueArg(name):
+                return self.values[name]
+            case ListArg(items):
+                return [self.argument(item) for item in items]
+            case TupleArg(items):
+                return tuple(self.argument(item) for item in items)
+            case DictArg(items):
+                return {key: self.argument(item) for key, item in items}
+            case SliceArg(start, stop, step):
+                return slice(self.argument(start), self.argument(stop), self.argument(step))
+            case ComplexArg(real, imag):
+                return complex(real, imag)
+            case DtypeArg(name):
+                return named(name, torch.dtype)
+            case LayoutArg(name):
+                return named(name, torch.layout)
+            case MemoryFormatArg(name):
+                return named(name, torch.memory_format)
+            case DeviceArg(name):
+                return self.builder.device if name is None else device_index(torch.device(name))
+            case SubgraphArg(index):
+                return self._attribute(self.builder.subgraphs[index], "subgraph")
+            case str():
+                return self._attribute(argument, "text")
+            case _:
+                return argument
+
+    def _attribute(self, held: object, kind: str) -> FxNode:
+        known = next((name for name, other in self.attributes.items() if other is held), None)
+        name = known or f"_{kind}_{len(self.attributes)}"
+        self.attributes[name] = held
+        return self.graph.create_node("get_attr", name)
+
+    def _item(self, result: FxNode, index: int, name: str) -> FxNode:
+        return self.graph.create_node("call_function", _getitem, (result, index), {}, name)
+
+
+def named(name: str, kind: type) -> Any:
+    """A dtype, layout or memory format of torch by its name.
+
+    Raises:
+        OperatorError: this torch has none of that name.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, kind):
+        raise OperatorError(f"torch {torch.__version__} has no {kind.__name__} {name!r}")
+    return found
+
+
+def _runs(
+    contexts: Sequence[Context], nodes: Sequence[Node], context: int | None
+) -> Iterator[tuple[int | None, list[Node]]]:
+    """Consecutive nodes by the region directly inside `context` that they stand in, or `context` itself."""
+    run: list[Node] = []
+    current: int | None = None
+    for node in nodes:
+        region = node.context
+        while region != context and region is not None and contexts[region].parent != context:
+            region = contexts[region].parent
+        if run and region != current:
+            yield current, run
+            run = []
+        current = region
+        run.append(node)
+    if run:
+        yield current, run
+
+
+def _after(nodes: Sequence[Node], run: Sequence[Node]) -> Sequence[Node]:
+    last = next(number for number, node in enumerate(nodes) if node is run[-1])
+    return nodes[last + 1 :]
+
+
+def _names(argument: Argument) -> Iterator[str]:
+    return (leaf.name for leaf in leaves(argument) if isinstance(leaf, ValueArg))
+
+
+def _opener(context: Context, device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The operator that runs a module inside a context, and its arguments before the module."""
+    autocast = context.autocast
+    if autocast is None:
+        return torch.ops.higher_order.wrap_with_set_grad_enabled, (context.grad,)
+    kind = device.type if autocast.device is None else device_index(torch.device(autocast.device)).type
+    return torch.ops.higher_order.wrap_with_autocast, (
+        kind,
+        named(autocast.dtype, torch.dtype),
+        autocast.enabled,
+        autocast.cache,
+    )

@@ -1,0 +1,81 @@
+"""Names of operators -> the operators of the torch that runs here.
+
+Only ATen and prims, the closed sets of Python and higher-order operators, and the namespaces that the caller names.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from stagepack.errors import OperatorError
+from stagepack.format.graph import Op
+from stagepack.format.operators import NAMESPACES, is_denied, namespace
+
+_MODULES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
+
+
+def resolve(ops: Iterable[Op], allow: Collection[str], where: str) -> list[Callable[..., Any]]:
+    """Find every operator of a table.
+
+    Raises:
+        OperatorError: operators are missing here, denied, of a namespace that the caller did not allow, or have another
+            schema; all of them are named.
+    """
+    found = []
+    problems = []
+    for op in ops:
+        try:
+            found.append(_find(op, allow))
+        except OperatorError as error:
+            problems.append(str(error))
+    if problems:
+        raise OperatorError(f"{where}: {'; '.join(problems)}")
+    return found
+
+
+def _find(op: Op, allow: Collection[str]) -> Callable[..., Any]:
+    space = namespace(op.name)
+    if is_denied(op.name):
+        raise OperatorError(f"the operator {op.name} is not allowed in a bundle [G11]")
+    if space not in NAMESPACES and space not in allow:
+        raise OperatorError(
+            f"the operator {op.name} is of the namespace {space!r}: allow it with allow_ops=[{space!r}] (--allow-ops {space})"
+        )
+    if space in _MODULES:
+        return _python(op.name)
+    return _overload(op)
+
+
+def _python(name: str) -> Callable[..., Any]:
+    space, _, rest = name.partition(".")
+    target = getattr(_MODULES[space], rest, None)
+    if target is None:
+        raise OperatorError(f"the operator {name} does not exist in torch {torch.__version__}")
+    found: Callable[..., Any] = target
+    return found
+
+
+def _overload(op: Op) -> torch._ops.OpOverload:
+    space, name, overload = (*op.name.split("."), "default")[:3]
+    packet = getattr(getattr(torch.ops, space), name, None)
+    target = getattr(packet, overload, None)
+    if not isinstance(target, torch._ops.OpOverload):
+        hint = "" if space in NAMESPACES else ": import the library that registers it"
+        raise OperatorError(f"the operator {op.name} does not exist in torch {torch.__version__}{hint}")
+    schema = target._schema
+    if str(schema) != op.schema and not _compatible(schema, op.schema):
+        raise OperatorError(
+            f"the operator {op.name} has the schema {schema} here, the bundle was made with {op.schema}"
+        )
+    return target
+
+
+def _compatible(here: Any, exported: str) -> bool:
+    """Whether calls made under the exported schema still mean the same here, by torch's own rule."""
+    try:
+        return bool(here.is_backward_compatible_with(torch._C.parse_schema(exported)))
+    except RuntimeError:  # not a schema
+        return False

@@ -1,0 +1,135 @@
+"""A stage as a `torch.nn.Module`."""
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from stagepack.errors import DeviceError, InputError
+from stagepack.format.contract import Given, check_values
+from stagepack.format.graph import Graph, Weight
+from stagepack.format.manifest import Stage as StageEntry
+from stagepack.format.reader import Bundle, raise_digest_problems
+from stagepack_loaders.torch.build import build, device_index
+from stagepack_loaders.torch.ops import resolve
+from stagepack_loaders.torch.weights import WeightCache
+
+
+class Stage(torch.nn.Module):
+    """One stage of a bundle: called with its inputs, by position or by edge name, it returns a tuple of its outputs.
+
+    Its parameters and buffers have the names that they have in the model, so `state_dict` is a part of the model's.
+
+    Attributes:
+        graph: the stage as data.
+        device: where its weights are, and where it moves its inputs.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        graph_module: torch.fx.GraphModule,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """`tensors` holds the weights by the name of their value."""
+        super().__init__()
+        self.graph = graph
+        self.device = device
+        self._inputs = tuple(value.name for value in graph.inputs)
+        self._slots = [_register(self, weight, tensors[weight.value]) for weight in graph.weights]
+        # Held in a tuple, not registered as a child: the names in state_dict are the model's own.
+        self._held = (graph_module,)
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The stage as fx; the weights are its last inputs."""
+        return self._held[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Run the stage.
+
+        Raises:
+            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
+        """
+        given = self._given(args, kwargs)
+        if not torch.compiler.is_compiling():
+            check_values(
+                self.graph.inputs, {name: Given(name, value) for name, value in given.items()}, self.graph.symbols
+            )
+        return self.run([given[name] for name in self._inputs])
+
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        """Run the stage on values that are known to fit, in the order of its inputs."""
+        moved = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
+        outputs: tuple[Any, ...] = self.graph_module(*moved, *(held[name] for held, name in self._slots))
+        return outputs
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(zip(self._inputs, args, strict=False)) | dict(kwargs)
+        if len(args) > len(self._inputs) or set(given) != set(self._inputs):
+            raise InputError(
+                f"expected the inputs {', '.join(self._inputs)}, found {len(args)} by position and {sorted(kwargs)} by name"
+            )
+        return given
+
+
+def load_stage(
+    bundle: Bundle, number: int, device: torch.device, *, allow_ops: Collection[str], verify: bool, cache: WeightCache
+) -> Stage:
+    """Read one stage: its graph, then the operators it needs, then its weights, and nothing of other stages.
+
+    Raises:
+        FormatError: the graph or a weight file breaks rules; `DigestError` when a file is not the one listed.
+        OperatorError: an operator is missing here, not allowed, or has another schema.
+    """
+    graph = bundle.graph(number)
+    targets = resolve(graph.ops, allow_ops, bundle.stages[number].graph)
+    module = build(graph, targets, device)
+    places = bundle.tensors(number, graph)
+    if verify:
+        _verify(bundle, bundle.stages[number])
+    tensors = {weight.value: cache.read(weight, places, device) for weight in graph.weights}
+    return Stage(graph, module, tensors, device)
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """A device by its name, if it is there.
+
+    Raises:
+        DeviceError: torch knows no such device, or this machine has none.
+    """
+    try:
+        found = device_index(torch.device(device))
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise DeviceError(
+            f"device {str(device)!r}: expected a device of this machine, such as cpu or cuda:0: {reason}"
+        ) from None
+    return found
+
+
+def _verify(bundle: Bundle, stage: StageEntry) -> None:
+    """Compare the stage's weight files with their digests, several at a time."""
+    with ThreadPoolExecutor() as pool:
+        raise_digest_problems(
+            [problem for problems in pool.map(bundle.check_digest, stage.weights) for problem in problems]
+        )
+
+
+def _register(root: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> tuple[dict[str, Any], str]:
+    """Hang a weight into the module under all its names; return the place to look it up at each call."""
+    for name in weight.names:
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner._modules[part] = torch.nn.Module()
+            owner = owner._modules[part]  # type: ignore[assignment]
+        slot: dict[str, Any] = owner._parameters if weight.kind == "parameter" else owner._buffers
+        slot[leaf] = tensor
+        if weight.kind in ("non_persistent_buffer", "constant"):
+            owner._non_persistent_buffers_set.add(leaf)
+    return slot, leaf

@@ -1,0 +1,57 @@
+"""Weights of a stage: from its files to tensors on a device."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from stagepack.format.graph import Weight
+from stagepack.format.weights import StoredTensor
+from stagepack_loaders.torch.build import named
+
+
+class WeightCache:
+    """The tensors read so far, so that stages on one device share what is one tensor in the model."""
+
+    def __init__(self) -> None:
+        """Start with nothing read."""
+        self._stored: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._weights: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def read(
+        self, weight: Weight, places: Mapping[str, tuple[Path, StoredTensor]], device: torch.device
+    ) -> torch.Tensor:
+        """A weight of a stage as a tensor on a device; a parameter as a `torch.nn.Parameter`.
+
+        On the CPU its memory is the file itself, mapped copy-on-write.
+        """
+        key = (weight.names[0], device)
+        if key not in self._weights:
+            tensor = self._lay_out(weight, self._read(weight.stored, places[weight.stored][0], device))
+            if weight.kind == "parameter":
+                tensor = torch.nn.Parameter(tensor, requires_grad=weight.trainable)
+            elif weight.trainable:
+                tensor.requires_grad_()
+            self._weights[key] = tensor
+        return self._weights[key]
+
+    def _read(self, name: str, path: Path, device: torch.device) -> torch.Tensor:
+        key = (name, device)
+        if key not in self._stored:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                self._stored[key] = file.get_tensor(name).to(device)
+        return self._stored[key]
+
+    def _lay_out(self, weight: Weight, stored: torch.Tensor) -> torch.Tensor:
+        """The stored tensor with the type and the place in memory that the weight has in the model."""
+        dtype: torch.dtype = named(weight.dtype, torch.dtype)
+        if weight.base is not None:
+            octets = stored.reshape(-1).view(torch.uint8)
+            flat = octets[: octets.numel() - octets.numel() % dtype.itemsize].view(dtype)
+            return flat.as_strided(weight.shape, weight.strides or (), flat.storage_offset() + weight.offset)
+        if stored.dtype != dtype:
+            stored = stored.view(dtype).reshape(weight.shape)
+        if weight.strides is None:
+            return stored
+        return torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=stored.device).copy_(stored)

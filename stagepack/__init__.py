@@ -1,0 +1,36 @@
+"""stagepack: ship partitioned PyTorch models as bundles.
+
+The names below are imported when they are first used; those that need torch import it then, not before.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stagepack.capture import Inputs as Inputs
+    from stagepack.exporter import export as export
+    from stagepack.format.reader import Bundle as Bundle
+    from stagepack.format.reader import Bundle as open  # noqa: N813 - `stagepack.open` is the name users look for
+    from stagepack.markers import split_here as split_here
+    from stagepack_loaders.load import load as load
+    from stagepack_loaders.load import load_stage as load_stage
+
+_HOMES = {
+    "Bundle": ("stagepack.format.reader", "Bundle"),
+    "Inputs": ("stagepack.capture", "Inputs"),
+    "export": ("stagepack.exporter", "export"),
+    "load": ("stagepack_loaders.load", "load"),
+    "load_stage": ("stagepack_loaders.load", "load_stage"),
+    "open": ("stagepack.format.reader", "Bundle"),
+    "split_here": ("stagepack.markers", "split_here"),
+}
+
+__all__ = ["Bundle", "Inputs", "export", "load", "load_stage", "open", "split_here"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from where it lives."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stagepack' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,73 @@
+"""`stagepack export`."""
+
+import time
+
+import click
+
+from stagepack.cli.facts import bundle_facts, print_stages
+from stagepack.cli.output import fail, print_json, progress, readable_bytes, reports_errors
+from stagepack.format.reader import Bundle
+from stagepack.format.writer import check_output
+
+
+@click.command("export")
+@click.argument("source")
+@click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write.")
+@click.option("--stages", type=click.IntRange(min=1), help="Cut into this many stages of about equal weight.")
+@click.option("--split-at", multiple=True, metavar="MODULE", help="Start a stage at this module; may be repeated.")
+@click.option("--inputs", metavar="FILE.py:FUNCTION", help="A function that returns the example inputs.")
+@click.option("--overwrite", is_flag=True, help="Replace a bundle that is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def command(
+    source: str,
+    out: str,
+    stages: int | None,
+    split_at: tuple[str, ...],
+    inputs: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write SOURCE as a bundle, load it back, and compare it with the model on the example.
+
+    SOURCE is file.py:factory, package.module:factory, a .pt2 file, or a Hugging Face folder or hub name.
+    """
+    if stages is not None and split_at:
+        raise click.UsageError("--stages and --split-at exclude each other")
+    check_output(out, overwrite=overwrite)
+    started = time.perf_counter()
+    with progress("import torch") as now:
+        from stagepack.exporter import Where, export_capture  # noqa: PLC0415 - torch, after the arguments are checked
+        from stagepack.source import capture_named  # noqa: PLC0415 - the same
+
+        now("capture")
+        capture = capture_named(source, inputs)
+        bundle = export_capture(
+            capture, out=out, where=Where(stages=stages, split_at=split_at), overwrite=overwrite, progress=now
+        )
+        now("load it back and run the example")
+        difference = _check(bundle)
+    seconds = time.perf_counter() - started
+    if as_json:
+        print_json(
+            bundle_facts(bundle)
+            | {"captured_by": capture.method, "difference": difference, "seconds": round(seconds, 3)}
+        )
+    else:
+        size = readable_bytes(sum(file.size for file in bundle.manifest.files))
+        click.echo(f"captured {source} by {capture.method}")
+        click.echo(f"wrote {out}: {len(bundle.stages)} stages, {size}, in {seconds:.1f} s")
+        print_stages(bundle)
+        click.echo(f"loaded it back and ran the example: largest difference from the model {difference:g}")
+    if difference != difference or difference == float("inf"):
+        fail(f"{out}: the bundle answers with other shapes or types than the model")
+
+
+def _check(bundle: Bundle) -> float:
+    """The largest difference between the bundle, loaded from disk, and the recorded answer of the model."""
+    from stagepack_loaders.load import load  # noqa: PLC0415 - torch, after the arguments are checked
+    from stagepack_loaders.torch.example import replay  # noqa: PLC0415 - the same
+
+    return replay(
+        load(bundle, allow_ops=sorted({name for stage in bundle.stages for name in stage.namespaces})), bundle
+    )

@@ -1,0 +1,94 @@
+"""What `inspect` and `export` say of a bundle, from its manifest alone."""
+
+from typing import Any
+
+import click
+
+from stagepack.cli.output import print_table, readable_bytes, readable_flops
+from stagepack.format.manifest import Edge
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import format_range, format_shape
+from stagepack.format.tree import ValueLeaf, tree_leaves
+
+
+def bundle_facts(bundle: Bundle) -> dict[str, Any]:
+    """The facts of a bundle as plain data."""
+    manifest = bundle.manifest
+    results = {leaf.name for leaf in tree_leaves(manifest.signature.result) if isinstance(leaf, ValueLeaf)}
+    return {
+        "path": str(bundle.path),
+        "version": manifest.version,
+        "digest": bundle.digest,
+        "producer": {"stagepack": manifest.producer.stagepack, "torch": manifest.producer.torch},
+        "bytes": sum(file.size for file in manifest.files),
+        "symbols": {symbol.name: {"min": symbol.min, "max": symbol.max} for symbol in manifest.symbols},
+        "stages": [
+            {
+                "stage": number,
+                "nodes": stage.nodes,
+                "weight_bytes": stage.weight_bytes,
+                "flops": stage.flops,
+                "files": [stage.graph, *stage.weights],
+                "inputs": list(stage.inputs),
+                "outputs": list(stage.outputs),
+                "namespaces": list(stage.namespaces),
+                "state": list(stage.state),
+            }
+            for number, stage in enumerate(bundle.stages)
+        ],
+        "edges": [
+            {
+                "name": edge.name,
+                "dtype": edge.dtype,
+                "shape": format_shape(edge.shape),
+                "producer": edge.producer,
+                "consumers": list(edge.consumers),
+                "result": edge.name in results,
+            }
+            for edge in bundle.edges
+        ],
+    }
+
+
+def print_facts(bundle: Bundle) -> None:
+    """Print a bundle for people."""
+    facts = bundle_facts(bundle)
+    producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
+    click.echo(f"{facts['path']}: format {facts['version']}, {readable_bytes(facts['bytes'])}, made by {producer}")
+    click.echo(f"sha256 {facts['digest']}")
+    if bundle.manifest.symbols:
+        click.echo(
+            "sizes  " + ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.manifest.symbols)
+        )
+    print_stages(bundle)
+    rows = [
+        [edge.name, f"{edge.dtype}{format_shape(edge.shape)}", *_ends(edge, fact["result"])]
+        for edge, fact in zip(bundle.edges, facts["edges"], strict=True)
+    ]
+    print_table("edges", ["name", "value", "from", "to"], rows)
+    for stage in facts["stages"]:
+        if stage["state"]:
+            click.echo(f"stage {stage['stage']} writes {', '.join(stage['state'])}")
+        if stage["namespaces"]:
+            click.echo(f"stage {stage['stage']} needs --allow-ops {' --allow-ops '.join(stage['namespaces'])}")
+
+
+def print_stages(bundle: Bundle) -> None:
+    """Print the table of stages."""
+    rows = [
+        [
+            str(number),
+            str(stage.nodes),
+            readable_bytes(stage.weight_bytes),
+            readable_flops(stage.flops),
+            " ".join([stage.graph, *stage.weights]),
+        ]
+        for number, stage in enumerate(bundle.stages)
+    ]
+    print_table("stages", ["#stage", "#nodes", "#weights", "#compute", "files"], rows)
+
+
+def _ends(edge: Edge, result: bool) -> list[str]:
+    source = "input" if edge.producer is None else f"stage {edge.producer}"
+    targets = [f"stage {consumer}" for consumer in edge.consumers] + (["result"] if result else [])
+    return [source, ", ".join(targets) or "(unused)"]

@@ -1,0 +1,122 @@
+"""`stagepack load`."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stagepack.cli.output import fail, import_modules, print_json, print_table, progress, readable_bytes, reports_errors
+from stagepack.format.reader import Bundle
+
+
+@click.command("load")
+@click.argument("bundle", type=click.Path())
+@click.option("--stage", "number", type=int, help="Load this stage alone.")
+@click.option("--device", "devices", multiple=True, help="A device a stage in order, or fewer. Default: cpu.")
+@click.option("--inputs", type=click.Path(path_type=Path), help="A safetensors file with the inputs by edge name.")
+@click.option("--outputs", type=click.Path(path_type=Path), help="The safetensors file to write the results to.")
+@click.option("--allow-ops", multiple=True, metavar="NAMESPACE", help="A namespace of custom operators that may run.")
+@click.option(
+    "--import", "imports", multiple=True, metavar="MODULE", help="A module to import first, which registers them."
+)
+@click.option("--no-verify", is_flag=True, help="Do not compare the weight files with their digests.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def command(
+    bundle: str,
+    number: int | None,
+    devices: tuple[str, ...],
+    inputs: Path | None,
+    outputs: Path | None,
+    allow_ops: tuple[str, ...],
+    imports: tuple[str, ...],
+    no_verify: bool,
+    as_json: bool,
+) -> None:
+    """Load BUNDLE, say what was read, and run its example, or the inputs of a file."""
+    opened = Bundle(bundle)
+    if number is not None and not 0 <= number < len(opened.stages):
+        fail(f"--stage: expected 0 to {len(opened.stages) - 1}, found {number}")
+    if number is not None and (inputs or outputs):
+        raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
+    if number is not None and len(devices) > 1:
+        raise click.UsageError("--stage loads one stage: name one device")
+    import_modules(imports)
+    options: dict[str, Any] = {"allow_ops": allow_ops, "verify": not no_verify}
+    rows, pipeline = _load(opened, number, list(devices) or ["cpu"], options)
+    facts: dict[str, Any] = {"bundle": bundle, "stages": rows}
+    if pipeline is not None:
+        facts |= _run(opened, pipeline, inputs, outputs)
+    if as_json:
+        print_json(facts)
+        return
+    table = [
+        [
+            str(row["stage"]),
+            row["device"],
+            readable_bytes(row["bytes_read"]),
+            f"{row['seconds']:.3f} s",
+            " ".join(row["files"]),
+        ]
+        for row in rows
+    ]
+    print_table("loaded", ["#stage", "device", "#read", "#time", "files"], table)
+    if "difference" in facts:
+        click.echo(
+            f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}, {facts['seconds']:.3f} s"
+        )
+    elif pipeline is not None:
+        click.echo(f"{inputs}: {facts['outputs']} outputs, {facts['seconds']:.3f} s")
+    if outputs:
+        click.echo(f"wrote {outputs}")
+
+
+def _load(
+    bundle: Bundle, number: int | None, devices: list[str], options: dict[str, Any]
+) -> tuple[list[dict[str, Any]], Any]:
+    """Load the stages; return a row of facts for each, and the pipeline when it is whole."""
+    from stagepack_loaders.load import load_stage, load_stages  # noqa: PLC0415 - torch, after the arguments are checked
+    from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - the same
+
+    rows: list[dict[str, Any]] = []
+    stages = []
+    with progress("load"):
+        started = time.perf_counter()
+        loading = (
+            load_stages(bundle, devices, **options)
+            if number is None
+            else (load_stage(bundle, number, devices[0], **options) for _ in range(1))
+        )
+        for index, stage in enumerate(loading, start=number or 0):
+            entry = bundle.stages[index]
+            files = [entry.graph, *entry.weights]
+            rows.append(
+                {
+                    "stage": index,
+                    "device": str(stage.device),
+                    "files": files,
+                    "bytes_read": sum(bundle.files[name].size for name in files),
+                    "seconds": round(time.perf_counter() - started, 6),
+                }
+            )
+            stages.append(stage)
+            started = time.perf_counter()
+    return rows, None if number is not None else Pipeline(bundle.manifest, stages, ())
+
+
+def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None) -> dict[str, Any]:
+    """Run the inputs of a file, or the example; return facts about the result."""
+    from stagepack_loaders.torch import example  # noqa: PLC0415 - torch, after the arguments are checked
+
+    if inputs is None and bundle.example is None:
+        return {}
+    with progress("run"):
+        given, expected = example.read_example(bundle) if inputs is None else (example.read_inputs(inputs), {})
+        started = time.perf_counter()
+        results = example.call(pipeline, given)
+        seconds = round(time.perf_counter() - started, 6)
+        if outputs is not None:
+            example.write_outputs(results, outputs)
+    facts: dict[str, Any] = {"outputs": len(results), "seconds": seconds}
+    return facts if inputs is not None else facts | {"difference": example.largest_difference(results, expected)}

@@ -1,0 +1,111 @@
+"""What the subcommands share: errors in one line, facts as tables or JSON, progress on a terminal."""
+
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+
+from stagepack.errors import StagepackError
+
+
+class Failure(click.ClickException):
+    """A check failed or the input is bad: one line on standard error, exit status 1."""
+
+    exit_code = 1
+
+    def show(self, file: Any = None) -> None:
+        """Print the line."""
+        click.echo(f"stagepack: {self.message}", file=file or sys.stderr)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with one line on standard error and exit status 1.
+
+    Raises:
+        Failure: always.
+    """
+    raise Failure(" ".join(message.split()))
+
+
+def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn the errors that stagepack raises on purpose into one line and exit status 1."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except StagepackError as error:
+            fail(str(error))
+        except OSError as error:
+            fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except ModuleNotFoundError as error:
+            fail(
+                f"the package {error.name!r} is not installed: pip install 'stagepack[torch]' (stagepack[hf] for Hugging Face models)"
+            )
+
+    return wrapped
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the modules that the caller names, which register custom operators."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            fail(f"--import {name}: {error}")
+
+
+def print_json(facts: Any) -> None:
+    """Print facts as indented JSON."""
+    click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows under a title; numbers (columns that begin with '#') stand on the right."""
+    lines = [[column.lstrip("#") for column in columns], *rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    click.echo(click.style(title, bold=True))
+    for number, line in enumerate(lines):
+        cells = [
+            cell.rjust(width) if column.startswith("#") else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        ]
+        text = "  " + "  ".join(cells).rstrip()
+        click.echo(click.style(text, dim=True) if number == 0 else text)
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes for people: ``90.3 MB``."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def readable_flops(count: int) -> str:
+    """A number of floating-point operations for people: ``1.2 GFLOP``."""
+    size = float(count)
+    for unit in ("", "k", "M", "G", "T"):
+        if size < 1000:
+            return f"{size:.1f} {unit}FLOP"
+        size /= 1000
+    return f"{size:.1f} PFLOP"
+
+
+@contextmanager
+def progress(first: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is going on; in a pipe nothing is printed. Gives a function that says what begins now."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - 80 ms that only a terminal needs
+
+    with Console(stderr=True).status(first) as status:
+        yield status.update

@@ -1,0 +1,1 @@
+"""The bundle format: types, codec and rules. Nothing in here imports torch."""

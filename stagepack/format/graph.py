@@ -1,0 +1,243 @@
+"""The graph of a model or of a stage: one type for both (SPEC G1 to G14).
+
+A graph is pure data: operators, scopes and contexts stand in tables, and the nodes refer to them by index.
+Values have names; a name is an identifier and is made once (static single assignment).
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from stagepack.format.shapes import Dim, Symbol
+
+
+class Value(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A tensor, or a symbolic scalar.
+
+    Attributes:
+        dtype: a torch dtype such as ``float32``, or ``symint``, ``symfloat``, ``symbool`` for a scalar.
+        shape: the tensor's dimensions; empty for a scalar.
+        expr: what a ``symint`` equals, where that is known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...] = ()
+    expr: Dim | None = None
+
+
+class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A tensor that belongs to the model, and where its bytes lie.
+
+    Attributes:
+        value: the name under which nodes use it.
+        names: its fully qualified names in the model; more than one for a tied weight. The first is the stored one.
+        shape: plain integers.
+        trainable: torch's ``requires_grad``.
+        strides: in elements, when the tensor in memory is not contiguous; in the file it always is.
+        base: the stored tensor on whose memory this one is a view (`strides`, `offset`), when it has no bytes of its own.
+        offset: in elements of `dtype` from the start of `base`.
+    """
+
+    value: str
+    names: tuple[str, ...]
+    kind: Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
+    dtype: str
+    shape: tuple[int, ...] = ()
+    trainable: bool = False
+    strides: tuple[int, ...] | None = None
+    base: str | None = None
+    offset: int = 0
+
+    @property
+    def stored(self) -> str:
+        """The name of the tensor in a weight file that holds the bytes."""
+        return self.names[0] if self.base is None else self.base
+
+
+class ValueArg(Struct, frozen=True, array_like=True, tag="value", forbid_unknown_fields=True):
+    """A value made by an input, a weight or an earlier node."""
+
+    name: str
+
+
+class ListArg(Struct, frozen=True, array_like=True, tag="list", forbid_unknown_fields=True):
+    """A list of arguments."""
+
+    items: tuple["Argument", ...]
+
+
+class TupleArg(Struct, frozen=True, array_like=True, tag="tuple", forbid_unknown_fields=True):
+    """A tuple of arguments."""
+
+    items: tuple["Argument", ...]
+
+
+class DictArg(Struct, frozen=True, array_like=True, tag="dict", forbid_unknown_fields=True):
+    """A dict with string keys, in order."""
+
+    items: tuple[tuple[str, "Argument"], ...]
+
+
+class SliceArg(Struct, frozen=True, array_like=True, tag="slice", forbid_unknown_fields=True):
+    """A Python slice."""
+
+    start: "Argument"
+    stop: "Argument"
+    step: "Argument"
+
+
+class ComplexArg(Struct, frozen=True, array_like=True, tag="complex", forbid_unknown_fields=True):
+    """A complex number."""
+
+    real: float
+    imag: float
+
+
+class DtypeArg(Struct, frozen=True, array_like=True, tag="dtype", forbid_unknown_fields=True):
+    """A torch dtype by name."""
+
+    name: str
+
+
+class DeviceArg(Struct, frozen=True, array_like=True, tag="device", forbid_unknown_fields=True):
+    """A device: None is the stage's own; a type such as ``cpu`` was named on purpose by the model's author."""
+
+    name: str | None
+
+
+class LayoutArg(Struct, frozen=True, array_like=True, tag="layout", forbid_unknown_fields=True):
+    """A torch layout by name, such as ``strided``."""
+
+    name: str
+
+
+class MemoryFormatArg(Struct, frozen=True, array_like=True, tag="memory_format", forbid_unknown_fields=True):
+    """A torch memory format by name, such as ``channels_last``."""
+
+    name: str
+
+
+class SubgraphArg(Struct, frozen=True, array_like=True, tag="subgraph", forbid_unknown_fields=True):
+    """A subgraph of the same graph by its index."""
+
+    index: int
+
+
+Argument = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | ValueArg
+    | ListArg
+    | TupleArg
+    | DictArg
+    | SliceArg
+    | ComplexArg
+    | DtypeArg
+    | DeviceArg
+    | LayoutArg
+    | MemoryFormatArg
+    | SubgraphArg
+)
+
+
+class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """An operator, once for all nodes that call it.
+
+    Attributes:
+        name: namespace, name and overload (``aten.linear.default``), or a Python operator on scalars
+            (``operator.mul``), or a higher-order operator (``higher_order.cond``).
+        schema: the schema it was exported under; empty for Python and higher-order operators.
+        parameters: the names of the schema's parameters in order.
+        mutates: the parameters that are written.
+        aliases: pairs (index of the output, parameter): the output may share memory with the parameter.
+        random: draws from a random generator.
+    """
+
+    name: str
+    schema: str = ""
+    parameters: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
+    aliases: tuple[tuple[int, str], ...] = ()
+    random: bool = False
+
+
+class Scope(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The module that a node came from: its path in the model, and the name of its class."""
+
+    path: str
+    type: str = ""
+
+
+class Autocast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ``torch.autocast`` region; `device` None is the type of the stage's own device."""
+
+    device: str | None
+    dtype: str
+    enabled: bool
+    cache: bool
+
+
+class Context(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A region that nodes run in: a grad mode or autocast, inside the region `parent` (an earlier index)."""
+
+    parent: int | None = None
+    grad: bool | None = None
+    autocast: Autocast | None = None
+
+
+class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What one call costs at the sizes of the example: floating-point operations, and bytes read and written."""
+
+    flops: int = 0
+    bytes: int = 0
+
+
+class Node(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One call of an operator.
+
+    Attributes:
+        op: index into the op table.
+        outputs: the values it makes; None for a result that is None or that nobody uses.
+        unpack: the operator returns a sequence, and `outputs` names its items.
+        scope: index into the scope table.
+        context: index into the context table; None outside every region.
+    """
+
+    op: int
+    args: tuple[Argument, ...] = ()
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    outputs: tuple[Value | None, ...] = ()
+    unpack: bool = False
+    scope: int = 0
+    context: int | None = None
+    cost: Cost = Cost()
+
+
+class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The body of a higher-order operator. It sees its inputs alone; tables are those of the graph around it.
+
+    Subgraphs that it uses itself stand before it, so that nothing is recursive. `result` is what it returns: a value, or a
+    list or tuple of values and constants.
+    """
+
+    inputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    result: Argument
+
+
+class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A model before the cut, or a stage after it. `outputs` are names of values."""
+
+    symbols: tuple[Symbol, ...] = ()
+    inputs: tuple[Value, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    outputs: tuple[str, ...] = ()
+    subgraphs: tuple[Subgraph, ...] = ()
+    ops: tuple[Op, ...] = ()
+    scopes: tuple[Scope, ...] = ()
+    contexts: tuple[Context, ...] = ()

@@ -1,0 +1,104 @@
+"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M14)."""
+
+from msgspec import Struct
+
+from stagepack.format.shapes import Dim, Symbol
+from stagepack.format.tree import Tree
+
+
+class Producer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The versions that made the bundle, for people who look for a cause; no reader decides by it."""
+
+    stagepack: str
+    torch: str
+
+
+class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One parameter of the model's call.
+
+    Attributes:
+        positional: may be given by position; positional parameters come first, in order.
+        keyword: may be given by name.
+    """
+
+    name: str
+    tree: Tree
+    positional: bool = False
+    keyword: bool = True
+
+
+class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the model is called, and what it gives back."""
+
+    parameters: tuple[Parameter, ...]
+    result: Tree
+
+
+class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A value that crosses a boundary: into the model, between stages, or out of the model.
+
+    Attributes:
+        producer: the stage that makes it; None for an input of the model.
+        consumers: the stages that use it, in order; empty when only the caller does, or nobody.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...] = ()
+    expr: Dim | None = None
+    producer: int | None = None
+    consumers: tuple[int, ...] = ()
+
+
+class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One stage: its files, the edges in and out, and facts for whoever places it.
+
+    Attributes:
+        graph: the name of its graph file.
+        weights: the names of the weight files it reads; its own first.
+        nodes: the number of nodes of its graph.
+        weight_bytes: bytes of the stored tensors that it uses.
+        flops: floating-point operations of one call at the sizes of the example.
+        namespaces: namespaces of operators that the caller must allow, beyond ATen and the like.
+        state: names of the buffers that it writes.
+    """
+
+    graph: str
+    weights: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    nodes: int = 0
+    weight_bytes: int = 0
+    flops: int = 0
+    namespaces: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+
+
+class File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of the bundle: its size in bytes, and the SHA-256 of its content in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The whole manifest. `sha256` covers the manifest itself, written with 64 zeros in its place (SPEC D3).
+
+    Attributes:
+        device: the type of the device that the model was captured on.
+        seed: the seed of the random generators under which the example was recorded.
+    """
+
+    format: str
+    version: str
+    producer: Producer
+    signature: Signature
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    files: tuple[File, ...]
+    sha256: str
+    device: str
+    features: tuple[str, ...] = ()
+    symbols: tuple[Symbol, ...] = ()
+    seed: int = 0

@@ -1,0 +1,101 @@
+"""Names of operators, and which ones no bundle may use (SPEC G10, G11)."""
+
+import re
+from typing import Final
+
+# Python operators on symbolic scalars. Each is called by a loader as it stands in the table of that loader.
+PYTHON_OPERATORS: Final = (
+    frozenset(
+        f"operator.{name}"
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "truediv",
+            "floordiv",
+            "mod",
+            "pow",
+            "neg",
+            "pos",
+            "abs",
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "and_",
+            "or_",
+            "xor",
+            "not_",
+            "invert",
+            "lshift",
+            "rshift",
+            "truth",
+        ]
+    )
+    | frozenset(f"math.{name}" for name in ["ceil", "floor", "trunc", "sqrt"])
+    | frozenset(
+        f"torch.{name}"
+        for name in ["sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sqrt", "sym_sum"]
+    )
+)
+
+HIGHER_ORDER_OPERATORS: Final = frozenset(
+    f"higher_order.{name}"
+    for name in ["cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention", "invoke_subgraph"]
+)
+
+# Namespaces that every caller allows; operators of any other are run only when the caller names the namespace.
+NAMESPACES: Final = frozenset({"aten", "prims", "operator", "math", "torch", "higher_order"})
+
+# ATen operators that reach files, processes, raw memory or the state of the whole process.
+DENIED: Final = frozenset(
+    {
+        "aten.from_file",
+        "aten.save",
+        "aten.set_",
+        "aten.set",
+        "aten.set_data",
+        "aten.record_stream",
+        "aten._print",
+        "aten.warn",
+        "aten.wait",
+        "aten.to_here",
+        "aten.manual_seed",
+        "aten.seed",
+        "aten.set_grad_enabled",
+        "aten._cufft_set_plan_cache_max_size",
+        "aten._cufft_clear_plan_cache",
+        "aten._local_scalar_dense_async",
+        "aten._sparse_coo_tensor_unsafe",
+        "aten._sparse_compressed_tensor_unsafe",
+        "aten._sparse_csr_tensor_unsafe",
+        "aten._sparse_csc_tensor_unsafe",
+        "aten._sparse_bsr_tensor_unsafe",
+        "aten._sparse_bsc_tensor_unsafe",
+        "aten._pin_memory",
+        "aten._test_warn_in_autograd",
+    }
+)
+
+_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
+
+
+def namespace(name: str) -> str:
+    """The namespace of an operator: ``aten`` of ``aten.linear.default``."""
+    return name.split(".")[0]
+
+
+def is_well_formed(name: str) -> bool:
+    """Whether a name has the form ``namespace.name`` or ``namespace.name.overload``."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_denied(name: str) -> bool:
+    """Whether no bundle may use this operator: on the list, or not one of the closed sets of its namespace."""
+    if namespace(name) in {"operator", "math", "torch"}:
+        return name not in PYTHON_OPERATORS
+    if namespace(name) == "higher_order":
+        return name not in HIGHER_ORDER_OPERATORS
+    return name.rsplit(".", 1)[0] in DENIED

@@ -1,0 +1,222 @@
+"""Open a bundle and read what is asked for, checked (DESIGN: only what is asked for is read).
+
+Opening reads the manifest alone. A graph is read, compared with its digest and checked by the rules before it is
+given out; likewise the header of a weight file.
+"""
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from stagepack.errors import DigestError, LimitError, NotABundleError, Problem
+from stagepack.format import limits
+from stagepack.format.codec import convert_manifest, decode_graph, parse_json
+from stagepack.format.digest import seal_of, sha256_of, sha256_of_file
+from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
+from stagepack.format.graph import Graph, Weight
+from stagepack.format.manifest import Edge, File, Manifest, Stage
+from stagepack.format.upgrade import check_version
+from stagepack.format.validate import (
+    MANIFEST_NAME,
+    SIGNATURE_NAME,
+    check_graph,
+    check_manifest,
+    check_stage,
+    raise_problems,
+)
+from stagepack.format.weights import StoredTensor, read_index
+
+EXAMPLE_NAME = "example.safetensors"
+
+
+class Bundle:
+    """An opened bundle: its manifest, and its graphs and weight headers on demand.
+
+    Attributes:
+        path: the folder.
+        manifest: the manifest, checked.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Read and check the manifest.
+
+        Raises:
+            NotABundleError: there is no bundle at `path`.
+            VersionError: a newer major version or an unknown feature.
+            FormatError: the manifest breaks rules; with `DigestError` and `LimitError` as the special cases.
+        """
+        self.path = Path(path)
+        self.manifest = _read_manifest(self.path)
+
+    def __repr__(self) -> str:
+        """A line that names the folder and the number of stages."""
+        return f"<Bundle {str(self.path)!r}, {len(self.stages)} stages>"
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in order."""
+        return self.manifest.stages
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The values that cross the boundaries: inputs of the model first, then in the order of their making."""
+        return self.manifest.edges
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 that names this bundle: of the manifest, which holds those of all files."""
+        return self.manifest.sha256
+
+    @cached_property
+    def files(self) -> dict[str, File]:
+        """The files that the manifest lists, by name."""
+        return {file.name: file for file in self.manifest.files}
+
+    @property
+    def example(self) -> Path | None:
+        """The file with the example's inputs and results, if the bundle has one."""
+        return self.path / EXAMPLE_NAME if EXAMPLE_NAME in self.files else None
+
+    def graph(self, stage: int) -> Graph:
+        """Read the graph of a stage.
+
+        Raises:
+            DigestError: the file is missing or is not the one that the manifest lists.
+            FormatError: it breaks rules.
+        """
+        name = self.stages[stage].graph
+        content = self.read(name)
+        graph = decode_graph(content, name)
+        edges = {edge.name: edge for edge in self.edges}
+        raise_problems([*check_graph(graph, name), *check_stage(graph, self.stages[stage], edges)])
+        return graph
+
+    def read(self, name: str) -> bytes:
+        """Read a whole file that is not a weight file, compared with its digest.
+
+        Raises:
+            DigestError: the file is missing or is not the one that the manifest lists.
+            LimitError: the manifest states a size over the limit.
+        """
+        if self.files[name].size > limits.GRAPH_BYTES:
+            raise LimitError([Problem(rule="L1", where=name, message=f"over the limit of {limits.GRAPH_BYTES} bytes")])
+        raise_digest_problems(self.check_size(name))
+        content = (self.path / name).read_bytes()
+        found = sha256_of(content)
+        if found != self.files[name].sha256:
+            raise DigestError([_changed(self.files[name], found)])
+        return content
+
+    def tensors(self, stage: int, graph: Graph) -> dict[str, tuple[Path, StoredTensor]]:
+        """Where the bytes of a stage's weights lie: stored name -> file and place.
+
+        Reads the headers of the stage's weight files, not their data.
+
+        Raises:
+            DigestError: a file is missing or has another size.
+            FormatError: a header breaks rules, or a weight of the graph is not there as the graph says (W7).
+        """
+        found: dict[str, tuple[Path, StoredTensor]] = {}
+        for name in self.stages[stage].weights:
+            raise_digest_problems(self.check_size(name))
+            found.update((tensor, (self.path / name, place)) for tensor, place in read_index(self.path / name).items())
+        raise_problems(
+            problem for weight in graph.weights for problem in _check_weight(weight, found, self.stages[stage].graph)
+        )
+        return found
+
+    def check_size(self, name: str) -> list[Problem]:
+        """The problem with the existence or size of a file (D1), if there is one. Reads no data."""
+        expected = self.files[name]
+        try:
+            status = (self.path / name).lstat()
+        except OSError:
+            return [Problem(rule="D1", where=name, message="the file is missing")]
+        if not _is_plain_file(self.path / name):
+            return [Problem(rule="D1", where=name, message="not a plain file")]
+        if status.st_size != expected.size:
+            return [Problem(rule="D1", where=name, message=f"expected {expected.size} bytes, found {status.st_size}")]
+        return []
+
+    def check_digest(self, name: str) -> list[Problem]:
+        """The problem with the size or content of a file (D1, D2), if there is one. Reads all of it."""
+        problems = self.check_size(name)
+        if not problems and (found := sha256_of_file(self.path / name)) != self.files[name].sha256:
+            problems = [_changed(self.files[name], found)]
+        return problems
+
+    def verify(self) -> None:
+        """Check every file and every rule.
+
+        Raises:
+            DigestError: files are missing, changed or not listed.
+            FormatError: rules are broken.
+        """
+        problems = [problem for name in self.files for problem in self.check_digest(name)]
+        extra = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
+        problems += [
+            Problem(rule="D4", where=name[:200], message="the file is not listed in the manifest") for name in extra
+        ]
+        raise_digest_problems(problems)
+        for stage in range(len(self.stages)):
+            self.tensors(stage, self.graph(stage))
+        if self.example:
+            read_index(self.example)
+
+
+def raise_digest_problems(problems: list[Problem]) -> None:
+    """Raise one `DigestError` with all the problems, if there are any."""
+    if problems:
+        raise DigestError(problems)
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST_NAME
+    if not _is_plain_file(path):
+        raise NotABundleError(f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}")
+    if path.stat().st_size > limits.MANIFEST_BYTES:
+        raise LimitError(
+            [Problem(rule="L1", where=MANIFEST_NAME, message=f"over the limit of {limits.MANIFEST_BYTES} bytes")]
+        )
+    content = path.read_bytes()
+    fields = parse_json(content, MANIFEST_NAME)
+    if not isinstance(fields, dict) or fields.get("format") != "stagepack":
+        raise NotABundleError(f'{path}: not a stagepack manifest: expected the field "format": "stagepack" [M1]')
+    check_version(fields, MANIFEST_NAME)
+    stated, found = seal_of(content)
+    if stated != found:
+        message = f"its digest is {found}, it states {stated}: the file was changed"
+        raise DigestError([Problem(rule="D3", where=MANIFEST_NAME, message=message)])
+    manifest = convert_manifest(fields, MANIFEST_NAME)
+    raise_problems(check_manifest(manifest))
+    return manifest
+
+
+def _is_plain_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _changed(file: File, found: str) -> Problem:
+    return Problem(
+        rule="D2", where=file.name, message=f"the content was changed: expected sha256 {file.sha256}, found {found}"
+    )
+
+
+def _check_weight(weight: Weight, found: dict[str, tuple[Path, StoredTensor]], where: str) -> Iterator[Problem]:
+    """The disagreements of a weight of the graph with the tensor that holds its bytes (W7)."""
+    name = weight.names[0][:80]
+    if weight.stored not in found:
+        yield Problem(rule="W7", where=where, message=f"the weight {name!r} is in none of the stage's weight files")
+        return
+    tensor = found[weight.stored][1]
+    if weight.base is None:
+        stored = (STORED_NAME[weight.dtype], stored_shape(weight.dtype, weight.shape))
+        if (tensor.dtype, tensor.shape) != stored:
+            message = f"the weight {name!r} is {weight.dtype} {list(weight.shape)}, its file has {tensor.dtype} {list(tensor.shape)}"
+            yield Problem(rule="W7", where=where, message=message)
+        return
+    strides = weight.strides or ()
+    last = weight.offset + sum((size - 1) * stride for size, stride in zip(weight.shape, strides, strict=True))
+    if 0 not in weight.shape and (last + 1) * ITEM_SIZE[weight.dtype] > tensor.end - tensor.start:
+        yield Problem(rule="W7", where=where, message=f"the view {name!r} reaches past the end of {weight.base[:80]!r}")

@@ -1,0 +1,54 @@
+"""Small questions about graphs that several parts ask."""
+
+from collections.abc import Iterator
+
+from stagepack.format.graph import Argument, DictArg, ListArg, Node, Op, SliceArg, SubgraphArg, TupleArg, ValueArg
+
+
+def parts(argument: Argument) -> Iterator[Argument]:
+    """Yield the arguments inside a container argument, or nothing."""
+    if isinstance(argument, ListArg | TupleArg):
+        yield from argument.items
+    elif isinstance(argument, DictArg):
+        yield from (item for _, item in argument.items)
+    elif isinstance(argument, SliceArg):
+        yield from (argument.start, argument.stop, argument.step)
+
+
+def leaves(argument: Argument) -> Iterator[Argument]:
+    """Yield the argument itself, or what its containers hold, at any depth and in order."""
+    if isinstance(argument, ListArg | TupleArg | DictArg | SliceArg):
+        for part in parts(argument):
+            yield from leaves(part)
+    else:
+        yield argument
+
+
+def arguments(node: Node) -> Iterator[Argument]:
+    """Yield the leaves of all arguments of a node, positional ones first."""
+    for argument in node.args:
+        yield from leaves(argument)
+    for _, argument in node.kwargs:
+        yield from leaves(argument)
+
+
+def values_used(node: Node) -> Iterator[str]:
+    """Yield the names of the values that a node is given, with repeats."""
+    return (argument.name for argument in arguments(node) if isinstance(argument, ValueArg))
+
+
+def subgraphs_used(node: Node) -> Iterator[int]:
+    """Yield the indices of the subgraphs that a node calls."""
+    return (argument.index for argument in arguments(node) if isinstance(argument, SubgraphArg))
+
+
+def values_made(node: Node) -> Iterator[str]:
+    """Yield the names of the values that a node makes."""
+    return (value.name for value in node.outputs if value is not None)
+
+
+def bound(node: Node, op: Op, parameter: str) -> Iterator[str]:
+    """Yield the names of the values given to one parameter of an operator."""
+    position = op.parameters.index(parameter)
+    given = node.args[position] if position < len(node.args) else dict(node.kwargs).get(parameter)
+    return (leaf.name for leaf in leaves(given) if isinstance(leaf, ValueArg))

@@ -1,0 +1,129 @@
+"""Write a bundle whole or not at all.
+
+The files are written into a folder beside the final name, forced to disk, and renamed when everything is there.
+Whatever moment the writer dies at, the name holds the old bundle, or nothing, or the new one.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from stagepack.errors import OutputExistsError, WriteError
+from stagepack.format.codec import encode_manifest
+from stagepack.format.manifest import File, Manifest
+from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
+from stagepack.format.weights import TensorSpec, header
+
+# The bytes of a stored tensor, in pieces of any length.
+Pieces = Iterable[bytes | memoryview]
+
+
+def check_output(out: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Refuse a name that a bundle cannot take, before any work is done for it.
+
+    Raises:
+        OutputExistsError: `out` exists and `overwrite` is false, or it is something other than a bundle.
+        WriteError: there is no folder to write it into.
+    """
+    path = Path(os.path.abspath(out))
+    if os.path.lexists(path) and not overwrite:
+        raise OutputExistsError(f"{out}: already exists: choose another name, or overwrite it (--overwrite)")
+    if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST_NAME).is_file()):
+        raise OutputExistsError(f"{out}: exists and is not a bundle, so it is not overwritten: choose another name")
+    if not path.parent.is_dir():
+        raise WriteError(f"{out}: expected the folder {path.parent} to exist")
+
+
+class BundleWriter:
+    """Writes one bundle; use it in a ``with`` statement and call `finish` last.
+
+    Leaving the statement without `finish` removes everything that was written.
+    """
+
+    def __init__(self, out: str | os.PathLike[str], *, overwrite: bool) -> None:
+        """Take the name `out`.
+
+        Raises:
+            OutputExistsError: `out` exists and `overwrite` is false, or it is something other than a bundle.
+            WriteError: its folder is not there or cannot be written.
+        """
+        check_output(out, overwrite=overwrite)
+        self._out = Path(os.path.abspath(out))
+        self._files: list[File] = []
+        self._folder = self._out.with_name(f".{self._out.name}.{secrets.token_hex(4)}.part")
+        try:
+            self._folder.mkdir()
+        except OSError as error:
+            raise WriteError(f"{out}: cannot write there: {error.strerror}: {self._out.parent}") from None
+
+    def __enter__(self) -> Self:
+        """Give the writer itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove what was not finished; say an error of the operating system as a `WriteError`."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise WriteError(
+                f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
+            ) from error
+
+    def write(self, name: str, pieces: Pieces) -> None:
+        """Write one file, and note its size and digest."""
+        digest = hashlib.sha256()
+        with (self._folder / name).open("xb") as file:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+            size = file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+        self._files.append(File(name=name, size=size, sha256=digest.hexdigest()))
+
+    def write_tensors(self, name: str, tensors: Iterable[TensorSpec], read: Callable[[str], Pieces]) -> None:
+        """Write a weight file with the tensors in the order given; `read` gives the bytes of each by name."""
+        specs = list(tensors)
+
+        def pieces() -> Pieces:
+            head, gaps = header(specs)
+            yield head
+            for spec, gap in zip(specs, gaps, strict=True):
+                yield bytes(gap)
+                yield from read(spec.name)
+
+        self.write(name, pieces())
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write the manifest, with the files written so far, and give the bundle its name."""
+        manifest = msgspec.structs.replace(manifest, files=tuple(sorted(self._files, key=lambda file: file.name)))
+        raise_problems(check_manifest(manifest))
+        self.write(MANIFEST_NAME, [encode_manifest(manifest)])
+        _sync_folder(self._folder)
+        retired = self._folder.with_suffix(".old")
+        if os.path.lexists(self._out):
+            os.rename(self._out, retired)
+        try:
+            os.rename(self._folder, self._out)
+        except OSError:
+            if os.path.lexists(retired):
+                os.rename(retired, self._out)
+            raise
+        _sync_folder(self._out.parent)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

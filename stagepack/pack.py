@@ -1,0 +1,141 @@
+"""A cut, its signature and the bytes of its weights -> a bundle on disk.
+
+A stored tensor that one stage uses lies in that stage's file; one that several use lies in a shared file, one for
+each set of stages, so that a stage reads nothing it does not use.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from stagepack.format.codec import encode_graph
+from stagepack.format.digest import ZEROS
+from stagepack.format.graph import Graph
+from stagepack.format.manifest import Manifest, Producer, Signature, Stage
+from stagepack.format.operators import NAMESPACES, namespace
+from stagepack.format.reader import EXAMPLE_NAME
+from stagepack.format.shapes import Symbol
+from stagepack.format.version import VERSION
+from stagepack.format.weights import TensorSpec
+from stagepack.format.writer import BundleWriter, Pieces
+from stagepack.split.bonds import written_weights
+from stagepack.split.cut import Cut
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """Tensors to be written: what they are, in order, and how to get the bytes of one by its name."""
+
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], Pieces]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a bundle says of the model besides its stages.
+
+    Attributes:
+        device: the type of the device that it was captured on.
+        files: further files to keep, by name, such as ``config.json``.
+    """
+
+    signature: Signature
+    symbols: tuple[Symbol, ...]
+    producer: Producer
+    device: str
+    seed: int = 0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def pack(
+    out: str | os.PathLike[str], cut: Cut, weights: Tensors, example: Tensors, origin: Origin, *, overwrite: bool
+) -> None:
+    """Write a bundle to `out`, whole or not at all.
+
+    Raises:
+        OutputExistsError: `out` exists, and is not to be or cannot be overwritten.
+        WriteError: the disk is full or the like.
+    """
+    stored = [dict.fromkeys(weight.stored for weight in stage.weights) for stage in cut.stages]
+    users: dict[str, list[int]] = {}
+    for number, names in enumerate(stored):
+        for name in names:
+            users.setdefault(name, []).append(number)
+    placed = _place(users)
+    with BundleWriter(out, overwrite=overwrite) as writer:
+        stages = []
+        for number, graph in enumerate(cut.stages):
+            name = f"stage-{number}.msgpack"
+            writer.write(name, [encode_graph(graph)])
+            files = dict.fromkeys(
+                sorted(
+                    (placed[tensor] for tensor in stored[number]), key=lambda file: (file.startswith("shared"), file)
+                )
+            )
+            stages.append(
+                _stage(graph, name, tuple(files), sum(weights.specs[tensor].nbytes for tensor in stored[number]))
+            )
+        for file in dict.fromkeys(placed.values()):
+            writer.write_tensors(file, (weights.specs[name] for name in placed if placed[name] == file), weights.read)
+        if example.specs:
+            writer.write_tensors(EXAMPLE_NAME, example.specs.values(), example.read)
+        index = _index(cut, placed, weights)
+        for name, content in {**origin.files, **index}.items():
+            writer.write(name, [content])
+        writer.finish(
+            Manifest(
+                format="stagepack",
+                version=VERSION,
+                producer=origin.producer,
+                signature=origin.signature,
+                stages=tuple(stages),
+                edges=cut.edges,
+                files=(),
+                sha256=ZEROS,
+                device=origin.device,
+                symbols=origin.symbols,
+                seed=origin.seed,
+            )
+        )
+
+
+def _place(users: Mapping[str, list[int]]) -> dict[str, str]:
+    """Each stored tensor -> the file that it goes into, in the order of first use."""
+    shared: dict[tuple[int, ...], str] = {}
+    placed = {}
+    for name, stages in users.items():
+        if len(stages) == 1:
+            placed[name] = f"stage-{stages[0]}.safetensors"
+        else:
+            placed[name] = shared.setdefault(tuple(stages), f"shared-{len(shared)}.safetensors")
+    return placed
+
+
+def _stage(graph: Graph, name: str, files: tuple[str, ...], weight_bytes: int) -> Stage:
+    return Stage(
+        graph=name,
+        weights=files,
+        inputs=tuple(value.name for value in graph.inputs),
+        outputs=graph.outputs,
+        nodes=len(graph.nodes),
+        weight_bytes=weight_bytes,
+        flops=sum(node.cost.flops for node in graph.nodes),
+        namespaces=tuple(sorted({namespace(op.name) for op in graph.ops} - NAMESPACES)),
+        state=written_weights(graph),
+    )
+
+
+def _index(cut: Cut, placed: Mapping[str, str], weights: Tensors) -> dict[str, bytes]:
+    """The index that makes a bundle a plain sharded checkpoint: the parameters and persistent buffers, and their files."""
+    kinds = {weight.stored: weight.kind for stage in cut.stages for weight in stage.weights if weight.base is None}
+    listed = {name: file for name, file in placed.items() if kinds.get(name) in ("parameter", "buffer")}
+    if not listed:
+        return {}
+    total = sum(weights.specs[name].nbytes for name in listed)
+    text = json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}, indent=2, ensure_ascii=False
+    )
+    return {INDEX_NAME: text.encode() + b"\n"}

@@ -1,0 +1,161 @@
+"""torch's tree specs and the call of the model -> `Signature`."""
+
+import collections
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument
+from torch.utils import _pytree as pytree
+
+from stagepack.errors import UnsupportedError
+from stagepack.format.manifest import Parameter, Signature
+from stagepack.format.tree import (
+    ConstantLeaf,
+    DictTree,
+    NonFiniteLeaf,
+    ObjectTree,
+    SequenceTree,
+    Tree,
+    ValueLeaf,
+    type_name,
+)
+
+# A leaf is the name of a value, or a constant.
+Leaf = str | ConstantArgument
+
+
+def signature_of(
+    program: ExportedProgram, inputs: Sequence[Leaf], results: Sequence[Leaf], forward: Callable[..., Any] | None
+) -> Signature:
+    """The signature of a program: the parameters that the example gave, and those with a plain default.
+
+    Raises:
+        UnsupportedError: a container or a constant that a bundle cannot hold.
+    """
+    spec = program.call_spec.in_spec
+    leaves = iter(inputs)
+    args = [_tree(child, leaves, "an input") for child in _children(_children(spec)[0])]
+    keywords = _children(spec)[1]
+    kwargs = {
+        name: _tree(child, leaves, f"the input {name}")
+        for name, child in zip(_context(keywords), _children(keywords), strict=True)
+    }
+    return Signature(
+        parameters=tuple(_parameters(program, args, kwargs, forward)),
+        result=_tree(program.call_spec.out_spec, iter(results), "the result"),
+    )
+
+
+def _parameters(
+    program: ExportedProgram, args: list[Tree], kwargs: Mapping[str, Tree], forward: Callable[..., Any] | None
+) -> Iterator[Parameter]:
+    if forward is None:
+        names = (
+            program.module_call_graph[0].signature.forward_arg_names if program.module_call_graph[0].signature else None
+        )
+        names = (
+            list(names or [])[: len(args)]
+            if names and len(names) >= len(args)
+            else [f"arg{n}" for n in range(len(args))]
+        )
+        yield from (Parameter(name=name, tree=tree, positional=True) for name, tree in zip(names, args, strict=True))
+        yield from (Parameter(name=name, tree=tree) for name, tree in kwargs.items())
+        return
+    declared = inspect.signature(forward).parameters
+    positional = [p for p in declared.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = dict(kwargs)
+    contiguous = True
+    late = []
+    for number, parameter in enumerate(positional):
+        tree = args[number] if number < len(args) else rest.pop(parameter.name, None)
+        if tree is None:
+            tree = _default(parameter)
+        if tree is None:
+            contiguous = False
+        elif contiguous:
+            yield Parameter(
+                name=parameter.name, tree=tree, positional=True, keyword=parameter.kind != parameter.POSITIONAL_ONLY
+            )
+        else:
+            late.append(Parameter(name=parameter.name, tree=tree))
+    several = next((p.name for p in declared.values() if p.kind == p.VAR_POSITIONAL), "arg")
+    for number, tree in enumerate(args[len(positional) :]):
+        yield Parameter(name=f"{several}_{number}", tree=tree, positional=True, keyword=False)
+    yield from late
+    for parameter in declared.values():
+        if parameter.kind == parameter.KEYWORD_ONLY:
+            tree = rest.pop(parameter.name, None) or _default(parameter)
+            if tree is not None:
+                yield Parameter(name=parameter.name, tree=tree)
+    yield from (Parameter(name=name, tree=tree) for name, tree in rest.items())
+
+
+def _default(parameter: inspect.Parameter) -> Tree | None:
+    """The default of a parameter that the example left out, when it is plain: passing it again changes nothing."""
+    if parameter.default is None or type(parameter.default) in (bool, int, float, str):
+        return _leaf(ConstantArgument(name=parameter.name, value=parameter.default), parameter.name)
+    return None
+
+
+def _tree(spec: pytree.TreeSpec, leaves: Iterator[Leaf], where: str) -> Tree:
+    if spec.is_leaf():
+        return _leaf(next(leaves), where)
+    cls, context = spec.type, spec.context
+    items = [_tree(child, leaves, where) for child in _children(spec)]
+    if cls in (tuple, list):
+        return SequenceTree(kind="tuple" if cls is tuple else "list", items=tuple(items))
+    if cls is collections.deque:
+        return SequenceTree(kind="deque", items=tuple(items), maxlen=context)
+    if cls in (dict, collections.OrderedDict):
+        return DictTree(kind="dict" if cls is dict else "OrderedDict", items=_pairs(context, items, where))
+    if cls is collections.defaultdict:
+        factory, keys = context
+        name = None if factory is None else factory.__name__
+        if name not in (None, "list", "dict", "set", "int", "float", "str"):
+            raise UnsupportedError(f"{where} holds a defaultdict of {name}, which a bundle cannot hold")
+        return DictTree(kind="defaultdict", items=_pairs(keys, items, where), factory=name)
+    if cls is collections.namedtuple:  # noqa: PYI024 - pytree's mark of named tuples
+        cls = context
+    assert cls is not None
+    return ObjectTree(
+        class_name=type_name(cls), fields=tuple(zip(_fields(cls, context, len(items)), items, strict=True))
+    )
+
+
+def _fields(cls: type, context: Any, count: int) -> list[str]:
+    """The names of the fields of an object, from what its registration as a pytree tells; else their numbers."""
+    if hasattr(cls, "_fields"):
+        return list(cls._fields)
+    for names in (context, context[0] if isinstance(context, list | tuple) and context else None):
+        if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
+            return list(names)
+    return [str(number) for number in range(count)]
+
+
+def _pairs(keys: Sequence[Any], items: Sequence[Tree], where: str) -> tuple[tuple[Any, Tree], ...]:
+    for key in keys:
+        if key is not None and type(key) not in (bool, int, float, str):
+            raise UnsupportedError(f"{where} holds a dict with the key {key!r}, which a bundle cannot hold")
+    return tuple(zip(keys, items, strict=True))
+
+
+def _leaf(leaf: Leaf, where: str) -> Tree:
+    if isinstance(leaf, str):
+        return ValueLeaf(leaf)
+    value = leaf.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return NonFiniteLeaf("nan" if math.isnan(value) else "inf" if value > 0 else "-inf")
+    if value is None or type(value) in (bool, int, float, str):
+        return ConstantLeaf(value)
+    raise UnsupportedError(f"{where} is the constant {value!r}, which a bundle cannot hold")
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    return list(spec.children()) if callable(getattr(spec, "children", None)) else list(spec.children_specs)
+
+
+def _context(spec: pytree.TreeSpec) -> Sequence[str]:
+    return list(spec.context or [])

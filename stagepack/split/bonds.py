@@ -1,0 +1,105 @@
+"""Nodes that must stay in one stage, because one of them writes memory that the others touch.
+
+Values that may share memory form a class: the results of views and in-place operators with what they were made of. When a class
+is written, a cut through it would leave one stage with a stale copy. For a buffer, a parameter or an input of the model all
+nodes that touch the class are bound together; for an activation those up to the last write, since what is read afterwards
+is final.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from stagepack.format.graph import Graph, Node, Subgraph
+from stagepack.format.walk import bound, subgraphs_used, values_made, values_used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bond:
+    """Numbers of nodes, ascending, that must stay in one stage; `name` is the buffer, input or value that is written."""
+
+    name: str
+    nodes: tuple[int, ...]
+
+
+def bonds(graph: Graph) -> list[Bond]:
+    """The bonds of a graph, by the first node of each."""
+    classes = _Classes()
+    writes: dict[str, int] = {}
+    for number, node in enumerate(graph.nodes):
+        classes.add(graph, node)
+        for name in _written(graph, node):
+            writes[name] = number
+    last_write: dict[str, int] = {}
+    for name, number in writes.items():
+        root = classes.root(name)
+        last_write[root] = max(number, last_write.get(root, 0))
+    outside = {weight.value: weight.names[0] for weight in graph.weights} | {
+        value.name: value.name for value in graph.inputs
+    }
+    from_outside = {classes.root(value): name for value, name in outside.items() if classes.root(value) in last_write}
+    touching: dict[str, list[int]] = {root: [] for root in last_write}
+    for number, node in enumerate(graph.nodes):
+        for root in {classes.root(name) for name in (*values_used(node), *values_made(node))} & touching.keys():
+            if root in from_outside or number <= last_write[root]:
+                touching[root].append(number)
+    found = (Bond(name=from_outside.get(root, root), nodes=tuple(nodes)) for root, nodes in touching.items())
+    return sorted((bond for bond in found if len(bond.nodes) > 1), key=lambda bond: bond.nodes)
+
+
+def written_weights(graph: Graph) -> tuple[str, ...]:
+    """The names of the weights that the nodes of a graph write, in the order of the weight table."""
+    classes = _Classes()
+    written: set[str] = set()
+    for node in graph.nodes:
+        classes.add(graph, node)
+        written.update(_written(graph, node))
+    roots = {classes.root(name) for name in written}
+    return tuple(weight.names[0] for weight in graph.weights if classes.root(weight.value) in roots)
+
+
+class _Classes:
+    """Classes of values that may share memory (union-find; values are their own class at first)."""
+
+    def __init__(self) -> None:
+        self._parent: dict[str, str] = {}
+
+    def root(self, name: str) -> str:
+        path = []
+        while (above := self._parent.get(name, name)) != name:
+            path.append(name)
+            name = above
+        self._parent.update(dict.fromkeys(path, name))
+        return name
+
+    def add(self, graph: Graph, node: Node) -> None:
+        op = graph.ops[node.op]
+        for index, parameter in op.aliases:
+            # An operator that returns one list names it as result 0; every item may be a view.
+            outputs = node.outputs if node.unpack else node.outputs[index : index + 1]
+            for output in filter(None, outputs):
+                for given in bound(node, op, parameter):
+                    self._parent[self.root(output.name)] = self.root(given)
+
+
+def _written(graph: Graph, node: Node) -> Iterable[str]:
+    """The values that a node writes: by its operator's schema, or all it is given when a branch or loop body writes an input."""
+    op = graph.ops[node.op]
+    for parameter in op.mutates:
+        yield from bound(node, op, parameter)
+    if any(_writes_input(graph, graph.subgraphs[index]) for index in subgraphs_used(node)):
+        yield from values_used(node)
+
+
+def _writes_input(graph: Graph, subgraph: Subgraph) -> bool:
+    classes = _Classes()
+    written: set[str] = set()
+    for node in subgraph.nodes:
+        classes.add(graph, node)
+        written.update(_written(graph, node))
+    roots = {classes.root(name) for name in written}
+    return any(classes.root(value.name) in roots for value in subgraph.inputs)
+
+
+def torn(found: Iterable[Bond], stages: list[int]) -> Iterator[Bond]:
+    """Yield the bonds that an assignment of nodes to stages would tear."""
+    return (bond for bond in found if len({stages[number] for number in bond.nodes}) > 1)

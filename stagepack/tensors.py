@@ -1,0 +1,177 @@
+"""The tensors of a captured program -> entries of the weight table, and the bytes to store.
+
+Tensors that share storage stay shared: equal views (tied weights) become one entry with several names; different
+views become one stored tensor, the base, and entries that lie on it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+
+from stagepack.errors import UnsupportedError
+from stagepack.format.dtypes import ITEM_SIZE
+from stagepack.format.graph import Weight
+from stagepack.format.weights import TensorSpec
+
+Kind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTable:
+    """The weights of a model.
+
+    Attributes:
+        weights: the entries, in the order of the model.
+        values: each fully qualified name -> the name of the value that stands for it.
+        stored: the tensors to write, by stored name; each is given contiguous when it is asked for.
+    """
+
+    weights: tuple[Weight, ...]
+    values: Mapping[str, str]
+    stored: Mapping[str, tuple[TensorSpec, Callable[[], torch.Tensor]]]
+
+
+def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTable:
+    """Describe tensors by their fully qualified names, in the model's order.
+
+    Raises:
+        UnsupportedError: a tensor has a layout, a type or a class that a weight file cannot hold; it is named.
+    """
+    for name, (_, tensor) in tensors.items():
+        _require_plain(name, tensor)
+    tied: dict[tuple[object, ...], list[str]] = {}
+    for name, (kind, tensor) in tensors.items():
+        key = (
+            *_storage(tensor),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            kind,
+            tensor.requires_grad,
+        )
+        # Tensors without elements share nothing: each is its own.
+        tied.setdefault(key if tensor.numel() else (name,), []).append(name)
+    sharing: dict[tuple[object, ...], list[str]] = {}
+    for names in tied.values():
+        tensor = tensors[names[0]][1]
+        sharing.setdefault(_storage(tensor) if tensor.numel() else (names[0],), []).append(names[0])
+    bases = {
+        name: base
+        for group in sharing.values()
+        for name, base in _bases({name: tensors[name][1] for name in group}).items()
+    }
+    weights = []
+    values = {}
+    stored: dict[str, tuple[TensorSpec, Callable[[], torch.Tensor]]] = {}
+    for number, names in enumerate(tied.values()):
+        kind, tensor = tensors[names[0]]
+        base = bases[names[0]]
+        strided = not tensor.is_contiguous() or (base is not None and base.name != names[0])
+        on_base = base is not None and base.name != names[0]
+        weights.append(
+            Weight(
+                value=f"w{number}",
+                names=tuple(names),
+                kind=kind,
+                dtype=_dtype(tensor),
+                shape=tuple(tensor.shape),
+                trainable=tensor.requires_grad,
+                strides=tuple(tensor.stride()) if strided else None,
+                base=base.name if base is not None and on_base else None,
+                offset=_offset(tensor, base.tensor) if base is not None and on_base else 0,
+            )
+        )
+        values.update(dict.fromkeys(names, f"w{number}"))
+        name, source = (names[0], tensor) if base is None else (base.name, base.tensor)
+        stored.setdefault(
+            name, (TensorSpec(name=name, dtype=_dtype(source), shape=tuple(source.shape)), source.detach().contiguous)
+        )
+    return WeightTable(weights=tuple(weights), values=values, stored=stored)
+
+
+def to_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy when it is on the CPU."""
+    # A dimension of size 1 may have any stride, which a view as bytes does not take: lay the elements out anew.
+    flat = tensor.detach().cpu().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Base:
+    name: str
+    tensor: torch.Tensor
+
+
+def _bases(group: Mapping[str, torch.Tensor]) -> dict[str, _Base | None]:
+    """For tensors on one storage, the stored tensor that each lies on; None for one with bytes of its own."""
+    if len(group) == 1 and not _overlaps(next(iter(group.values()))):
+        return dict.fromkeys(group)
+    start = min(_span(tensor)[0] for tensor in group.values())
+    end = max(_span(tensor)[1] for tensor in group.values())
+    for name, tensor in group.items():
+        if _span(tensor) == (start, end) and tensor.is_contiguous():
+            return dict.fromkeys(group, _Base(name=name, tensor=tensor))
+    first, tensor = next(iter(group.items()))
+    dtype = tensor.dtype if len({tensor.dtype for tensor in group.values()}) == 1 else torch.uint8
+    start -= start % max(tensor.element_size() for tensor in group.values())
+    extent = torch.Size([(end - start) // dtype.itemsize])
+    whole = torch.empty(0, dtype=dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), start // dtype.itemsize, extent, (1,)
+    )
+    return dict.fromkeys(group, _Base(name=f"{first}.storage", tensor=whole))
+
+
+def _storage(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.device, tensor.untyped_storage().data_ptr())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor reaches, as a half-open range."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _offset(tensor: torch.Tensor, base: torch.Tensor) -> int:
+    """Where a tensor begins on its base, in elements of its own type."""
+    distance = tensor.storage_offset() * tensor.element_size() - base.storage_offset() * base.element_size()
+    return distance // tensor.element_size()
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie on one place in memory."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach = max(reach, (size - 1) * stride + reach)
+    return False
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        what = (
+            f"class {type(tensor).__name__}"
+            if not plain
+            else f"layout {tensor.layout}"
+            if tensor.layout != torch.strided
+            else "lazy conjugate or negative bit"
+        )
+        raise UnsupportedError(
+            f"the tensor {name!r} cannot be stored: {what}: make it a plain strided tensor before the export"
+        )
+    if _dtype(tensor) not in ITEM_SIZE:
+        raise UnsupportedError(f"the tensor {name!r} cannot be stored: dtype {tensor.dtype}")
+    if tensor.device.type == "meta":
+        raise UnsupportedError(f"the tensor {name!r} has no data: it is on the meta device")
+    if math.prod(tensor.shape) and tensor.untyped_storage().size() == 0:
+        raise UnsupportedError(f"the tensor {name!r} has no data: its storage is empty")

@@ -1,0 +1,67 @@
+"""Every case, cut into 1, 2 and 3 stages, answers in a fresh process bit for bit as the captured program does."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
+
+from stagepack.capture import Inputs
+from stagepack.exporter import Where, export_capture
+from stagepack.format.contract import bind
+from stagepack.format.tree import ValueLeaf, tree_leaves
+from tests.cases import Case, exportdb_cases, other_size, transformers_cases
+
+CASES = [*exportdb_cases(), *transformers_cases()]
+STAGES = (1, 2, 3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bit_exact(case: Case, tmp_path: Path) -> None:
+    capture = case.capture()
+    bundles = []
+    for stages in STAGES:
+        bundles.append(export_capture(capture, out=tmp_path / f"{stages}.stagepack", where=Where(stages=stages)))
+        assert len(bundles[-1].stages) == stages
+    signature = bundles[0].manifest.signature
+    calls = [capture.inputs, other_size(capture.program, capture.inputs), capture.inputs]
+    expected = _answers(capture.program.module(), calls)
+    for number, inputs in enumerate(calls):
+        bound = bind(signature, tuple(inputs.args), inputs.kwargs)
+        tensors = {name: torch.as_tensor(given.value).detach().clone().contiguous() for name, given in bound.items()}
+        save_file(tensors, tmp_path / f"inputs-{number}.safetensors")
+    for bundle in bundles:
+        out = bundle.path.with_suffix(".out")
+        out.mkdir()
+        inputs_files = [str(tmp_path / f"inputs-{number}.safetensors") for number in range(len(calls))]
+        script = Path(__file__).with_name("run_bundle.py")
+        subprocess.run(
+            [sys.executable, str(script), str(bundle.path), str(out), case.operators, *inputs_files], check=True
+        )
+        for number, leaves in enumerate(expected):
+            found = load_file(out / f"{number}.safetensors")
+            named = {
+                f"output.{index}": leaf
+                for index, (tree, leaf) in enumerate(zip(tree_leaves(signature.result), leaves, strict=True))
+                if isinstance(tree, ValueLeaf)
+            }
+            assert found.keys() == named.keys()
+            for name, leaf in named.items():
+                wanted = torch.as_tensor(leaf).detach()
+                assert found[name].dtype == wanted.dtype
+                assert torch.equal(found[name], wanted), f"{bundle.path.name}, call {number}, {name}"
+
+
+def _answers(module: torch.nn.Module, calls: list[Inputs]) -> list[list[object]]:
+    """The leaves of the answers of one module to several calls in a row."""
+    answers = []
+    for inputs in calls:
+        torch.manual_seed(0)
+        args, kwargs = copy.deepcopy((tuple(inputs.args), dict(inputs.kwargs)))
+        with torch.no_grad():
+            answers.append(copy.deepcopy(pytree.tree_leaves(module(*args, **kwargs))))
+    return answers

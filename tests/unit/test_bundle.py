@@ -1,0 +1,271 @@
+"""A bundle as a whole: its bytes, what is read of it, and how it is called."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from safetensors import safe_open
+
+import stagepack
+from stagepack.capture import Inputs, capture_module
+from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
+from stagepack.exporter import Where, export_capture
+from stagepack.format.codec import decode_graph, encode_graph, encode_manifest
+from tests.cases import llama, transformers_cases
+from tests.unit.test_models import captured
+
+
+@pytest.fixture(scope="module")
+def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose first and last stage share a weight, in three stages."""
+    case = next(case for case in transformers_cases() if case.name == "llama-tied")
+    out = tmp_path_factory.mktemp("bundle") / "llama.stagepack"
+    export_capture(case.capture(), out=out, where=Where(stages=3))
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_exporting_twice_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
+    case = next(case for case in transformers_cases() if case.name == "llama-tied")
+    export_capture(case.capture(), out=tmp_path / "again.stagepack", where=Where(stages=3))
+    assert contents(tmp_path / "again.stagepack") == contents(tied_llama)
+
+
+def test_exporting_in_another_process_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from stagepack.exporter import *; from tests.cases import *;"
+        "case = next(case for case in transformers_cases() if case.name == 'llama-tied');"
+        "export_capture(case.capture(), out=sys.argv[1], where=Where(stages=3))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "again.stagepack")], check=True, cwd=Path(__file__).parents[2]
+    )
+    assert contents(tmp_path / "again.stagepack") == contents(tied_llama)
+
+
+def test_reading_and_writing_gives_the_same_bytes(tied_llama: Path) -> None:
+    bundle = stagepack.open(tied_llama)
+    assert encode_manifest(bundle.manifest) == (tied_llama / "manifest.json").read_bytes()
+    for number, stage in enumerate(bundle.stages):
+        assert encode_graph(bundle.graph(number)) == (tied_llama / stage.graph).read_bytes()
+
+
+def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
+    """What SPEC.md promises to readers in other languages: json, msgpack and safetensors are enough."""
+    manifest = json.loads((tied_llama / "manifest.json").read_text())
+    model = dict(
+        next(case for case in transformers_cases() if case.name == "llama-tied").capture().model.named_parameters()
+    )  # type: ignore[union-attr]
+    nodes, weights = [], {}
+    for stage in manifest["stages"]:
+        graph = msgpack.unpackb((tied_llama / stage["graph"]).read_bytes())
+        for node in graph["nodes"]:
+            outputs = [value["name"] for value in node.get("outputs", []) if value]
+            nodes.append((graph["ops"][node["op"]]["name"], graph["scopes"][node.get("scope", 0)]["path"], outputs))
+        for weight in graph["weights"]:
+            for file in stage["weights"]:
+                with safe_open(tied_llama / file, framework="numpy") as opened:
+                    if weight["names"][0] in opened.keys():  # noqa: SIM118 - not a dict
+                        weights.update(dict.fromkeys(weight["names"], opened.get_tensor(weight["names"][0])))
+    assert len(nodes) == sum(stage["nodes"] for stage in manifest["stages"])
+    assert ("aten.linear.default", "model.layers.0.self_attn.q_proj") in [node[:2] for node in nodes]
+    assert model.keys() <= weights.keys()
+    for name, parameter in model.items():
+        assert torch.equal(torch.from_numpy(weights[name]), parameter.detach())
+
+
+def test_weights_of_several_stages_are_stored_once_and_shared(tied_llama: Path) -> None:
+    bundle = stagepack.open(tied_llama)
+    assert [stage.weights for stage in bundle.stages] == [
+        ("stage-0.safetensors", "shared-0.safetensors"),
+        ("stage-1.safetensors",),
+        ("stage-2.safetensors", "shared-0.safetensors"),
+    ]
+    pipe = stagepack.load(tied_llama)
+    state = pipe.state_dict()
+    assert state["model.embed_tokens.weight"] is not None
+    assert state["model.embed_tokens.weight"].data_ptr() == state["lm_head.weight"].data_ptr()
+    model = next(case for case in transformers_cases() if case.name == "llama-tied").capture().model
+    assert model is not None
+    assert state.keys() == model.state_dict().keys()
+    assert sum(p.numel() for p in pipe.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_weights_lie_in_the_order_of_their_first_use(tied_llama: Path) -> None:
+    bundle = stagepack.open(tied_llama)
+    places = bundle.tensors(1, bundle.graph(1))
+    used = [weight.stored for weight in bundle.graph(1).weights]
+    assert list(places) == used
+    assert all(place.start % 64 == 0 for _, place in places.values())
+
+
+def test_a_stage_needs_only_its_own_files(tied_llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "part.stagepack"
+    folder.mkdir()
+    for name in ("manifest.json", "stage-1.msgpack", "stage-1.safetensors"):
+        shutil.copy(tied_llama / name, folder / name)
+    stage = stagepack.load_stage(folder, 1)
+    assert set(stage.state_dict()) < set(stagepack.load(tied_llama).state_dict())
+    with pytest.raises(DigestError, match=r"stage-0.msgpack: the file is missing \[D1\]"):
+        stagepack.load_stage(folder, 0)
+    with pytest.raises(IndexError, match="expected a stage from 0 to 2, found 3"):
+        stagepack.load_stage(folder, 3)
+
+
+def test_stages_run_one_by_one_as_the_pipeline_does(tied_llama: Path) -> None:
+    bundle = stagepack.open(tied_llama)
+    ids = torch.randint(0, 128, (3, 5))
+    values: dict[str, Any] = {"input_ids": ids}
+    for number, entry in enumerate(bundle.stages):
+        stage = stagepack.load_stage(bundle, number)
+        results = stage(**{name: values[name] for name in entry.inputs})
+        values.update(zip(entry.outputs, results, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(stage(*(values[name] for name in entry.inputs)), results, strict=True)
+        )
+    assert torch.equal(values[entry.outputs[-1]], stagepack.load(bundle)(input_ids=ids)["logits"])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, "the argument 'input_ids' is missing"),
+        ((torch.ones(2, 8),), {}, "input_ids: expected dtype int64, found float32"),
+        ((torch.ones(8).long(),), {}, r"input_ids: expected 2 dimensions \[batch, sequence\], found the shape \[8\]"),
+        ((torch.ones(2, 200).long(),), {}, r"input_ids: dimension 1 is 200, allowed is 2 to 128 \('sequence'\)"),
+        ((torch.ones(65, 8).long(),), {}, r"input_ids: dimension 0 is 65, allowed is 1 to 64 \('batch'\)"),
+        (([1, 2],), {}, r"input_ids: expected a tensor of int64 \[batch, sequence\], found list"),
+        ((torch.ones(2, 8).long(),), {"use_cache": True}, "use_cache was fixed to False at export, found True"),
+        ((torch.ones(2, 8).long(),), {"input_ids": 1}, "'input_ids' is given by position and by name"),
+        ((torch.ones(2, 8).long(),), {"inputs": 1}, "there is no argument 'inputs'"),
+    ],
+)
+def test_calls_that_do_not_fit_say_what_is_allowed(
+    tied_llama: Path, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        stagepack.load(tied_llama)(*args, **kwargs)
+
+
+def test_two_inputs_must_agree_on_a_size(tmp_path: Path) -> None:
+    case = next(case for case in transformers_cases() if case.name == "bert")
+    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", where=Where(stages=2))
+    with pytest.raises(
+        InputError, match="attention_mask: dimension 1 is 9, but 'sequence' is 8 in input_ids: dimension 1"
+    ):
+        stagepack.load(bundle)(torch.ones(2, 8).long(), torch.ones(2, 9).long())
+
+
+def test_a_call_takes_what_the_model_takes(tied_llama: Path) -> None:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    ids = torch.randint(0, 128, (1, 4))
+    pipe = stagepack.load(tied_llama, types=[CausalLMOutputWithPast])
+    by_name, by_position = pipe(input_ids=ids), pipe(ids)
+    assert isinstance(by_name, CausalLMOutputWithPast)
+    assert torch.equal(by_name.logits, by_position.logits)
+    assert torch.equal(pipe(ids, None, use_cache=False, labels=None).logits, by_name.logits)
+
+
+def test_gradients_flow_through_stages(tied_llama: Path) -> None:
+    pipe = stagepack.load(tied_llama)
+    pipe(torch.randint(0, 128, (1, 4)))["logits"].sum().backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def test_the_users_model_comes_back_unchanged(tmp_path: Path) -> None:
+    capture = captured("batch_norm_that_trains")
+    model = capture.model
+    assert model is not None
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attributes = {name: dict(vars(module)) for name, module in model.named_modules()}
+    random = torch.get_rng_state()
+    stagepack.export(model, capture.inputs.args, out=tmp_path / "m.stagepack", stages=2)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == {
+        n: held.keys() for n, held in attributes.items()
+    }
+
+
+def test_programs_and_their_files_are_sources_too(tmp_path: Path) -> None:
+    capture = captured("skip_over_stages")
+    from_program = stagepack.export(capture.program, out=tmp_path / "program.stagepack", stages=2)
+    torch.export.save(capture.program, tmp_path / "model.pt2")
+    from_file = stagepack.export(tmp_path / "model.pt2", out=tmp_path / "file.stagepack", stages=2)
+    (x,) = capture.inputs.args
+    expected = capture.program.module()(x)
+    assert torch.equal(stagepack.load(from_program)(x), expected)
+    assert torch.equal(stagepack.load(from_file)(x), expected)
+
+
+def test_what_a_bundle_cannot_hold_is_named(tmp_path: Path) -> None:
+    class Sparse(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.eye(3).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.table, x)
+
+    with pytest.raises(UnsupportedError, match=r"'table' cannot be stored: layout torch\.sparse_coo"):
+        stagepack.export(Sparse(), (torch.randn(3, 3),), out=tmp_path / "m.stagepack")
+
+
+def test_a_model_that_cannot_be_captured_says_why(tmp_path: Path) -> None:
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(CaptureError, match="Branches cannot be captured: Could not guard on data-dependent expression"):
+        stagepack.export(Branches(), (torch.randn(3),), out=tmp_path / "m.stagepack")
+    with pytest.raises(CaptureError, match="example inputs are missing for x"):
+        stagepack.export(Branches(), out=tmp_path / "m.stagepack")
+
+
+def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
+    """A program captured elsewhere than on the CPU names the CPU on purpose; its own device follows the loader."""
+    from stagepack.linearize import linearize
+    from stagepack_loaders.torch.build import build
+    from stagepack_loaders.torch.ops import resolve
+
+    class ToCpu(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + torch.arange(3, device=x.device)).to("cpu", copy=True)
+
+    with torch.device("meta"):
+        program = torch.export.export(ToCpu(), (torch.empty(3),))
+    graph = decode_graph(encode_graph(linearize(program, {}, None).graph), "")
+    module = build(graph, resolve(graph.ops, (), ""), torch.device("cpu"))
+    devices = [node.kwargs["device"].type for node in module.graph.nodes if "device" in node.kwargs]
+    assert devices == ["cpu"] * len(devices)
+    on_meta = build(graph, resolve(graph.ops, (), ""), torch.device("meta"))
+    named = [
+        (
+            str(node.target),
+            [given.type for given in (*node.args, *node.kwargs.values()) if isinstance(given, torch.device)],
+        )
+        for node in on_meta.graph.nodes
+    ]
+    assert ("aten.arange.default", ["meta"]) in named
+    assert ("aten.to.dtype_layout", ["cpu"]) in named
+
+
+def test_capture_names_dimensions_by_the_callers_names() -> None:
+    bundle_capture = llama(1).capture()
+    assert bundle_capture.inputs.dynamic_shapes
+    batch = torch.export.Dim("rows", min=2, max=9)
+    capture = capture_module(torch.nn.Linear(4, 4), Inputs(args=(torch.randn(3, 4),), dynamic_shapes=({0: batch},)))
+    from stagepack.capture import dimension_names
+
+    assert list(dimension_names(capture).values()) == ["rows"]

@@ -1,0 +1,256 @@
+"""Where to cut, what crosses, and what must stay together."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stagepack
+from stagepack.errors import CutError
+from stagepack.exporter import Where, export_capture
+from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
+from stagepack.format.validate import check_graph
+from stagepack.format.walk import values_made
+from stagepack.split.bonds import bonds
+from stagepack.split.cut import cut
+from stagepack.split.plan import balanced
+from stagepack.split.policy import PolicyNode, at_modules, at_positions, by_policy
+from tests.cases import llama
+from tests.unit.test_models import Lambda, captured
+
+
+@st.composite
+def graphs(draw: st.DrawFn, weighted: bool = False) -> Graph:
+    """A graph of random data flow; `weighted` gives each node a weight of its own."""
+    count = draw(st.integers(1, 12))
+    nodes = []
+    weights = []
+    for number in range(count):
+        sources = ["x", *(f"n{earlier}" for earlier in range(number))]
+        args: list[ValueArg] = [
+            ValueArg(name) for name in draw(st.lists(st.sampled_from(sources), min_size=1, max_size=3))
+        ]
+        if weighted:
+            size = draw(st.integers(0, 9))
+            weights.append(
+                Weight(value=f"w{number}", names=(f"weight{number}",), kind="parameter", dtype="uint8", shape=(size,))
+            )
+            args.append(ValueArg(f"w{number}"))
+        nodes.append(Node(op=0, args=tuple(args), outputs=(Value(name=f"n{number}", dtype="float32", shape=(2,)),)))
+    outputs = draw(
+        st.lists(st.sampled_from(["x", *(f"n{number}" for number in range(count))]), min_size=1, unique=True)
+    )
+    return Graph(
+        inputs=(Value(name="x", dtype="float32", shape=(2,)),),
+        weights=tuple(weights),
+        nodes=tuple(nodes),
+        outputs=tuple(outputs),
+        ops=(Op(name="test.join.default"),),
+        scopes=(Scope(path=""),),
+    )
+
+
+def join(stages: Sequence[Graph]) -> list[tuple[str, tuple[str, ...], Any]]:
+    """The nodes of stages in a row, free of table indices; copies of a node are dropped."""
+    seen: set[tuple[str, ...]] = set()
+    joined = []
+    for stage in stages:
+        for node in stage.nodes:
+            made = tuple(values_made(node))
+            if made not in seen:
+                seen.add(made)
+                joined.append((stage.ops[node.op].name, made, node.args))
+    return joined
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(graphs(), st.data())
+def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObject) -> None:
+    asked = [data.draw(st.integers(0, 3)) for _ in graph.nodes]
+    stages = None
+    with contextlib.suppress(CutError):  # a cycle
+        stages = by_policy(graph, lambda node: asked[node.index])
+    flows = [
+        (asked[int(leaf.name[1:])], asked[number])
+        for number, node in enumerate(graph.nodes)
+        for leaf in node.args
+        if leaf.name[0] == "n"
+    ]
+    if stages is None:
+        assert any(before > after for before, after in flows)
+        return
+    result = cut(graph, stages)
+    for number, stage in enumerate(result.stages):
+        assert list(check_graph(stage, str(number))) == []
+    assert sorted(join(result.stages)) == sorted(join([graph]))
+    for edge in result.edges:
+        assert edge.producer is None or all(edge.producer < consumer for consumer in edge.consumers)
+        assert edge.producer is None or edge.consumers or edge.name in graph.outputs
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(graphs(weighted=True), st.integers(1, 4))
+def test_balanced_is_the_best_of_all_contiguous_cuts(graph: Graph, stages: int) -> None:
+    sizes = {weight.stored: weight.shape[0] for weight in graph.weights}
+    if sum(sizes.values()) == 0:
+        return
+
+    def heaviest(positions: Sequence[int]) -> int:
+        ends = [0, *positions, len(graph.nodes)]
+        return max(sum(weight.shape[0] for weight in graph.weights[a:b]) for a, b in itertools.pairwise(ends))
+
+    positions = balanced(graph, stages, sizes)
+    assert len(positions) == stages - 1
+    assert positions == sorted(positions)
+    filled = [position for position in positions if position < len(graph.nodes)]
+    assert len(filled) == min(stages, len(graph.nodes)) - 1
+    assert len(set(filled)) == len(filled)
+    every = itertools.combinations(range(1, len(graph.nodes)), len(filled))
+    assert heaviest(filled) == min(map(heaviest, every))
+
+
+def test_llama_sends_no_sizes_and_skips_go_straight(tmp_path: Path) -> None:
+    bundle = export_capture(
+        llama(4).capture(), out=tmp_path / "m.stagepack", where=Where(split_at=["model.layers.1", "model.layers.3"])
+    )
+    assert not [edge for edge in bundle.edges if edge.dtype == "symint"]
+    masks = [edge for edge in bundle.edges if edge.dtype == "bool"]
+    assert [(edge.producer, edge.consumers) for edge in masks] == [(0, (1, 2))]
+    assert [edge.shape for edge in bundle.edges if edge.consumers == (1,)] == [("batch", "sequence", 32)]
+
+
+def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
+    capture = captured("skip_over_stages")
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(split_at=["b", "d"]))
+    first = [bundle.graph(stage).scopes[bundle.graph(stage).nodes[0].scope].path for stage in range(3)]
+    assert first == ["a", "b", "d"]
+    names = [weight.names[0] for stage in range(3) for weight in bundle.graph(stage).weights]
+    assert names == ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias", "d.weight", "d.bias"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["layers.9"], "no operator comes from a module 'layers.9'"),
+        (["a"], "'a' starts the model"),
+        (["b", "b"], "start at the same place"),
+    ],
+)
+def test_split_at_says_what_is_wrong(names: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CutError, match=message):
+        export_capture(captured("skip_over_stages"), out=tmp_path / "m.stagepack", where=Where(split_at=names))
+
+
+def test_a_cut_through_written_state_is_refused_or_moved(tmp_path: Path) -> None:
+    capture = captured("counter")  # a, count += 1, b, times count, c
+    with pytest.raises(CutError, match=r"'count' is written.*stage 0.*stage 1"):
+        export_capture(capture, out=tmp_path / "torn.stagepack", where=Where(split_at=["b"]))
+    bundle = export_capture(capture, out=tmp_path / "moved.stagepack", where=Where(stages=2))
+    assert sorted(stage.state for stage in bundle.stages) == [(), ("count",)]
+
+
+@pytest.mark.parametrize("positions", [[0], [3, 3], [99]])
+def test_empty_stages_are_refused(positions: list[int]) -> None:
+    graph = Graph(
+        inputs=(Value(name="x", dtype="float32"),),
+        nodes=tuple(
+            Node(op=0, args=(ValueArg("x"),), outputs=(Value(name=f"n{n}", dtype="float32"),)) for n in range(5)
+        ),
+        ops=(Op(name="test.join.default"),),
+        scopes=(Scope(path=""),),
+    )
+    with pytest.raises(CutError, match="a stage would be empty"):
+        at_positions(graph, positions)
+
+
+def test_marks_in_the_models_code_are_cuts(tmp_path: Path) -> None:
+    from torch.distributed.pipelining import pipe_split
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        stagepack.split_here()
+        x = self.b(x)
+        with torch.no_grad():
+            x = self.c(x)
+            pipe_split()
+            return self.d(x)
+
+    layers = {name: torch.nn.Linear(4, 4) for name in "abcd"}
+    x = torch.randn(2, 4)
+    model = Lambda(run, **layers)
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack")
+    assert [[weight.names[0] for weight in bundle.graph(stage).weights] for stage in range(3)] == [
+        ["a.weight", "a.bias"],
+        ["b.weight", "b.bias", "c.weight", "c.bias"],
+        ["d.weight", "d.bias"],
+    ]
+    assert torch.equal(stagepack.load(bundle)(x), model(x))
+
+
+def test_a_policy_sees_nodes_and_may_go_back_and_forth(tmp_path: Path) -> None:
+    seen: list[PolicyNode] = []
+
+    def policy(node: PolicyNode) -> int:
+        seen.append(node)
+        return {"a": 5, "b": 2, "c": 2, "d": 5}.get(node.scope, 7)
+
+    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.a(x), self.b(x)
+        return self.c(second) * 2, self.d(first) * 2
+
+    x = torch.randn(2, 4)
+    model = Lambda(run, **{name: torch.nn.Linear(4, 4) for name in "abcd"})
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack", policy=policy)
+    assert [node.op for node in seen[:2]] == ["aten.linear.default"] * 2
+    assert seen[0].flops == 2 * 2 * 4 * 4
+    assert [{weight.names[0][0] for weight in bundle.graph(stage).weights} for stage in range(3)] == [
+        {"b", "c"},
+        {"a", "d"},
+        set(),
+    ]
+    for ours, theirs in zip(stagepack.load(bundle)(x), model(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_policy_that_makes_a_cycle_gets_the_path(tmp_path: Path) -> None:
+    with pytest.raises(CutError, match=r"cycle: stage [01] -\(\w+\)-> stage [01] -\(\w+\)-> stage [01]"):
+        export_capture(
+            captured("skip_over_stages"), out=tmp_path / "m.stagepack", where=Where(policy=lambda node: node.index % 2)
+        )
+
+
+@pytest.mark.parametrize("answer", [-1, 1.0, None, True])
+def test_a_policy_must_give_stage_numbers(answer: Any, tmp_path: Path) -> None:
+    with pytest.raises(CutError, match="expected a stage number from 0 up"):
+        export_capture(captured("skip_over_stages"), out=tmp_path / "m.stagepack", where=Where(policy=lambda _: answer))
+
+
+def test_more_stages_than_operators_leave_the_last_ones_empty(tmp_path: Path) -> None:
+    capture = captured("skip_over_stages")
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=50))
+    counts = [stage.nodes for stage in bundle.stages]
+    assert counts == [1] * sum(counts) + [0] * (50 - sum(counts))
+    assert torch.equal(stagepack.load(bundle)(*capture.inputs.args), capture.program.module()(*capture.inputs.args))
+    with pytest.raises(CutError, match="expected at least 1, found 0"):
+        export_capture(capture, out=tmp_path / "none.stagepack", where=Where(stages=0))
+
+
+def test_one_way_to_cut() -> None:
+    with pytest.raises(CutError, match="expected one way to cut, found stages and split_at"):
+        Where(stages=2, split_at=["a"])
+
+
+def test_an_activation_is_bound_until_its_last_write() -> None:
+    from stagepack.linearize import linearize
+
+    graph = linearize(captured("activation_written_in_place").program, {}, None).graph
+    (bond,) = bonds(graph)
+    names = [graph.ops[graph.nodes[number].op].name for number in bond.nodes]
+    assert names == ["aten.linear.default", "aten.slice.Tensor", "aten.linear.default", "aten.mul_.Tensor"]
+    assert at_modules(graph, ["c"]).stage_of == [0, 0, 0, 0, 1, 1]
