@@ -1,0 +1,60 @@
+"""Write the frozen bundles of the present format version to `schema/frozen/VERSION`; they are never edited afterwards.
+
+Weights and inputs are small whole numbers, so that every machine and every version of torch answers bit for bit alike.
+"""
+
+from pathlib import Path
+
+import torch
+
+from stagepack.capture import Inputs, capture_module
+from stagepack.exporter import Where, export_capture
+from stagepack.format.version import VERSION
+
+FROZEN = Path(__file__).parents[1] / "schema" / "frozen"
+
+
+class Counting(torch.nn.Module):
+    """Tied and transposed weights, a buffer that is written, a branch, two regions, a skip, and nested containers."""
+
+    def __init__(self) -> None:
+        """Give every weight whole numbers."""
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 4)
+        self.middle = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.turned = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("offsets", torch.arange(3), persistent=False)
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.arange(32).reshape(8, 4) % 5 - 2)
+            self.middle.weight.copy_(torch.arange(16).reshape(4, 4) % 3 - 1)
+            self.middle.bias.copy_(torch.arange(4))
+
+    def forward(self, batch: dict[str, torch.Tensor], *, scale: int = 2) -> dict[str, object]:
+        """Answer with the logits, a view, the number of calls, and a constant."""
+        early = self.embed(batch["ids"] % 8)
+        hidden = self.middle(early) * scale
+        hidden = torch.cond(batch["flag"], lambda x: x.relu(), lambda x: x.neg(), (hidden,))
+        with torch.no_grad():
+            turned = hidden @ self.turned + self.offsets
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = self.head(hidden + early)
+        self.calls.add_(1)
+        return {"logits": logits, "more": [turned[:, -1:], self.calls * 1, "constant"]}
+
+
+def main() -> None:
+    """Write the bundles."""
+    rows, length = torch.export.Dim("rows", min=1, max=64), torch.export.Dim("length", min=2, max=64)
+    batch = {"ids": torch.arange(6).reshape(2, 3), "flag": torch.tensor(True)}
+    shapes = {"batch": {"ids": {0: rows, 1: length}, "flag": {}}}
+    capture = capture_module(Counting(), Inputs(args=(batch,), dynamic_shapes=shapes))
+    (FROZEN / VERSION).mkdir(exist_ok=True)
+    bundle = export_capture(capture, out=FROZEN / VERSION / "counting.stagepack", where=Where(stages=3))
+    print(f"wrote {bundle.path.relative_to(FROZEN)}")
+
+
+if __name__ == "__main__":
+    main()
