@@ -6,18 +6,22 @@ The names below are imported when they are first used; those that need torch imp
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stagepack import errors
+
 if TYPE_CHECKING:
     from stagepack.capture import Inputs as Inputs
     from stagepack.exporter import export as export
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.format.reader import Bundle as open  # noqa: N813 - `stagepack.open` is the name users look for
     from stagepack.markers import split_here as split_here
+    from stagepack.split.policy import PolicyNode as PolicyNode
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
 
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Inputs": ("stagepack.capture", "Inputs"),
+    "PolicyNode": ("stagepack.split.policy", "PolicyNode"),
     "export": ("stagepack.exporter", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
@@ -25,7 +29,7 @@ _HOMES = {
     "split_here": ("stagepack.markers", "split_here"),
 }
 
-__all__ = ["Bundle", "Inputs", "export", "load", "load_stage", "open", "split_here"]
+__all__ = ["Bundle", "Inputs", "PolicyNode", "errors", "export", "load", "load_stage", "open", "split_here"]
 
 
 def __getattr__(name: str) -> Any:

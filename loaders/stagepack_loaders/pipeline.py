@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from stagepack.format.contract import bind, check_values
 from stagepack.format.manifest import Manifest
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, unflatten
+from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, tree_leaves, unflatten
 
 
 class LoadedStage(Protocol):
@@ -35,6 +35,12 @@ class Pipeline:
         self.stages = tuple(stages)
         self._types = tuple(types)
         self._inputs = tuple(edge for edge in manifest.edges if edge.producer is None)
+        results = {leaf.name for leaf in tree_leaves(manifest.signature.result) if isinstance(leaf, ValueLeaf)}
+        done: list[list[str]] = [[] for _ in manifest.stages]
+        for edge in manifest.edges:
+            if edge.consumers and edge.name not in results:
+                done[edge.consumers[-1]].append(edge.name)
+        self._done_after = tuple(done)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.
@@ -45,8 +51,10 @@ class Pipeline:
         bound = bind(self.manifest.signature, args, kwargs)
         check_values(self._inputs, bound, self.manifest.symbols)
         values = {name: given.value for name, given in bound.items()}
-        for entry, stage in zip(self.manifest.stages, self.stages, strict=True):
+        for entry, stage, done in zip(self.manifest.stages, self.stages, self._done_after, strict=True):
             values.update(zip(entry.outputs, stage.run([values[name] for name in entry.inputs]), strict=True))
+            for name in done:  # nobody needs it any more: its memory may go
+                del values[name]
 
         def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
             return values[found.name] if isinstance(found, ValueLeaf) else constant(found)

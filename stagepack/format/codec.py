@@ -1,9 +1,12 @@
-"""Bytes to types and back: msgpack for graphs, JSON for the manifest (SPEC E1 to E4).
+"""Bytes to types and back: msgpack for graphs, JSON for the manifest (SPEC E1 to E3).
 
-Law: ``encode_graph(decode_graph(b)) == b`` for every `b` that `encode_graph` made; likewise for manifests.
+Law: ``encode_graph(decode_graph(b)) == b`` for every `b` that is read; a manifest gives the same fields in the same order.
 """
 
+import collections
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -12,6 +15,7 @@ from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import digest
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Manifest
+from stagepack.format.upgrade import is_newer
 
 _graph_encoder = msgspec.msgpack.Encoder()
 _graph_decoder = msgspec.msgpack.Decoder(Graph)
@@ -22,72 +26,99 @@ def encode_graph(graph: Graph) -> bytes:
     return _graph_encoder.encode(graph)
 
 
-def decode_graph(content: bytes, where: str) -> Graph:
+def decode_graph(content: bytes, where: str, *, newer: bool = False) -> Graph:
     """Read a graph from msgpack. The content is not yet checked by `validate`.
 
+    A graph has one encoding: writing it again gives the same bytes, so a key that stands twice, a default written out
+    or a field with a wrong name cannot hide. In a bundle of a `newer` minor version, fields may stand that are not
+    known here, and are ignored.
+
     Raises:
-        FormatError: not msgpack (E1), a key twice or a number written long (E2), or not the types of a graph (E3).
+        FormatError: not msgpack (E1), not the one encoding (E2), or not the types of a graph (E3).
         LimitError: nested too deep (L2).
     """
-    try:
-        plain = msgspec.msgpack.decode(content)
+    with _typed_errors(where, "msgpack"):
         graph = _graph_decoder.decode(content)
-    except RecursionError:
-        raise LimitError([Problem(rule="L2", where=where, message="nested too deep")]) from None
-    except msgspec.ValidationError as error:
-        raise FormatError([Problem(rule="E3", where=where, message=str(error))]) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError([Problem(rule="E1", where=where, message=f"not msgpack: {error}")]) from None
-    # A key that stands twice is gone after decoding, so writing again gives fewer bytes.
-    if len(_graph_encoder.encode(plain)) != len(content):
-        message = "a map has a key twice, or the encoding is not the shortest"
-        raise FormatError([Problem(rule="E2", where=where, message=message)])
+        written = _graph_encoder.encode(msgspec.msgpack.decode(content) if newer else graph)
+        if written != content:
+            _refuse(where, msgspec.msgpack.decode(content), msgspec.msgpack.decode(written))
     return graph
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Write a manifest as indented JSON that carries its own digest; the same manifest gives the same bytes."""
     fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=digest.ZEROS))
-    fields["sha256"] = fields.pop("sha256")  # last, so that its place in the file is known
     return digest.seal(json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """Read JSON as plain containers, and refuse what JSON leaves open: keys that stand twice, NaN.
+    """Read JSON as plain containers, and refuse what JSON leaves open: keys that stand twice, NaN, half characters.
 
     Raises:
-        FormatError: not JSON (E1), or a key twice (E2).
+        FormatError: not JSON in UTF-8 (E1), or a key twice (E2).
         LimitError: nested too deep (L2).
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-            raise FormatError([Problem(rule="E2", where=where, message=f"the key {twice!r} stands twice")])
+            [(twice, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
+            raise FormatError([Problem(rule="E2", where=where, message=f"the key {twice[:80]!r} stands twice")])
         return found
 
-    def refuse(constant: str) -> None:
-        raise FormatError([Problem(rule="E1", where=where, message=f"{constant} is not JSON")])
-
-    try:
-        return json.loads(content, object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError:
-        raise LimitError([Problem(rule="L2", where=where, message="nested too deep")]) from None
-    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, or an integer of thousands of digits
-        raise FormatError([Problem(rule="E1", where=where, message=f"not JSON: {error}")]) from None
+    with _typed_errors(where, "JSON"):
+        msgspec.json.decode(content)  # stricter than json, but lets a key stand twice
+        return json.loads(content.decode(), object_pairs_hook=unique)
 
 
 def convert_manifest(fields: Any, where: str) -> Manifest:
-    """Give plain containers the types of a manifest.
+    """Give plain containers, as `parse_json` gives them, the types of a manifest.
+
+    A manifest has one form too, as a graph does (see `decode_graph`).
 
     Raises:
-        FormatError: the types do not fit (E3).
+        FormatError: the types do not fit (E3), or it is not the one form (E2).
         LimitError: nested too deep (L2).
     """
+    with _typed_errors(where, "JSON"):
+        manifest = msgspec.convert(fields, Manifest)
+        written = msgspec.to_builtins(manifest)
+        if not is_newer(manifest.version) and json.dumps(written) != json.dumps(fields):
+            _refuse(where, fields, written)
+    return manifest
+
+
+@contextmanager
+def _typed_errors(where: str, language: str) -> Iterator[None]:
+    """Say what decoders raise on bad input as one of our errors."""
     try:
-        return msgspec.convert(fields, Manifest)
+        yield
     except RecursionError:
         raise LimitError([Problem(rule="L2", where=where, message="nested too deep")]) from None
     except msgspec.ValidationError as error:
-        raise FormatError([Problem(rule="E3", where=where, message=str(error))]) from None
+        raise FormatError([Problem(rule="E3", where=where, message=str(error)[:300])]) from None
+    except (msgspec.DecodeError, ValueError) as error:  # bytes that are not UTF-8 are a ValueError
+        message = f"not {language}: {str(error)[:300]}"
+        raise FormatError([Problem(rule="E1", where=where, message=message)]) from None
+
+
+def _refuse(where: str, given: Any, written: Any) -> None:
+    """Raise the error for content that is not the one encoding of what it says."""
+    message = _difference(given, written, "$") or "a key stands twice or out of order, or a number is not written shortest"
+    raise FormatError([Problem(rule="E2", where=where, message=message)])
+
+
+def _difference(given: Any, written: Any, path: str) -> str | None:
+    """The first place where content holds what its one encoding does not, if it can be named."""
+    if isinstance(given, dict) and isinstance(written, dict):
+        extra = next((key for key in given if key not in written), None)
+        if extra is not None:
+            return f"{path}: the field {str(extra)[:80]!r} is not known, or holds the default that is left out"
+        inner = ((given[key], written[key], f"{path}.{key}") for key in given)
+    elif isinstance(given, list) and isinstance(written, list):
+        if len(given) != len(written):
+            return f"{path}: expected {len(written)} items, found {len(given)}"
+        inner = ((*pair, f"{path}[{index}]") for index, pair in enumerate(zip(given, written, strict=True)))
+    else:
+        return None
+    return next(filter(None, (_difference(*part) for part in inner)), None)

@@ -8,10 +8,11 @@ from typing import Literal
 
 from msgspec import Struct
 
+from stagepack.format.limits import Int64
 from stagepack.format.shapes import Dim, Symbol
 
 
-class Value(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tensor, or a symbolic scalar.
 
     Attributes:
@@ -26,7 +27,7 @@ class Value(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     expr: Dim | None = None
 
 
-class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tensor that belongs to the model, and where its bytes lie.
 
     Attributes:
@@ -43,11 +44,11 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     names: tuple[str, ...]
     kind: Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
     dtype: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[Int64, ...] = ()
     trainable: bool = False
-    strides: tuple[int, ...] | None = None
+    strides: tuple[Int64, ...] | None = None
     base: str | None = None
-    offset: int = 0
+    offset: Int64 = 0
 
     @property
     def stored(self) -> str:
@@ -55,31 +56,31 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         return self.names[0] if self.base is None else self.base
 
 
-class ValueArg(Struct, frozen=True, array_like=True, tag="value", forbid_unknown_fields=True):
+class ValueArg(Struct, frozen=True, array_like=True, tag="value"):
     """A value made by an input, a weight or an earlier node."""
 
     name: str
 
 
-class ListArg(Struct, frozen=True, array_like=True, tag="list", forbid_unknown_fields=True):
+class ListArg(Struct, frozen=True, array_like=True, tag="list"):
     """A list of arguments."""
 
     items: tuple["Argument", ...]
 
 
-class TupleArg(Struct, frozen=True, array_like=True, tag="tuple", forbid_unknown_fields=True):
+class TupleArg(Struct, frozen=True, array_like=True, tag="tuple"):
     """A tuple of arguments."""
 
     items: tuple["Argument", ...]
 
 
-class DictArg(Struct, frozen=True, array_like=True, tag="dict", forbid_unknown_fields=True):
+class DictArg(Struct, frozen=True, array_like=True, tag="dict"):
     """A dict with string keys, in order."""
 
     items: tuple[tuple[str, "Argument"], ...]
 
 
-class SliceArg(Struct, frozen=True, array_like=True, tag="slice", forbid_unknown_fields=True):
+class SliceArg(Struct, frozen=True, array_like=True, tag="slice"):
     """A Python slice."""
 
     start: "Argument"
@@ -87,47 +88,47 @@ class SliceArg(Struct, frozen=True, array_like=True, tag="slice", forbid_unknown
     step: "Argument"
 
 
-class ComplexArg(Struct, frozen=True, array_like=True, tag="complex", forbid_unknown_fields=True):
+class ComplexArg(Struct, frozen=True, array_like=True, tag="complex"):
     """A complex number."""
 
     real: float
     imag: float
 
 
-class DtypeArg(Struct, frozen=True, array_like=True, tag="dtype", forbid_unknown_fields=True):
+class DtypeArg(Struct, frozen=True, array_like=True, tag="dtype"):
     """A torch dtype by name."""
 
     name: str
 
 
-class DeviceArg(Struct, frozen=True, array_like=True, tag="device", forbid_unknown_fields=True):
+class DeviceArg(Struct, frozen=True, array_like=True, tag="device"):
     """A device: None is the stage's own; a type such as ``cpu`` was named on purpose by the model's author."""
 
     name: str | None
 
 
-class LayoutArg(Struct, frozen=True, array_like=True, tag="layout", forbid_unknown_fields=True):
+class LayoutArg(Struct, frozen=True, array_like=True, tag="layout"):
     """A torch layout by name, such as ``strided``."""
 
     name: str
 
 
-class MemoryFormatArg(Struct, frozen=True, array_like=True, tag="memory_format", forbid_unknown_fields=True):
+class MemoryFormatArg(Struct, frozen=True, array_like=True, tag="memory_format"):
     """A torch memory format by name, such as ``channels_last``."""
 
     name: str
 
 
-class SubgraphArg(Struct, frozen=True, array_like=True, tag="subgraph", forbid_unknown_fields=True):
+class SubgraphArg(Struct, frozen=True, array_like=True, tag="subgraph"):
     """A subgraph of the same graph by its index."""
 
-    index: int
+    index: Int64
 
 
 Argument = (
     None
     | bool
-    | int
+    | Int64
     | float
     | str
     | ValueArg
@@ -144,7 +145,7 @@ Argument = (
 )
 
 
-class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Op(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An operator, once for all nodes that call it.
 
     Attributes:
@@ -161,18 +162,18 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
     schema: str = ""
     parameters: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
-    aliases: tuple[tuple[int, str], ...] = ()
+    aliases: tuple[tuple[Int64, str], ...] = ()
     random: bool = False
 
 
-class Scope(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Scope(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The module that a node came from: its path in the model, and the name of its class."""
 
     path: str
     type: str = ""
 
 
-class Autocast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Autocast(Struct, frozen=True, kw_only=True):
     """A ``torch.autocast`` region; `device` None is the type of the stage's own device."""
 
     device: str | None
@@ -181,22 +182,22 @@ class Autocast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cache: bool
 
 
-class Context(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Context(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A region that nodes run in: a grad mode or autocast, inside the region `parent` (an earlier index)."""
 
-    parent: int | None = None
+    parent: Int64 | None = None
     grad: bool | None = None
     autocast: Autocast | None = None
 
 
-class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one call costs at the sizes of the example: floating-point operations, and bytes read and written."""
 
-    flops: int = 0
-    bytes: int = 0
+    flops: Int64 = 0
+    bytes: Int64 = 0
 
 
-class Node(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Node(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One call of an operator.
 
     Attributes:
@@ -207,17 +208,17 @@ class Node(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown
         context: index into the context table; None outside every region.
     """
 
-    op: int
+    op: Int64
     args: tuple[Argument, ...] = ()
     kwargs: tuple[tuple[str, Argument], ...] = ()
     outputs: tuple[Value | None, ...] = ()
     unpack: bool = False
-    scope: int = 0
-    context: int | None = None
+    scope: Int64 = 0
+    context: Int64 | None = None
     cost: Cost = Cost()
 
 
-class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of a higher-order operator. It sees its inputs alone; tables are those of the graph around it.
 
     Subgraphs that it uses itself stand before it, so that nothing is recursive. `result` is what it returns: a value, or a
@@ -229,7 +230,7 @@ class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
     result: Argument
 
 
-class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A model before the cut, or a stage after it. `outputs` are names of values."""
 
     symbols: tuple[Symbol, ...] = ()

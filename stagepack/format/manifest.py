@@ -1,19 +1,20 @@
-"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M14)."""
+"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M11)."""
 
 from msgspec import Struct
 
+from stagepack.format.limits import Int64
 from stagepack.format.shapes import Dim, Symbol
 from stagepack.format.tree import Tree
 
 
-class Producer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Producer(Struct, frozen=True, kw_only=True):
     """The versions that made the bundle, for people who look for a cause; no reader decides by it."""
 
     stagepack: str
     torch: str
 
 
-class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One parameter of the model's call.
 
     Attributes:
@@ -27,14 +28,14 @@ class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     keyword: bool = True
 
 
-class Signature(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Signature(Struct, frozen=True, kw_only=True):
     """How the model is called, and what it gives back."""
 
     parameters: tuple[Parameter, ...]
     result: Tree
 
 
-class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A value that crosses a boundary: into the model, between stages, or out of the model.
 
     Attributes:
@@ -46,11 +47,11 @@ class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown
     dtype: str
     shape: tuple[Dim, ...] = ()
     expr: Dim | None = None
-    producer: int | None = None
-    consumers: tuple[int, ...] = ()
+    producer: Int64 | None = None
+    consumers: tuple[Int64, ...] = ()
 
 
-class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One stage: its files, the edges in and out, and facts for whoever places it.
 
     Attributes:
@@ -67,27 +68,28 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     weights: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    nodes: int = 0
-    weight_bytes: int = 0
-    flops: int = 0
+    nodes: Int64 = 0
+    weight_bytes: Int64 = 0
+    flops: Int64 = 0
     namespaces: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
 
 
-class File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class File(Struct, frozen=True, kw_only=True):
     """A file of the bundle: its size in bytes, and the SHA-256 of its content in hexadecimal."""
 
     name: str
-    size: int
+    size: Int64
     sha256: str
 
 
-class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole manifest. `sha256` covers the manifest itself, written with 64 zeros in its place (SPEC D3).
 
     Attributes:
         device: the type of the device that the model was captured on.
         seed: the seed of the random generators under which the example was recorded.
+        sha256: stands last, so that its place in the file is known.
     """
 
     format: str
@@ -97,8 +99,8 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     files: tuple[File, ...]
-    sha256: str
     device: str
     features: tuple[str, ...] = ()
     symbols: tuple[Symbol, ...] = ()
-    seed: int = 0
+    seed: Int64 = 0
+    sha256: str

@@ -1,6 +1,6 @@
 """Dimensions: an integer, a symbol, or arithmetic over symbols (SPEC S1 to S3)."""
 
-import math
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -8,16 +8,19 @@ from typing import Final
 
 from msgspec import Struct
 
+from stagepack.format import limits
+from stagepack.format.limits import Int64
 
-class Symbol(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+
+class Symbol(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A size that the caller chooses, in the closed range ``[min, max]``; None means no bound on that side."""
 
     name: str
-    min: int | None = None
-    max: int | None = None
+    min: Int64 | None = None
+    max: Int64 | None = None
 
 
-class Expr(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Expr(Struct, frozen=True, kw_only=True):
     """Arithmetic on dimensions. `op` is one of `OPERATIONS`."""
 
     op: str
@@ -25,15 +28,28 @@ class Expr(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 # A dimension of a shape: a number, the name of a symbol, or an expression.
-Dim = int | str | Expr
+Dim = Int64 | str | Expr
+
+
+def _bounded(number: int) -> int:
+    """The number itself, so that a hostile expression cannot grow it without end."""
+    if abs(number) > limits.ELEMENTS:
+        raise OverflowError(f"a size is over {limits.ELEMENTS}")
+    return number
 
 
 def _sum(*numbers: int) -> int:
-    return sum(numbers)
+    return _bounded(sum(numbers))
 
 
 def _product(*numbers: int) -> int:
-    return math.prod(numbers)
+    return functools.reduce(lambda product, number: _bounded(product * number), numbers, 1)
+
+
+def _power(base: int, exponent: int) -> int:
+    if not 0 <= exponent <= _EXPONENT_CEILING:
+        raise OverflowError(f"the exponent {exponent} is not between 0 and {_EXPONENT_CEILING}")
+    return _bounded(_bounded(base) ** exponent)
 
 
 OPERATIONS: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
@@ -42,7 +58,7 @@ OPERATIONS: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
         "mul": _product,
         "floordiv": operator.floordiv,
         "mod": operator.mod,
-        "pow": operator.pow,
+        "pow": _power,
         "max": max,
         "min": min,
     }
@@ -65,16 +81,13 @@ def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
 
     Raises:
         KeyError: a symbol has no size.
-        ArithmeticError: a division by zero, or a power that is not sensible for a size.
+        ArithmeticError: a division by zero, or a number that is over the limit for a size.
     """
     if isinstance(dim, int):
         return dim
     if isinstance(dim, str):
         return sizes[dim]
-    numbers = [evaluate(arg, sizes) for arg in dim.args]
-    if dim.op == "pow" and not 0 <= numbers[1] <= _EXPONENT_CEILING:
-        raise OverflowError(f"the exponent {numbers[1]} is not between 0 and {_EXPONENT_CEILING}")
-    return OPERATIONS[dim.op](*numbers)
+    return OPERATIONS[dim.op](*(evaluate(arg, sizes) for arg in dim.args))
 
 
 def format_dim(dim: Dim) -> str:

@@ -11,43 +11,44 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from stagepack.errors import InputError
+from stagepack.format.limits import Int64
 
 
-class ValueLeaf(Struct, frozen=True, tag="value", forbid_unknown_fields=True):
+class ValueLeaf(Struct, frozen=True, tag="value"):
     """A tensor or a symbolic scalar: the name of a value."""
 
     name: str
 
 
-class ConstantLeaf(Struct, frozen=True, tag="constant", forbid_unknown_fields=True):
+class ConstantLeaf(Struct, frozen=True, tag="constant"):
     """A value that was fixed at export."""
 
-    value: bool | int | float | str | None
+    value: bool | Int64 | float | str | None
 
 
-class NonFiniteLeaf(Struct, frozen=True, tag="nonfinite", forbid_unknown_fields=True):
+class NonFiniteLeaf(Struct, frozen=True, tag="nonfinite"):
     """A float constant that JSON cannot write."""
 
     value: Literal["nan", "inf", "-inf"]
 
 
-class SequenceTree(Struct, frozen=True, kw_only=True, tag="sequence", omit_defaults=True, forbid_unknown_fields=True):
+class SequenceTree(Struct, frozen=True, kw_only=True, tag="sequence", omit_defaults=True):
     """A tuple, a list or a deque."""
 
     kind: Literal["tuple", "list", "deque"]
     items: tuple["Tree", ...]
-    maxlen: int | None = None
+    maxlen: Int64 | None = None
 
 
-class DictTree(Struct, frozen=True, kw_only=True, tag="dict", omit_defaults=True, forbid_unknown_fields=True):
+class DictTree(Struct, frozen=True, kw_only=True, tag="dict", omit_defaults=True):
     """A dict, an ordered dict, or a defaultdict of a plain factory."""
 
     kind: Literal["dict", "OrderedDict", "defaultdict"]
-    items: tuple[tuple[bool | int | float | str | None, "Tree"], ...]
+    items: tuple[tuple[bool | Int64 | float | str | None, "Tree"], ...]
     factory: Literal["list", "dict", "set", "int", "float", "str"] | None = None
 
 
-class ObjectTree(Struct, frozen=True, kw_only=True, tag="object", forbid_unknown_fields=True):
+class ObjectTree(Struct, frozen=True, kw_only=True, tag="object"):
     """An object of a class that is not plain: its name (never imported) and its fields."""
 
     class_name: str
