@@ -16,6 +16,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import Producer
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output
+from stagepack.hugging_face import capture_pretrained, model_files
 from stagepack.linearize import Linearized, linearize
 from stagepack.pack import Origin, Tensors, pack
 from stagepack.split.cut import cut
@@ -115,8 +116,6 @@ def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[
     if isinstance(model, str | os.PathLike):
         if os.fspath(model).endswith(".pt2"):
             return capture_program(load_program(model), inputs)
-        from stagepack.hugging_face import capture_pretrained  # noqa: PLC0415 - it needs transformers
-
         return capture_pretrained(os.fspath(model), inputs)
     raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")
 
@@ -127,7 +126,6 @@ def export_capture(
     out: str | os.PathLike[str],
     where: Where,
     overwrite: bool = False,
-    files: Mapping[str, bytes] | None = None,
     progress: Progress = lambda _: None,
 ) -> Bundle:
     """Write a captured model as a bundle; see `export`."""
@@ -141,7 +139,7 @@ def export_capture(
     progress("run the example")
     example = record_example(capture, linear.signature)
     progress("write")
-    pack(out, stages, _tensors(linear), example, _origin(linear, files or {}), overwrite=overwrite)
+    pack(out, stages, _tensors(linear), example, _origin(linear, model_files(capture.model)), overwrite=overwrite)
     return Bundle(out)
 
 

@@ -38,7 +38,13 @@ def main() -> None:
         _run(str(commands / "pip"), "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), str(wheel))
         frozen = str(ROOT / "schema" / "frozen" / "1.0" / "counting.stagepack")
         _run(str(commands / "python"), "-c", WITHOUT_TORCH, frozen)
-        for arguments in (["--version"], ["--help"], ["inspect", frozen], ["inspect", frozen, "--stage", "1"], ["verify", frozen]):
+        for arguments in (
+            ["--version"],
+            ["--help"],
+            ["inspect", frozen],
+            ["inspect", frozen, "--stage", "1"],
+            ["verify", frozen],
+        ):
             _run(str(commands / "stagepack"), *arguments)
         print(f"{wheel.name}: installs and works without torch")
 

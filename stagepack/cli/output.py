@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def fail(message: str) -> NoReturn:
 
 
 def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn the errors that stagepack raises on purpose into one line and exit status 1."""
+    """Turn errors into one line and exit status 1."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -44,9 +45,14 @@ def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except ModuleNotFoundError as error:
-            fail(
-                f"the package {error.name!r} is not installed: pip install 'stagepack[torch]' (stagepack[hf] for Hugging Face models)"
-            )
+            fail(f"the package {error.name!r} is not installed: pip install 'stagepack[hf]' brings torch and transformers")
+        except click.ClickException:
+            raise
+        except Exception as error:
+            if "STAGEPACK_TRACEBACK" in os.environ:
+                raise
+            message = f"{type(error).__name__}: {error}"
+            fail(f"a bug in stagepack: {message}: please report it, with what STAGEPACK_TRACEBACK=1 shows")
 
     return wrapped
 

@@ -1,6 +1,7 @@
-"""`stages=N`: cut into N consecutive stages so that the heaviest holds as few weight bytes as possible.
+"""`stages=N`: cut into N consecutive stages so that the heaviest holds few weight bytes.
 
-Among the cuts that reach that minimum, the one with the fewest values crossing is taken.
+It holds at most a sixteenth more than the best cut's heaviest stage. Within that bound the most even cut is taken, with a
+preference for few values crossing: an exact minimum would tear a layer apart for a few bytes.
 """
 
 import itertools
@@ -30,8 +31,12 @@ def balanced(graph: Graph, stages: int, stored_bytes: Mapping[str, int]) -> list
     if len(places) - 1 < stages:
         places = every
     filled = max(1, min(stages, len(places) - 1))
-    ceiling = _least_ceiling([place.before for place in places], filled)
-    return _fewest_crossings(places, filled, ceiling) + [len(graph.nodes)] * (stages - filled)
+    least = _least_ceiling([place.before for place in places], filled)
+    return _best(places, filled, least + least // _SLACK) + [len(graph.nodes)] * (stages - filled)
+
+
+_SLACK = 16  # the heaviest stage may exceed the least possible by one part in this many
+_CROSSING = 0.02  # what a value that crosses costs, where a stage of even weight costs 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,13 @@ def _parts_needed(before: list[int], ceiling: int) -> float:
     return parts
 
 
-def _fewest_crossings(places: list[_Place], stages: int, ceiling: int) -> list[int]:
-    """Cut into exactly `stages` parts of at most `ceiling` bytes with the fewest crossings (dynamic programming over the places)."""
+def _best(places: list[_Place], stages: int, ceiling: int) -> list[int]:
+    """Cut into exactly `stages` parts of at most `ceiling` bytes at the least cost (dynamic programming over the places).
+
+    A part costs the square of its share of the bytes, 1 when it has its even share, and each value that crosses costs a
+    little, so that of cuts about as even the one at the end of a layer is taken.
+    """
+    even = max(1, places[-1].before) / stages
     least: list[float] = [0.0] + [math.inf] * (len(places) - 1)
     choice: list[list[int]] = []
     for _ in range(stages):
@@ -109,9 +119,10 @@ def _fewest_crossings(places: list[_Place], stages: int, ceiling: int) -> list[i
         come_from = [0] * len(places)
         for end in range(1, len(places)):
             for start in range(end - 1, -1, -1):
-                if places[end].before - places[start].before > ceiling:
+                size = places[end].before - places[start].before
+                if size > ceiling:
                     break
-                cost = least[start] + places[end].crossing
+                cost = least[start] + (size / even) ** 2 + _CROSSING * places[end].crossing
                 if cost < following[end]:
                     following[end], come_from[end] = cost, start
         least = following

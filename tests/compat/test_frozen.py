@@ -37,4 +37,11 @@ def test_the_first_one_answers_at_another_size_and_keeps_its_state() -> None:
     assert [answer["more"][1].item() for answer in (first, second)] == [1.0, 2.0]
     assert first["more"][2] == "constant"
     assert torch.equal(first["logits"], second["logits"])
-    assert pipe.state_dict().keys() == {"embed.weight", "head.weight", "middle.weight", "middle.bias", "turned", "calls"}
+    assert pipe.state_dict().keys() == {
+        "embed.weight",
+        "head.weight",
+        "middle.weight",
+        "middle.bias",
+        "turned",
+        "calls",
+    }

@@ -96,7 +96,7 @@ def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObj
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(graphs(weighted=True), st.integers(1, 4))
-def test_balanced_is_the_best_of_all_contiguous_cuts(graph: Graph, stages: int) -> None:
+def test_balanced_is_within_a_sixteenth_of_the_best_cut(graph: Graph, stages: int) -> None:
     sizes = {weight.stored: weight.shape[0] for weight in graph.weights}
     if sum(sizes.values()) == 0:
         return
@@ -112,7 +112,8 @@ def test_balanced_is_the_best_of_all_contiguous_cuts(graph: Graph, stages: int) 
     assert len(filled) == min(stages, len(graph.nodes)) - 1
     assert len(set(filled)) == len(filled)
     every = itertools.combinations(range(1, len(graph.nodes)), len(filled))
-    assert heaviest(filled) == min(map(heaviest, every))
+    best = min(map(heaviest, every))
+    assert best <= heaviest(filled) <= best + best // 16
 
 
 def test_llama_sends_no_sizes_and_skips_go_straight(tmp_path: Path) -> None:
