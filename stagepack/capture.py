@@ -5,7 +5,10 @@ This is the only place that runs the user's code.
 
 import contextlib
 import inspect
+import io
+import itertools
 import os
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +19,8 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from stagepack.errors import CaptureError
+
+_ADVICE = ("For more information", "For extended logs", "from user code", "Set TORCH", "The error above", "User Stack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +63,10 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             )
     with unchanged(model):
         try:
-            program = torch.export.export(
-                model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=_complete(model, inputs)
-            )
+            with _kept_quiet():
+                program = torch.export.export(
+                    model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=_complete(model, inputs)
+                )
         except Exception as error:
             raise CaptureError(f"{type(model).__name__} cannot be captured: {readable(error)}") from error
     return Capture(program=program, inputs=inputs, model=model)
@@ -114,9 +120,17 @@ def dimension_names(capture: Capture) -> dict[str, str]:
 
 
 def readable(error: BaseException) -> str:
-    """One line that says why: the first lines of torch's message, without the stack it appends."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:4])[:600] or type(error).__name__
+    """One line that says why: torch's message up to its advice on logging and debugging."""
+    lines = itertools.takewhile(lambda line: not line.startswith(_ADVICE), map(str.strip, str(error).splitlines()))
+    return " ".join(line for line in lines if line)[:600] or type(error).__name__
+
+
+@contextlib.contextmanager
+def _kept_quiet() -> Iterator[None]:
+    """Hold back what is written to standard error; drop it on failure, since torch prints graphs then beside its message."""
+    with contextlib.redirect_stderr(io.StringIO()) as held:
+        yield
+    sys.stderr.write(held.getvalue())
 
 
 @contextlib.contextmanager

@@ -104,7 +104,9 @@ def _typed_errors(where: str, language: str) -> Iterator[None]:
 
 def _refuse(where: str, given: Any, written: Any) -> None:
     """Raise the error for content that is not the one encoding of what it says."""
-    message = _difference(given, written, "$") or "a key stands twice or out of order, or a number is not written shortest"
+    message = (
+        _difference(given, written, "$") or "a key stands twice or out of order, or a number is not written shortest"
+    )
     raise FormatError([Problem(rule="E2", where=where, message=message)])
 
 

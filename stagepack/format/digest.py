@@ -1,4 +1,4 @@
-"""SHA-256 of the files of a bundle (SPEC D1 to D3)."""
+"""SHA-256 of the files of a bundle (SPEC D1 to D4)."""
 
 import hashlib
 import re

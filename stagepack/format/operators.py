@@ -75,10 +75,17 @@ DENIED: Final = frozenset(
         "aten._sparse_bsr_tensor_unsafe",
         "aten._sparse_bsc_tensor_unsafe",
         "aten._pin_memory",
+        "aten.pin_memory",
+        "aten._reshape_alias",  # views of any size, past the end of the memory
+        "aten._reshape_alias_copy",
+        "aten._nested_view_from_buffer",
+        "aten._nested_view_from_buffer_copy",
         "aten._test_warn_in_autograd",
     }
 )
 
+# Namespaces of functions, which have no overloads.
+_FUNCTIONS: Final = frozenset({"operator", "math", "torch", "higher_order"})
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
 
 
@@ -88,14 +95,12 @@ def namespace(name: str) -> str:
 
 
 def is_well_formed(name: str) -> bool:
-    """Whether a name has the form ``namespace.name`` or ``namespace.name.overload``."""
-    return _NAME.fullmatch(name) is not None
+    """Whether a name has the form ``namespace.name.overload``, or ``namespace.name`` for a function."""
+    return _NAME.fullmatch(name) is not None and name.count(".") == (1 if namespace(name) in _FUNCTIONS else 2)
 
 
 def is_denied(name: str) -> bool:
     """Whether no bundle may use this operator: on the list, or not one of the closed sets of its namespace."""
-    if namespace(name) in {"operator", "math", "torch"}:
-        return name not in PYTHON_OPERATORS
-    if namespace(name) == "higher_order":
-        return name not in HIGHER_ORDER_OPERATORS
-    return name.rsplit(".", 1)[0] in DENIED
+    if namespace(name) in _FUNCTIONS:
+        return name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
+    return ".".join(name.split(".")[:2]) in DENIED

@@ -4,6 +4,7 @@ Opening reads the manifest alone. A graph is read, compared with its digest and 
 given out; likewise the header of a weight file.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,7 +17,7 @@ from stagepack.format.digest import seal_of, sha256_of, sha256_of_file
 from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge, File, Manifest, Stage
-from stagepack.format.upgrade import check_version
+from stagepack.format.upgrade import check_version, is_newer
 from stagepack.format.validate import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
@@ -87,9 +88,9 @@ class Bundle:
         """
         name = self.stages[stage].graph
         content = self.read(name)
-        graph = decode_graph(content, name)
+        graph = decode_graph(content, name, newer=is_newer(self.manifest.version))
         edges = {edge.name: edge for edge in self.edges}
-        raise_problems([*check_graph(graph, name), *check_stage(graph, self.stages[stage], edges)])
+        raise_problems(itertools.chain(check_graph(graph, name), check_stage(graph, self.stages[stage], edges)))
         return graph
 
     def read(self, name: str) -> bytes:
@@ -120,7 +121,12 @@ class Bundle:
         found: dict[str, tuple[Path, StoredTensor]] = {}
         for name in self.stages[stage].weights:
             raise_digest_problems(self.check_size(name))
-            found.update((tensor, (self.path / name, place)) for tensor, place in read_index(self.path / name).items())
+            index = read_index(self.path / name)
+            twice = sorted(found.keys() & index.keys())
+            raise_problems(
+                Problem(rule="W7", where=name, message=f"{tensor[:80]!r} is in another file too") for tensor in twice
+            )
+            found.update((tensor, (self.path / name, place)) for tensor, place in index.items())
         raise_problems(
             problem for weight in graph.weights for problem in _check_weight(weight, found, self.stages[stage].graph)
         )

@@ -117,6 +117,9 @@ def unflatten(
 
     An object whose class is among `types` is built from its fields by that class; any other is given back as a
     dict of its fields.
+
+    Raises:
+        InputError: a class of `types` does not take the fields that are recorded.
     """
     if isinstance(tree, SequenceTree):
         items = [unflatten(item, leaf, types) for item in tree.items]
@@ -133,8 +136,15 @@ def unflatten(
     if isinstance(tree, ObjectTree):
         fields = {name: unflatten(item, leaf, types) for name, item in tree.fields}
         cls = next((cls for cls in types if type_name(cls) == tree.class_name), None)
-        return fields if cls is None else cls(**fields)
+        return fields if cls is None else _build(cls, fields)
     return leaf(tree)
+
+
+def _build(cls: type, fields: Mapping[str, Any]) -> Any:
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise InputError(f"{type_name(cls)} cannot be built from the fields {list(fields)}: {error}") from error
 
 
 def _require(holds: bool, expected: str, given: Any, where: str) -> None:

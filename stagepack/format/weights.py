@@ -4,9 +4,10 @@ The header is read and written here, because a stage wants first-use order and b
 safetensors library does not offer; the format is that of its README.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -18,6 +19,7 @@ from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, STORED_SIZE, stored_
 
 ALIGNMENT = 64
 PADDING = "__padding__"  # names of padding tensors begin so
+METADATA = "__metadata__"  # not a tensor: texts by name, which no reader of a bundle uses
 
 
 class StoredTensor(Struct, frozen=True, kw_only=True):
@@ -87,66 +89,57 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
         if length > limits.WEIGHT_HEADER_BYTES:
             raise LimitError([Problem(rule="L1", where=where, message=f"the header states {length} bytes")])
         if size < 8 + length:
-            raise FormatError(
-                [Problem(rule="W1", where=where, message=f"the header states {length} bytes, the file has {size}")]
-            )
-        fields = parse_json(file.read(length), where)
-    if not isinstance(fields, dict):
-        raise FormatError([Problem(rule="W2", where=where, message="the header is not a JSON object")])
-    fields.pop("__metadata__", None)
-    tensors: dict[str, StoredTensor] = {}
-    position = 8 + length
-    problems = []
-    for name, entry in fields.items():
-        tensor = _stored(name, entry, 8 + length)
-        if tensor is None:
-            problems.append(
-                Problem(
-                    rule="W3",
-                    where=f"{where}: {name[:80]}",
-                    message="not a tensor entry whose bytes fit its dtype and shape",
-                )
-            )
-            break
-        if tensor.start != position:
-            problems.append(
-                Problem(
-                    rule="W5",
-                    where=f"{where}: {name[:80]}",
-                    message=f"begins at byte {tensor.start}, expected {position}",
-                )
-            )
-        position = tensor.end
-        tensors[name] = tensor
-    if not problems and position != size:
-        problems.append(
-            Problem(rule="W1", where=where, message=f"the tensors end at byte {position}, the file at {size}")
-        )
-    for tensor in tensors.values():
-        if tensor.start % ALIGNMENT and not tensor.name.startswith(PADDING):
-            problems.append(
-                Problem(
-                    rule="W6",
-                    where=f"{where}: {tensor.name[:80]}",
-                    message=f"byte {tensor.start} is not a multiple of {ALIGNMENT}",
-                )
-            )
+            raise _error("W1", where, f"the header states {length} bytes, the file has {size}")
+        text = file.read(length)
+    fields = parse_json(text, where)
+    if not text.startswith(b"{"):
+        raise _error("W2", where, "the header is not a JSON object, or does not begin with one")
+    if not _is_metadata(fields.pop(METADATA, {})):
+        raise _error("W2", where, f"{METADATA} does not hold texts by name")
+    tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in fields.items()}
+    problems = list(itertools.islice(_layout(tensors.values(), 8 + length, size, where), limits.PROBLEMS))
     if problems:
         raise FormatError(problems)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING)}
 
 
-def _stored(name: str, entry: object, data_start: int) -> StoredTensor | None:
-    """The entry of a header as a type, or None when it is not one."""
+def _error(rule: str, where: str, message: str) -> FormatError:
+    return FormatError([Problem(rule=rule, where=where, message=message)])
+
+
+def _is_metadata(fields: object) -> bool:
+    return isinstance(fields, dict) and all(isinstance(text, str) for text in fields.values())
+
+
+def _stored(name: str, entry: object, data_start: int, where: str) -> StoredTensor:
+    """The entry of a header as a type."""
+    where = f"{where}: {name[:80]}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        return None
+        raise _error("W3", where, "expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in STORED_SIZE or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        return None
-    if not all(type(number) is int and 0 <= number <= limits.ELEMENTS for number in [*shape, *offsets]):
-        return None
-    if len(shape) > limits.RANK or offsets[1] - offsets[0] != math.prod(shape) * STORED_SIZE[dtype]:
-        return None
-    return StoredTensor(
-        name=name, dtype=dtype, shape=tuple(shape), start=data_start + offsets[0], end=data_start + offsets[1]
-    )
+    if not isinstance(shape, list) or len(shape) > limits.RANK or not isinstance(offsets, list) or len(offsets) != 2:
+        raise _error("W3", where, f"expected at most {limits.RANK} sizes and two offsets")
+    if not all(type(number) is int and 0 <= number <= limits.ELEMENTS for number in (*shape, *offsets)):
+        raise _error("W3", where, "a size or an offset is not one")
+    start, end = offsets
+    if not isinstance(dtype, str) or dtype not in STORED_SIZE or end - start != math.prod(shape) * STORED_SIZE[dtype]:
+        raise _error("W4", where, "the dtype is not known, or the bytes do not fit the dtype and the shape")
+    return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), start=data_start + start, end=data_start + end)
+
+
+def _layout(tensors: Iterable[StoredTensor], position: int, size: int, where: str) -> Iterator[Problem]:
+    """The problems with the places of the tensors in a file of `size` bytes whose data begins at `position`."""
+    for tensor in tensors:
+        place = f"{where}: {tensor.name[:80]}"
+        if tensor.start != position:
+            message = f"begins at byte {tensor.start}, expected {position}"
+            yield Problem(rule="W5", where=place, message=message)
+        if tensor.name.startswith(PADDING):
+            if tensor.dtype != "U8" or tensor.end - tensor.start >= ALIGNMENT:
+                yield Problem(rule="W6", where=place, message=f"padding is not of fewer than {ALIGNMENT} bytes")
+        elif tensor.start % ALIGNMENT:
+            message = f"byte {tensor.start} is not a multiple of {ALIGNMENT}"
+            yield Problem(rule="W6", where=place, message=message)
+        position = tensor.end
+    if position != size:
+        yield Problem(rule="W1", where=where, message=f"the tensors end at byte {position}, the file at {size}")

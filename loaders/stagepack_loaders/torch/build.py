@@ -4,6 +4,7 @@ The weights are inputs of the module, after the graph's own inputs, in the order
 the code that fx generates: constants that are strings hang on the module as attributes, and names are checked identifiers.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from operator import getitem as _getitem
 from typing import Any
@@ -27,11 +28,14 @@ from stagepack.format.graph import (
     MemoryFormatArg,
     Node,
     SliceArg,
+    Subgraph,
     SubgraphArg,
     TupleArg,
+    Value,
     ValueArg,
 )
 from stagepack.format.walk import leaves, values_made, values_used
+from stagepack_loaders.torch.regions import run_with_autocast, run_with_grad_mode
 
 
 def build(graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> GraphModule:
@@ -61,6 +65,7 @@ class _Builder:
         self.graph = graph
         self.targets = targets
         self.device = device
+        self.names = {value.name for value in _values(graph)} | {weight.value for weight in graph.weights}
         self.subgraphs: list[GraphModule] = []
         for number, subgraph in enumerate(graph.subgraphs):
             names = [value.name for value in subgraph.inputs]
@@ -89,7 +94,13 @@ class _Body:
         self.builder = builder
         self.graph = FxGraph()
         self.attributes: dict[str, Any] = {}
-        self.values = {name: self.graph.placeholder(name) for name in inputs}
+        # fx writes the names of parameters into the code as they stand, and a value may be called `self` or `torch`: they get
+        # names that no value begins with. All other names fx makes safe itself.
+        free = next(n for n in itertools.count() if not any(name.startswith(f"given{n}") for name in builder.names))
+        self.values = {
+            name: self.graph.create_node("placeholder", f"given{free}_{number}", name=name)
+            for number, name in enumerate(inputs)
+        }
 
     def call(self, node: Node) -> None:
         """Append a call, and take a result of several parts apart."""
@@ -105,7 +116,7 @@ class _Body:
                 self.values[output.name] = result
 
     def region(self, region: int, nodes: Sequence[Node], outputs: Sequence[str]) -> None:
-        """Append a region: a module of its own, called by the operator that opens and closes the context around it."""
+        """Append a region: a module of its own, called by a function that opens and closes the context around it."""
         made = {name for node in nodes for name in values_made(node)}
         inputs = [
             name for name in dict.fromkeys(name for node in nodes for name in values_used(node)) if name not in made
@@ -200,14 +211,17 @@ def _names(argument: Argument) -> Iterator[str]:
 
 
 def _opener(context: Context, device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The operator that runs a module inside a context, and its arguments before the module."""
+    """The function that runs a module inside a context, and its arguments before the module."""
     autocast = context.autocast
     if autocast is None:
-        return torch.ops.higher_order.wrap_with_set_grad_enabled, (context.grad,)
+        return run_with_grad_mode, (context.grad,)
     kind = device.type if autocast.device is None else device_index(torch.device(autocast.device)).type
-    return torch.ops.higher_order.wrap_with_autocast, (
-        kind,
-        named(autocast.dtype, torch.dtype),
-        autocast.enabled,
-        autocast.cache,
-    )
+    return run_with_autocast, (kind, named(autocast.dtype, torch.dtype), autocast.enabled, autocast.cache)
+
+
+def _values(graph: Graph) -> Iterator[Value]:
+    """All values of a graph and its subgraphs that are not weights."""
+    bodies: list[Graph | Subgraph] = [graph, *graph.subgraphs]
+    for body in bodies:
+        yield from body.inputs
+        yield from (value for node in body.nodes for value in node.outputs if value is not None)

@@ -1,0 +1,102 @@
+"""A graph becomes fx: names and texts of a bundle never become code of their own, regions open and close."""
+
+import itertools
+
+import pytest
+import torch
+
+from stagepack.errors import OperatorError
+from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Value, ValueArg
+from stagepack.format.shapes import Expr, evaluate
+from stagepack.format.validate import check_graph
+from stagepack.linearize import linearize
+from stagepack_loaders.torch.build import build
+from stagepack_loaders.torch.ops import resolve
+from tests.unit.test_models import captured
+
+CPU = torch.device("cpu")
+ADD = Op(name="aten.add.Tensor", schema=str(torch.ops.aten.add.Tensor._schema), parameters=("self", "other", "alpha"))
+NAMES = [
+    "self",
+    "torch",
+    "device",
+    "print",
+    "_text_0",
+    "inf",
+    "input_0",
+    "fx_pytree",
+    "math",
+    "operator",
+    "getitem",
+    "type",
+]
+
+
+def test_values_may_have_any_identifier_as_name() -> None:
+    values = [Value(name=name, dtype="float32", shape=(2,)) for name in NAMES]
+    nodes = tuple(
+        Node(op=0, args=(ValueArg(a.name), ValueArg(b.name)), outputs=(Value(name=f"{a.name}_", dtype="float32"),))
+        for a, b in itertools.pairwise(values)
+    )
+    outputs = tuple(output.name for node in nodes for output in node.outputs if output)
+    graph = Graph(inputs=tuple(values), nodes=nodes, outputs=outputs, ops=(ADD,), scopes=(Scope(path=""),))
+    assert list(check_graph(graph, "")) == []
+    given = [torch.full((2,), float(number)) for number in range(len(values))]
+    found = build(graph, resolve(graph.ops, (), ""), CPU)(*given)
+    assert [float(tensor[0]) for tensor in found] == [2.0 * number + 1 for number in range(len(nodes))]
+
+
+def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:
+    graph = linearize(captured("text_arguments").program, {}, None).graph
+    module = build(graph, resolve(graph.ops, (), ""), CPU)
+    assert "tanh" not in module.code.replace("aten.tanh", "")
+    assert {"tanh", "bi,ij->bj"} <= {value for value in vars(module).values() if isinstance(value, str)}
+
+
+def test_regions_are_closed_when_something_inside_raises() -> None:
+    autocast = Autocast(device=None, dtype="bfloat16", enabled=True, cache=True)
+    node = Node(op=0, args=(ValueArg("x"), ValueArg("y")), outputs=(Value(name="z", dtype="float32"),), context=1)
+    graph = Graph(
+        inputs=(Value(name="x", dtype="float32"), Value(name="y", dtype="float32")),
+        nodes=(node,),
+        outputs=("z",),
+        ops=(ADD,),
+        scopes=(Scope(path=""),),
+        contexts=(Context(grad=False), Context(parent=0, autocast=autocast)),
+    )
+    module = build(graph, resolve(graph.ops, (), ""), CPU)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        module(torch.ones(2), torch.ones(3))
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (Op(name="aten.from_file.default"), r"aten\.from_file\.default is not allowed in a bundle"),
+        (Op(name="aten.nothing.default"), "does not exist in torch"),
+        (Op(name="operator.attrgetter"), "not allowed in a bundle"),
+        (Op(name="torch.load"), "not allowed in a bundle"),
+        (Op(name="higher_order.triton_kernel_wrapper_mutation"), "not allowed in a bundle"),
+        (Op(name="mylib.thing.default"), r"namespace 'mylib': allow it with allow_ops=\['mylib'\]"),
+        (Op(name="aten.add.Tensor", schema="aten::add.Tensor(Tensor self) -> Tensor"), "has the schema"),
+        (Op(name="aten.add.Tensor", schema="not a schema ("), "has the schema"),
+    ],
+)
+def test_operators_that_may_not_or_cannot_run_are_named(op: Op, message: str) -> None:
+    with pytest.raises(OperatorError, match=message):
+        resolve([op], (), "stage-0.msgpack")
+
+
+def test_an_older_schema_that_torch_still_accepts_is_accepted() -> None:
+    older = Op(name="aten.add.Tensor", schema="aten::add.Tensor(Tensor self, Tensor other) -> Tensor")
+    assert resolve([older], (), "") == [torch.ops.aten.add.Tensor]
+
+
+def test_sizes_cannot_grow_without_bound() -> None:
+    dim: Expr | str = "n"
+    for _ in range(60):
+        dim = Expr(op="pow", args=(dim, 64))
+    with pytest.raises(OverflowError, match="a size is over"):
+        evaluate(dim, {"n": 2})
