@@ -45,7 +45,9 @@ def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except ModuleNotFoundError as error:
-            fail(f"the package {error.name!r} is not installed: pip install 'stagepack[hf]' brings torch and transformers")
+            fail(
+                f"the package {error.name!r} is not installed: pip install 'stagepack[hf]' brings torch and transformers"
+            )
         except click.ClickException:
             raise
         except Exception as error:
