@@ -63,7 +63,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             )
     with unchanged(model):
         try:
-            with _kept_quiet():
+            with quiet():
                 program = torch.export.export(
                     model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=_complete(model, inputs)
                 )
@@ -126,7 +126,7 @@ def readable(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _kept_quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hold back what is written to standard error; drop it on failure, since torch prints graphs then beside its message."""
     with contextlib.redirect_stderr(io.StringIO()) as held:
         yield

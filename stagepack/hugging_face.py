@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -16,8 +17,9 @@ import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from stagepack.capture import Capture, Inputs, capture_module, readable, unchanged
+from stagepack.capture import Capture, Inputs, capture_module, quiet, readable, unchanged
 from stagepack.errors import CaptureError
+from stagepack.format.weights import ALIGNMENT
 
 _PLAIN = "torch.export.export"
 _PATCHED = "transformers.exporters.DynamoExporter"
@@ -29,28 +31,25 @@ def capture_pretrained(source: str, inputs: Inputs) -> Capture:
 
     First by ``torch.export.export`` as it stands, if the program answers bit for bit as the model does; else by transformers' own
     exporter, which patches what plain export cannot trace. `Capture.method` says which. Without `inputs`, an example
-    with dynamic batch and sequence is made up for the kind of model.
+    with dynamic batch and sequence is made up for the kind of model; where neither way keeps both dynamic, torch decides which
+    sizes are.
 
     Raises:
         CaptureError: transformers is not installed, there is no such model, no example can be made up, or neither way works.
     """
     model = _load(source)
-    if not inputs.args and not inputs.kwargs:
-        inputs = example_inputs(model)
-    try:
-        capture = capture_module(model, inputs)
-        if _answers_alike(capture):
-            return capture
-        reason = "the program's answer differs from the model's"
-    except CaptureError as error:
-        reason = str(error)
-    try:
-        patched = _capture_patched(model, inputs)
-    except Exception as error:
-        raise CaptureError(f"{source}: {_PLAIN}: {reason}; {_PATCHED}: {readable(error)}") from error
-    if not _answers_alike(patched):
-        raise CaptureError(f"{source}: {_PLAIN}: {reason}; {_PATCHED}: the program's answer differs from the model's")
-    return replace(patched, method=f"{_PATCHED} ({_PLAIN}: {reason})")
+    if inputs.args or inputs.kwargs:
+        examples = [inputs]
+    else:
+        made = example_inputs(model)
+        examples = [made, replace(made, dynamic_shapes=_left_to_torch(made.dynamic_shapes))]
+    reasons = []
+    for example, method in itertools.product(examples, (_PLAIN, _PATCHED)):
+        try:
+            return _capture(model, example, method)
+        except CaptureError as error:
+            reasons.append(f"{method}: {error}")
+    raise CaptureError(f"{source}: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def model_files(model: torch.nn.Module | None) -> dict[str, bytes]:
@@ -82,11 +81,10 @@ def example_inputs(model: Any) -> Inputs:
     takes = inspect.signature(model.forward).parameters
     plain = {"use_cache": False} if "use_cache" in takes else {}
     if name == "input_ids" and not config.is_encoder_decoder:
-        ids = _ids(config, 2, 8)
-        return Inputs(
-            kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids), **plain},
-            dynamic_shapes={"input_ids": tokens, "attention_mask": tokens},
-        )
+        given = {"input_ids": _ids(config, 2, 8)}
+        if "attention_mask" in takes:
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+        return Inputs(kwargs={**given, **plain}, dynamic_shapes=dict.fromkeys(given, tokens))
     if config.is_encoder_decoder and "decoder_input_ids" in takes:
         decoded = {0: batch, 1: Dim("decoded", min=2, max=_longest(config))}
         first, dims = (_ids(config, 2, 8), tokens) if name == "input_ids" else (_features(model), {0: batch})
@@ -120,12 +118,26 @@ def _load(source: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(source)
         names = getattr(config, "architectures", None) or []
         cls = getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
-        return cls.from_pretrained(source).eval()
+        model = cls.from_pretrained(source).eval()
     except (OSError, ValueError, KeyError) as error:
         raise CaptureError(f"{source}: transformers cannot load it: {readable(error)}") from error
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
+    _align(model)
+    return model
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Move weights that do not begin on a multiple of 64 bytes, as in a mapped file, to memory that does.
+
+    Some kernels add in another order on such memory (seen: a matrix times one row on the CPU), so the model would differ from
+    every loaded bundle in the last bit.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = moved.setdefault(tensor.data_ptr(), tensor.data.clone())
 
 
 def _transformers() -> ModuleType:
@@ -135,22 +147,33 @@ def _transformers() -> ModuleType:
         raise CaptureError("a Hugging Face model needs transformers: pip install 'stagepack[hf]'") from None
 
 
+def _capture(model: Any, inputs: Inputs, method: str) -> Capture:
+    capture = capture_module(model, inputs) if method == _PLAIN else _capture_patched(model, inputs)
+    if not _answers_alike(capture):
+        raise CaptureError("the program's answer differs from the model's")
+    return replace(capture, method=method)
+
+
 def _capture_patched(model: Any, inputs: Inputs) -> Capture:
     """Capture by transformers' exporter. Constants are gone from its call, so they are no inputs of the program."""
     exporters = importlib.import_module("transformers.exporters.exporter_dynamo")
-    kwargs = _by_name(model, inputs)
-    tensors = {name: given for name, given in kwargs.items() if not isinstance(given, bool | int | float | str | None)}
+    kwargs = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}
+    kept = {name: given for name, given in kwargs.items() if not isinstance(given, bool | int | float | str | None)}
     shapes = inputs.dynamic_shapes
     if isinstance(shapes, Mapping):
-        shapes = {name: shapes.get(name) for name in tensors}
+        shapes = {name: shapes.get(name) for name in kept}
     config = exporters.DynamoConfig(dynamic=shapes is not None, dynamic_shapes=shapes)
-    with unchanged(model):
-        program = exporters.DynamoExporter().export_program(model, dict(kwargs), config)[0]
-    return Capture(program=program, inputs=Inputs(kwargs=tensors, dynamic_shapes=shapes), model=model, method=_PATCHED)
+    try:
+        with unchanged(model), quiet():
+            program = exporters.DynamoExporter().export_program(model, dict(kwargs), config)[0]
+    except Exception as error:
+        raise CaptureError(readable(error)) from error
+    return Capture(program=program, inputs=Inputs(kwargs=kept, dynamic_shapes=shapes), model=model)
 
 
-def _by_name(model: Any, inputs: Inputs) -> dict[str, Any]:
-    return {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}
+def _left_to_torch(shapes: Any) -> Any:
+    """Dynamic shapes with ``Dim.AUTO`` in the place of named dimensions."""
+    return {name: dict.fromkeys(dims, Dim.AUTO) for name, dims in shapes.items()}
 
 
 def _answers_alike(capture: Capture) -> bool:
@@ -186,7 +209,7 @@ def _longest(config: Any) -> int:
 
 
 def _ids(config: Any, *shape: int) -> torch.Tensor:
-    words: int = config.get_text_config().vocab_size
+    words: int = getattr(config.get_text_config(), "vocab_size", 128)
     return (torch.arange(math.prod(shape)) * 7 + 5).reshape(shape) % words
 
 

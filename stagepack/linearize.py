@@ -26,6 +26,7 @@ from torch.fx import Node as FxNode
 
 from stagepack.costs import CostModel
 from stagepack.errors import UnsupportedError
+from stagepack.format.codec import is_plain
 from stagepack.format.graph import (
     Argument,
     Autocast,
@@ -401,7 +402,7 @@ def _constant(given: object, where: str) -> Argument:
     Raises:
         UnsupportedError: it is not of a kind that a bundle can hold.
     """
-    if given is None or type(given) in (bool, int, float, str):
+    if is_plain(given):
         return given  # type: ignore[return-value]
     if isinstance(given, complex):
         return ComplexArg(given.real, given.imag)
@@ -411,4 +412,5 @@ def _constant(given: object, where: str) -> Argument:
         return LayoutArg(str(given).removeprefix("torch."))
     if isinstance(given, torch.memory_format):
         return MemoryFormatArg(str(given).removeprefix("torch."))
-    raise UnsupportedError(f"{where} is a {type(given).__name__}, which a bundle cannot hold")
+    found = repr(given) if isinstance(given, int | str) else f"a {type(given).__name__}"
+    raise UnsupportedError(f"{where} is {found}, which a bundle cannot hold")

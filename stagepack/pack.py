@@ -16,6 +16,7 @@ from stagepack.format.manifest import Manifest, Producer, Signature, Stage
 from stagepack.format.operators import NAMESPACES, namespace
 from stagepack.format.reader import EXAMPLE_NAME
 from stagepack.format.shapes import Symbol
+from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter, Pieces
@@ -56,6 +57,7 @@ def pack(
     """Write a bundle to `out`, whole or not at all.
 
     Raises:
+        FormatError: the cut breaks rules of the format, so nothing is written.
         OutputExistsError: `out` exists, and is not to be or cannot be overwritten.
         WriteError: the disk is full or the like.
     """
@@ -69,6 +71,7 @@ def pack(
         stages = []
         for number, graph in enumerate(cut.stages):
             name = f"stage-{number}.msgpack"
+            raise_problems(check_graph(graph, name))
             writer.write(name, [encode_graph(graph)])
             files = dict.fromkeys(
                 sorted(

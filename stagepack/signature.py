@@ -11,6 +11,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
 from stagepack.errors import UnsupportedError
+from stagepack.format.codec import is_plain
 from stagepack.format.manifest import Parameter, Signature
 from stagepack.format.tree import (
     ConstantLeaf,
@@ -95,7 +96,7 @@ def _parameters(
 
 def _default(parameter: inspect.Parameter) -> Tree | None:
     """The default of a parameter that the example left out, when it is plain: passing it again changes nothing."""
-    if parameter.default is None or type(parameter.default) in (bool, int, float, str):
+    if is_plain(parameter.default):
         return _leaf(ConstantArgument(name=parameter.name, value=parameter.default), parameter.name)
     return None
 
@@ -137,7 +138,7 @@ def _fields(cls: type, context: Any, count: int) -> list[str]:
 
 def _pairs(keys: Sequence[Any], items: Sequence[Tree], where: str) -> tuple[tuple[Any, Tree], ...]:
     for key in keys:
-        if key is not None and type(key) not in (bool, int, float, str):
+        if not is_plain(key) or (isinstance(key, float) and not math.isfinite(key)):
             raise UnsupportedError(f"{where} holds a dict with the key {key!r}, which a bundle cannot hold")
     return tuple(zip(keys, items, strict=True))
 
@@ -148,7 +149,7 @@ def _leaf(leaf: Leaf, where: str) -> Tree:
     value = leaf.value
     if isinstance(value, float) and not math.isfinite(value):
         return NonFiniteLeaf("nan" if math.isnan(value) else "inf" if value > 0 else "-inf")
-    if value is None or type(value) in (bool, int, float, str):
+    if is_plain(value):
         return ConstantLeaf(value)
     raise UnsupportedError(f"{where} is the constant {value!r}, which a bundle cannot hold")
 

@@ -64,14 +64,14 @@ def call_named(name: str) -> Any:
         raise CaptureError(f"{name}: expected FILE.py:FUNCTION or package.module:FUNCTION")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(f"{place}: cannot be imported: {type(error).__name__}: {error}") from error
     target = getattr(module, function, None)
     if not callable(target):
         raise CaptureError(f"{place}: has no function {function!r}")
     try:
         return target()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(f"{name}: raised {type(error).__name__}: {error}") from error
 
 

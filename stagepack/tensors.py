@@ -12,8 +12,10 @@ from typing import Literal
 import torch
 
 from stagepack.errors import UnsupportedError
+from stagepack.format.codec import is_plain
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Weight
+from stagepack.format.validate import is_tensor_name
 from stagepack.format.weights import TensorSpec
 
 Kind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
@@ -157,6 +159,8 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    if not is_tensor_name(name) or not is_plain(name):
+        raise UnsupportedError(f"the tensor {name[:80]!r} cannot be stored under this name: rename it in the model")
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if not plain or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         what = (

@@ -8,8 +8,8 @@ import torch
 from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place
-from stagepack_loaders.torch.stage import Stage, parse_device
-from stagepack_loaders.torch.stage import load_stage as read_stage
+from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.stage import Stage, finish_stage, prepare_stage
 from stagepack_loaders.torch.weights import WeightCache
 
 Source = str | os.PathLike[str] | Bundle
@@ -52,9 +52,11 @@ def load_stages(
     """
     named = [devices] if isinstance(devices, str | torch.device) else devices
     placed = place([stage.weight_bytes for stage in bundle.stages], [parse_device(device) for device in named])
+    # What is wrong with any stage is said before a weight of the first one is read.
+    prepared = [prepare_stage(bundle, number, device, allow_ops=allow_ops) for number, device in enumerate(placed)]
     cache = WeightCache()
-    for number, device in enumerate(placed):
-        yield read_stage(bundle, number, device, allow_ops=allow_ops, verify=verify, cache=cache)
+    for stage in prepared:
+        yield finish_stage(stage, verify=verify, cache=cache)
 
 
 def load_stage(
@@ -74,4 +76,5 @@ def load_stage(
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     if not 0 <= stage < len(opened.stages):
         raise IndexError(f"expected a stage from 0 to {len(opened.stages) - 1}, found {stage}")
-    return read_stage(opened, stage, parse_device(device), allow_ops=allow_ops, verify=verify, cache=WeightCache())
+    prepared = prepare_stage(opened, stage, parse_device(device), allow_ops=allow_ops)
+    return finish_stage(prepared, verify=verify, cache=WeightCache())

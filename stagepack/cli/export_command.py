@@ -1,11 +1,13 @@
 """`stagepack export`."""
 
+import contextlib
+import sys
 import time
 
 import click
 
 from stagepack.cli.facts import bundle_facts, print_stages
-from stagepack.cli.output import fail, print_json, progress, readable_bytes, reports_errors
+from stagepack.cli.output import fail, finite, print_json, print_line, progress, readable_bytes, reports_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output
 
@@ -36,7 +38,8 @@ def command(
         raise click.UsageError("--stages and --split-at exclude each other")
     check_output(out, overwrite=overwrite)
     started = time.perf_counter()
-    with progress("import torch") as now:
+    # What the model's own code prints goes to standard error: standard output is for our facts alone.
+    with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
         from stagepack.exporter import Where, export_capture  # noqa: PLC0415 - torch, after the arguments are checked
         from stagepack.source import capture_named  # noqa: PLC0415 - the same
 
@@ -51,15 +54,15 @@ def command(
     if as_json:
         print_json(
             bundle_facts(bundle)
-            | {"captured_by": capture.method, "difference": difference, "seconds": round(seconds, 3)}
+            | {"captured_by": capture.method, "difference": finite(difference), "seconds": round(seconds, 3)}
         )
     else:
         size = readable_bytes(sum(file.size for file in bundle.manifest.files))
-        click.echo(f"captured {source} by {capture.method}")
-        click.echo(f"wrote {out}: {len(bundle.stages)} stages, {size}, in {seconds:.1f} s")
+        print_line(f"captured {source} by {capture.method}")
+        print_line(f"wrote {out}: {len(bundle.stages)} stages, {size}, in {seconds:.1f} s")
         print_stages(bundle)
-        click.echo(f"loaded it back and ran the example: largest difference from the model {difference:g}")
-    if difference != difference or difference == float("inf"):
+        print_line(f"loaded it back and ran the example: largest difference from the model {difference:g}")
+    if finite(difference) is None:
         fail(f"{out}: the bundle answers with other shapes or types than the model")
 
 

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import click
-
-from stagepack.cli.output import print_table, readable_bytes, readable_flops
+from stagepack.cli.output import print_line, print_table, readable_bytes, readable_flops
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_range, format_shape
@@ -54,10 +52,10 @@ def print_facts(bundle: Bundle) -> None:
     """Print a bundle for people."""
     facts = bundle_facts(bundle)
     producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
-    click.echo(f"{facts['path']}: format {facts['version']}, {readable_bytes(facts['bytes'])}, made by {producer}")
-    click.echo(f"sha256 {facts['digest']}")
+    print_line(f"{facts['path']}: format {facts['version']}, {readable_bytes(facts['bytes'])}, made by {producer}")
+    print_line(f"sha256 {facts['digest']}")
     if bundle.manifest.symbols:
-        click.echo(
+        print_line(
             "sizes  " + ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.manifest.symbols)
         )
     print_stages(bundle)
@@ -68,9 +66,9 @@ def print_facts(bundle: Bundle) -> None:
     print_table("edges", ["name", "value", "from", "to"], rows)
     for stage in facts["stages"]:
         if stage["state"]:
-            click.echo(f"stage {stage['stage']} writes {', '.join(stage['state'])}")
+            print_line(f"stage {stage['stage']} writes {', '.join(stage['state'])}")
         if stage["namespaces"]:
-            click.echo(f"stage {stage['stage']} needs --allow-ops {' --allow-ops '.join(stage['namespaces'])}")
+            print_line(f"stage {stage['stage']} needs --allow-ops {' --allow-ops '.join(stage['namespaces'])}")
 
 
 def print_stages(bundle: Bundle) -> None:

@@ -6,7 +6,17 @@ from typing import Any
 
 import click
 
-from stagepack.cli.output import fail, import_modules, print_json, print_table, progress, readable_bytes, reports_errors
+from stagepack.cli.output import (
+    fail,
+    finite,
+    import_modules,
+    print_json,
+    print_line,
+    print_table,
+    progress,
+    readable_bytes,
+    reports_errors,
+)
 from stagepack.format.reader import Bundle
 
 
@@ -49,7 +59,7 @@ def command(
     if pipeline is not None:
         facts |= _run(opened, pipeline, inputs, outputs)
     if as_json:
-        print_json(facts)
+        print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
         return
     table = [
         [
@@ -63,13 +73,13 @@ def command(
     ]
     print_table("loaded", ["#stage", "device", "#read", "#time", "files"], table)
     if "difference" in facts:
-        click.echo(
+        print_line(
             f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}, {facts['seconds']:.3f} s"
         )
     elif pipeline is not None:
-        click.echo(f"{inputs}: {facts['outputs']} outputs, {facts['seconds']:.3f} s")
+        print_line(f"{inputs}: {facts['outputs']} outputs, {facts['seconds']:.3f} s")
     if outputs:
-        click.echo(f"wrote {outputs}")
+        print_line(f"wrote {outputs}")
 
 
 def _load(

@@ -1,12 +1,13 @@
 """What the subcommands share: errors in one line, facts as tables or JSON, progress on a terminal."""
 
+import contextlib
 import functools
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
@@ -21,7 +22,7 @@ class Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """Print the line."""
-        click.echo(f"stagepack: {self.message}", file=file or sys.stderr)
+        click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file or sys.stderr)
 
 
 def fail(message: str) -> NoReturn:
@@ -30,7 +31,7 @@ def fail(message: str) -> NoReturn:
     Raises:
         Failure: always.
     """
-    raise Failure(" ".join(message.split()))
+    raise Failure(message)
 
 
 def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +43,8 @@ def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except StagepackError as error:
             fail(str(error))
+        except BrokenPipeError:
+            raise  # click ends the command without a word when nobody reads on
         except OSError as error:
             fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except ModuleNotFoundError as error:
@@ -63,19 +66,35 @@ def import_modules(names: Iterable[str]) -> None:
     """Import the modules that the caller names, which register custom operators."""
     for name in names:
         try:
-            importlib.import_module(name)
-        except ImportError as error:
-            fail(f"--import {name}: {error}")
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
+                importlib.import_module(name)
+        except Exception as error:
+            raise Failure(f"--import {name}: {type(error).__name__}: {error}") from error
 
 
 def print_json(facts: Any) -> None:
-    """Print facts as indented JSON."""
-    click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+    """Print facts as indented JSON, in ASCII: names of a bundle are of any characters, and a terminal obeys some."""
+    click.echo(json.dumps(facts, indent=2))
+
+
+def finite(difference: float) -> float | None:
+    """A difference as JSON can write it: None when shapes, types or special values differ."""
+    return difference if math.isfinite(difference) else None
+
+
+def printable(text: str) -> str:
+    """A text with what a terminal would obey written as escapes: a bundle names things as it likes."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def print_line(text: str) -> None:
+    """Print one line for people."""
+    click.echo(printable(text))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows under a title; numbers (columns that begin with '#') stand on the right."""
-    lines = [[column.lstrip("#") for column in columns], *rows]
+    lines = [[column.lstrip("#") for column in columns], *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     click.echo(click.style(title, bold=True))
     for number, line in enumerate(lines):
@@ -107,7 +126,7 @@ def readable_flops(count: int) -> str:
     return f"{size:.1f} PFLOP"
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is going on; in a pipe nothing is printed. Gives a function that says what begins now."""
     if not sys.stderr.isatty():

@@ -2,7 +2,7 @@
 
 import click
 
-from stagepack.cli.output import fail, import_modules, print_json, progress, reports_errors
+from stagepack.cli.output import fail, finite, import_modules, print_json, print_line, progress, reports_errors
 from stagepack.errors import FormatError
 from stagepack.format.reader import Bundle
 
@@ -32,16 +32,19 @@ def command(bundle: str, run: bool, allow_ops: tuple[str, ...], imports: tuple[s
         fail(f"{bundle}: {error}")
     import_modules(imports)
     difference = _replay(opened, allow_ops) if run else None
+    same = difference is None or finite(difference) is not None
     if as_json:
         print_json(
             facts
-            | {"digest": opened.digest, "files": len(opened.files) + 1}
-            | ({"difference": difference} if run else {})
+            | {"ok": same, "digest": opened.digest, "files": len(opened.files) + 1}
+            | ({} if difference is None else {"difference": finite(difference)})
         )
-        return
-    click.echo(f"{bundle}: {len(opened.files) + 1} files and all rules hold, sha256 {opened.digest}")
-    if run:
-        click.echo(f"example: largest difference {difference:g}")
+    else:
+        print_line(f"{bundle}: {len(opened.files) + 1} files and all rules hold, sha256 {opened.digest}")
+        if difference is not None:
+            print_line(f"example: largest difference {difference:g}")
+    if not same:
+        fail(f"{bundle}: the bundle answers its example with other shapes, types or values than the model did")
 
 
 def _replay(bundle: Bundle, allow_ops: tuple[str, ...]) -> float:

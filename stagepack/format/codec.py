@@ -45,6 +45,15 @@ def decode_graph(content: bytes, where: str, *, newer: bool = False) -> Graph:
     return graph
 
 
+def is_plain(value: object) -> bool:
+    """Whether the format can write a constant: no integer over 64 bits, no text with half a character."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    if type(value) is str:
+        return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+    return value is None or type(value) in (bool, float)
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Write a manifest as indented JSON that carries its own digest; the same manifest gives the same bytes."""
     fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=digest.ZEROS))

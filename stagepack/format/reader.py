@@ -180,7 +180,7 @@ def raise_digest_problems(problems: list[Problem]) -> None:
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not _is_plain_file(path):
-        raise NotABundleError(f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}")
+        raise NotABundleError(f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME} [M1]")
     if path.stat().st_size > limits.MANIFEST_BYTES:
         raise LimitError(
             [Problem(rule="L1", where=MANIFEST_NAME, message=f"over the limit of {limits.MANIFEST_BYTES} bytes")]

@@ -349,14 +349,15 @@ def _weights(weights: tuple[Weight, ...], made: set[str]) -> Iterator[_Fault]:
         if not weight.names or len(set(weight.names)) != len(weight.names) or seen.intersection(weight.names):
             yield "G9", where, "it has no name, or one that stands twice"
         seen.update(weight.names)
-        if not all(map(_is_tensor_name, weight.names if weight.base is None else (*weight.names, weight.base))):
+        if not all(map(is_tensor_name, weight.names if weight.base is None else (*weight.names, weight.base))):
             yield "G9", where, "a name is empty, too long, or one that weight files use for themselves"
         if weight.dtype not in ITEM_SIZE or (weight.trainable and not weight.dtype.startswith(_TRAINABLE)):
             yield "G9", where, f"{weight.dtype[:80]!r} is not a dtype of stored tensors, or not one that can be trained"
         yield from _layout(weight, where)
 
 
-def _is_tensor_name(name: str) -> bool:
+def is_tensor_name(name: str) -> bool:
+    """Whether a tensor may have this name in a weight file (G9)."""
     return 0 < len(name) <= limits.NAME_CHARACTERS and not name.startswith(PADDING) and name != METADATA
 
 
@@ -365,7 +366,9 @@ def _layout(weight: Weight, where: str) -> Iterator[_Fault]:
     numbers = (*weight.shape, *(weight.strides or ()), weight.offset)
     if len(weight.shape) > limits.RANK or not all(0 <= number <= limits.ELEMENTS for number in numbers):
         yield "G9", where, "too many dimensions, or a number of its layout is not one"
-    elif math.prod(weight.shape) > limits.ELEMENTS:
+    elif (
+        math.prod(size or 1 for size in weight.shape) > limits.ELEMENTS
+    ):  # also of none: torch multiplies up to the zero
         yield "G9", where, f"more than {limits.ELEMENTS} elements"
     elif len(weight.shape if weight.strides is None else weight.strides) != len(weight.shape):
         yield "G9", where, "the strides do not fit the shape"

@@ -6,12 +6,13 @@ Whatever moment the writer dies at, the name holds the old bundle, or nothing, o
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
@@ -24,6 +25,9 @@ from stagepack.format.weights import TensorSpec, header
 # The bytes of a stored tensor, in pieces of any length.
 Pieces = Iterable[bytes | memoryview]
 
+# How the manifest of a bundle begins, a damaged one too.
+_BEGINNING: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
+
 
 def check_output(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse a name that a bundle cannot take, before any work is done for it.
@@ -35,7 +39,7 @@ def check_output(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     path = Path(os.path.abspath(out))
     if os.path.lexists(path) and not overwrite:
         raise OutputExistsError(f"{out}: already exists: choose another name, or overwrite it (--overwrite)")
-    if os.path.lexists(path) and (path.is_symlink() or not (path / MANIFEST_NAME).is_file()):
+    if os.path.lexists(path) and (path.is_symlink() or not _is_bundle(path)):
         raise OutputExistsError(f"{out}: exists and is not a bundle, so it is not overwritten: choose another name")
     if not path.parent.is_dir():
         raise WriteError(f"{out}: expected the folder {path.parent} to exist")
@@ -56,8 +60,10 @@ class BundleWriter:
         """
         check_output(out, overwrite=overwrite)
         self._out = Path(os.path.abspath(out))
+        self._overwrite = overwrite
         self._files: list[File] = []
         self._folder = self._out.with_name(f".{self._out.name}.{secrets.token_hex(4)}.part")
+        self._retired = self._folder.with_suffix(".old")
         try:
             self._folder.mkdir()
         except OSError as error:
@@ -72,6 +78,8 @@ class BundleWriter:
     ) -> None:
         """Remove what was not finished; say an error of the operating system as a `WriteError`."""
         shutil.rmtree(self._folder, ignore_errors=True)
+        if os.path.lexists(self._out):
+            shutil.rmtree(self._retired, ignore_errors=True)
         if isinstance(error, OSError):
             raise WriteError(
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
@@ -103,22 +111,35 @@ class BundleWriter:
         self.write(name, pieces())
 
     def finish(self, manifest: Manifest) -> None:
-        """Write the manifest, with the files written so far, and give the bundle its name."""
+        """Write the manifest, with the files written so far, and give the bundle its name.
+
+        Raises:
+            OutputExistsError: meanwhile something else has taken the name.
+            FormatError: the manifest breaks rules.
+        """
         manifest = msgspec.structs.replace(manifest, files=tuple(sorted(self._files, key=lambda file: file.name)))
         raise_problems(check_manifest(manifest))
         self.write(MANIFEST_NAME, [encode_manifest(manifest)])
         _sync_folder(self._folder)
-        retired = self._folder.with_suffix(".old")
-        if os.path.lexists(self._out):
-            os.rename(self._out, retired)
+        check_output(self._out, overwrite=self._overwrite)
         try:
+            if os.path.lexists(self._out):
+                os.rename(self._out, self._retired)
             os.rename(self._folder, self._out)
-        except OSError:
-            if os.path.lexists(retired):
-                os.rename(retired, self._out)
+        except BaseException:  # an interrupt too must not leave the name without the old bundle
+            if os.path.lexists(self._retired) and not os.path.lexists(self._out):
+                os.rename(self._retired, self._out)
             raise
         _sync_folder(self._out.parent)
-        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _is_bundle(path: Path) -> bool:
+    """Whether a folder is a bundle, if a damaged one: what else has a manifest.json is not ours to remove."""
+    manifest = path / MANIFEST_NAME
+    if not manifest.is_file():
+        return False
+    with manifest.open("rb") as file:
+        return _BEGINNING.match(file.read(4096)) is not None
 
 
 def _sync_folder(folder: Path) -> None:

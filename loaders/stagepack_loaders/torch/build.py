@@ -35,6 +35,7 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.walk import leaves, values_made, values_used
+from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.regions import run_with_autocast, run_with_grad_mode
 
 
@@ -45,17 +46,11 @@ def build(graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.dev
 
     Raises:
         OperatorError: a dtype, layout or memory format does not exist in this torch.
+        DeviceError: the graph names a device that this machine does not have.
     """
     builder = _Builder(graph, targets, device)
     names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
     return builder.module(names, graph.nodes, TupleArg(tuple(map(ValueArg, graph.outputs))), None, "Stage")
-
-
-def device_index(device: torch.device) -> torch.device:
-    """A device with its number, where its type has numbers: ``cuda`` is the current one."""
-    if device.type in ("cpu", "meta") or device.index is not None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 class _Builder:
@@ -84,7 +79,10 @@ class _Builder:
                 later = {*_names(result), *(name for node in _after(nodes, run) for name in values_used(node))}
                 body.region(region, run, [name for node in run for name in values_made(node) if name in later])
         body.graph.output(body.argument(result))
-        return GraphModule(body.attributes, body.graph, class_name=name)
+        module = GraphModule(body.attributes, body.graph, class_name=name)
+        # fx's own call prints a traceback beside the error that it raises.
+        type(module).__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
+        return module
 
 
 class _Body:
@@ -94,12 +92,12 @@ class _Body:
         self.builder = builder
         self.graph = FxGraph()
         self.attributes: dict[str, Any] = {}
+        self.attribute_of: dict[int, str] = {}  # by the identity of what is held
         # fx writes the names of parameters into the code as they stand, and a value may be called `self` or `torch`: they get
         # names that no value begins with. All other names fx makes safe itself.
         free = next(n for n in itertools.count() if not any(name.startswith(f"given{n}") for name in builder.names))
         self.values = {
-            name: self.graph.create_node("placeholder", f"given{free}_{number}", name=name)
-            for number, name in enumerate(inputs)
+            name: self._node("placeholder", f"given{free}_{number}", name=name) for number, name in enumerate(inputs)
         }
 
     def call(self, node: Node) -> None:
@@ -108,7 +106,7 @@ class _Body:
         args = tuple(map(self.argument, node.args))
         kwargs = {name: self.argument(argument) for name, argument in node.kwargs}
         name = next(iter(values_made(node)), None) if not node.unpack else None
-        result = self.graph.create_node("call_function", target, args, kwargs, name)
+        result = self._node("call_function", target, args, kwargs, name)
         for index, output in enumerate(node.outputs):
             if output is not None and node.unpack:
                 self.values[output.name] = self._item(result, index, output.name)
@@ -124,9 +122,7 @@ class _Body:
         module = self.builder.module(inputs, nodes, TupleArg(tuple(map(ValueArg, outputs))), region, f"Region{region}")
         target, args = _opener(self.builder.graph.contexts[region], self.builder.device)
         called = self._attribute(module, "region")
-        result = self.graph.create_node(
-            "call_function", target, (*args, called, *(self.values[name] for name in inputs))
-        )
+        result = self._node("call_function", target, (*args, called, *(self.values[name] for name in inputs)))
         for index, name in enumerate(outputs):
             self.values[name] = self._item(result, index, name)
 
@@ -152,7 +148,7 @@ class _Body:
             case MemoryFormatArg(name):
                 return named(name, torch.memory_format)
             case DeviceArg(name):
-                return self.builder.device if name is None else device_index(torch.device(name))
+                return self.builder.device if name is None else parse_device(name)
             case SubgraphArg(index):
                 return self._attribute(self.builder.subgraphs[index], "subgraph")
             case str():
@@ -161,13 +157,18 @@ class _Body:
                 return argument
 
     def _attribute(self, held: object, kind: str) -> FxNode:
-        known = next((name for name, other in self.attributes.items() if other is held), None)
-        name = known or f"_{kind}_{len(self.attributes)}"
+        name = self.attribute_of.setdefault(id(held), f"_{kind}_{len(self.attributes)}")
         self.attributes[name] = held
-        return self.graph.create_node("get_attr", name)
+        return self._node("get_attr", name)
 
     def _item(self, result: FxNode, index: int, name: str) -> FxNode:
-        return self.graph.create_node("call_function", _getitem, (result, index), {}, name)
+        return self._node("call_function", _getitem, (result, index), name=name)
+
+    def _node(
+        self, kind: str, target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, name: str | None = None
+    ) -> FxNode:
+        # The code reads attributes from `self`, so no value may take that name.
+        return self.graph.create_node(kind, target, args, kwargs, "self_" if name == "self" else name)
 
 
 def named(name: str, kind: type) -> Any:
@@ -215,7 +216,7 @@ def _opener(context: Context, device: torch.device) -> tuple[Callable[..., Any],
     autocast = context.autocast
     if autocast is None:
         return run_with_grad_mode, (context.grad,)
-    kind = device.type if autocast.device is None else device_index(torch.device(autocast.device)).type
+    kind = device.type if autocast.device is None else parse_device(autocast.device).type
     return run_with_autocast, (kind, named(autocast.dtype, torch.dtype), autocast.enabled, autocast.cache)
 
 

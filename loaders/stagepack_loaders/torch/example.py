@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, StagepackError
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.manifest import Manifest
 from stagepack.format.reader import Bundle, raise_digest_problems
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, tree_leaves, unflatten
+from stagepack.format.weights import read_index
 from stagepack_loaders.pipeline import Pipeline
 
 INPUT = "input."
@@ -40,10 +41,12 @@ def read_example(bundle: Bundle) -> tuple[dict[str, torch.Tensor], dict[str, tor
     Raises:
         InputError: the bundle has no example.
         DigestError: the example's file is not the one listed.
+        FormatError: it breaks rules.
     """
     if bundle.example is None:
         raise InputError(f"{bundle.path}: the bundle has no example to run")
     raise_digest_problems(bundle.check_digest(bundle.example.name))
+    read_index(bundle.example)
     tensors = load_file(bundle.example)
     torch.manual_seed(bundle.manifest.seed)
     given = {name.removeprefix(INPUT): tensor for name, tensor in tensors.items() if name.startswith(INPUT)}
@@ -63,16 +66,24 @@ def call(pipeline: Pipeline, given: Mapping[str, torch.Tensor]) -> dict[str, tor
     Numbers go in and come out as 0-dimensional tensors.
 
     Raises:
-        InputError: an input is missing or unknown, or does not fit.
+        InputError: an input is missing or unknown, or does not fit, or the model fails on the inputs.
     """
     manifest = pipeline.manifest
     edges = {edge.name: edge for edge in manifest.edges if edge.producer is None}
     if given.keys() != edges.keys():
         raise InputError(f"expected the inputs {', '.join(edges) or '(none)'}, found {', '.join(given) or '(none)'}")
-    values = {name: tensor.item() if edges[name].dtype in SCALARS else tensor for name, tensor in given.items()}
-    args, kwargs = _call_of(manifest, values)
-    with torch.no_grad():
-        results = pytree.tree_leaves(pipeline(*args, **kwargs))
+    numbers = [name for name in given if edges[name].dtype in SCALARS]
+    for name in numbers:
+        if given[name].numel() != 1:
+            raise InputError(f"{name}: expected one number, found the shape {list(given[name].shape)}")
+    args, kwargs = _call_of(manifest, {**given, **{name: given[name].item() for name in numbers}})
+    try:
+        with torch.no_grad():
+            results = pytree.tree_leaves(pipeline(*args, **kwargs))
+    except StagepackError:
+        raise
+    except Exception as error:  # what an operator raises: an index out of range, memory that is not there
+        raise InputError(f"the model fails on these inputs: {type(error).__name__}: {error}") from error
     leaves = tree_leaves(manifest.signature.result)
     pairs = enumerate(zip(leaves, results, strict=True))
     return {

@@ -26,9 +26,10 @@ def resolve(ops: Iterable[Op], allow: Collection[str], where: str) -> list[Calla
     """
     found = []
     problems = []
+    allowed = {allow} if isinstance(allow, str) else allow  # a text would allow every part of itself
     for op in ops:
         try:
-            found.append(_find(op, allow))
+            found.append(_find(op, allowed))
         except OperatorError as error:
             problems.append(str(error))
     if problems:

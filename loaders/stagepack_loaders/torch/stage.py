@@ -2,16 +2,19 @@
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from stagepack.errors import DeviceError, InputError
+from stagepack.errors import DeviceError, InputError, OperatorError
 from stagepack.format.contract import Given, check_values
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.reader import Bundle, raise_digest_problems
-from stagepack_loaders.torch.build import build, device_index
+from stagepack.format.weights import StoredTensor
+from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.ops import resolve
 from stagepack_loaders.torch.weights import WeightCache
 
@@ -38,9 +41,12 @@ class Stage(torch.nn.Module):
         self.graph = graph
         self.device = device
         self._inputs = tuple(value.name for value in graph.inputs)
-        self._slots = [_register(self, weight, tensors[weight.value]) for weight in graph.weights]
         # Held in a tuple, not registered as a child: the names in state_dict are the model's own.
         self._held = (graph_module,)
+        # All attributes come before the weights: torch refuses one that has the name of a parameter or buffer.
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        for weight in graph.weights:
+            self._slots.append(_register(self, weight, tensors[weight.value]))
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -75,40 +81,48 @@ class Stage(torch.nn.Module):
         return given
 
 
-def load_stage(
-    bundle: Bundle, number: int, device: torch.device, *, allow_ops: Collection[str], verify: bool, cache: WeightCache
-) -> Stage:
-    """Read one stage: its graph, then the operators it needs, then its weights, and nothing of other stages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A stage that is known to be sound, of whose weights nothing is read yet but where they lie."""
+
+    bundle: Bundle
+    entry: StageEntry
+    graph: Graph
+    module: torch.fx.GraphModule
+    places: Mapping[str, tuple[Path, StoredTensor]]
+    device: torch.device
+
+
+def prepare_stage(bundle: Bundle, number: int, device: torch.device, *, allow_ops: Collection[str]) -> Prepared:
+    """Read all of one stage but its weights: its graph, the operators it needs, the headers of its weight files.
 
     Raises:
         FormatError: the graph or a weight file breaks rules; `DigestError` when a file is not the one listed.
         OperatorError: an operator is missing here, not allowed, or has another schema.
+        DeviceError: the graph names a device that this machine does not have.
     """
+    entry = bundle.stages[number]
     graph = bundle.graph(number)
-    targets = resolve(graph.ops, allow_ops, bundle.stages[number].graph)
-    module = build(graph, targets, device)
+    targets = resolve(graph.ops, allow_ops, entry.graph)
+    try:
+        module = build(graph, targets, device)
+    except (DeviceError, OperatorError) as error:
+        raise type(error)(f"{entry.graph}: {error}") from None
     places = bundle.tensors(number, graph)
-    if verify:
-        _verify(bundle, bundle.stages[number])
-    tensors = {weight.value: cache.read(weight, places, device) for weight in graph.weights}
-    return Stage(graph, module, tensors, device)
+    return Prepared(bundle=bundle, entry=entry, graph=graph, module=module, places=places, device=device)
 
 
-def parse_device(device: str | torch.device) -> torch.device:
-    """A device by its name, if it is there.
+def finish_stage(prepared: Prepared, *, verify: bool, cache: WeightCache) -> Stage:
+    """Read the weights of a stage, and nothing of other stages.
 
     Raises:
-        DeviceError: torch knows no such device, or this machine has none.
+        DigestError: a weight file is not the one listed.
     """
-    try:
-        found = device_index(torch.device(device))
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise DeviceError(
-            f"device {str(device)!r}: expected a device of this machine, such as cpu or cuda:0: {reason}"
-        ) from None
-    return found
+    if verify:
+        _verify(prepared.bundle, prepared.entry)
+    weights = prepared.graph.weights
+    tensors = {weight.value: cache.read(weight, prepared.places, prepared.device) for weight in weights}
+    return Stage(prepared.graph, prepared.module, tensors, prepared.device)
 
 
 def _verify(bundle: Bundle, stage: StageEntry) -> None:

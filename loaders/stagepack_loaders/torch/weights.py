@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from stagepack.errors import FormatError, Problem
 from stagepack.format.graph import Weight
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.build import named
@@ -39,8 +40,11 @@ class WeightCache:
     def _read(self, name: str, path: Path, device: torch.device) -> torch.Tensor:
         key = (name, device)
         if key not in self._stored:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                self._stored[key] = file.get_tensor(name).to(device)
+            try:
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    self._stored[key] = file.get_tensor(name).to(device)
+            except SafetensorError as error:
+                raise FormatError([Problem(rule="W2", where=f"{path.name}: {name[:80]}", message=str(error))]) from None
         return self._stored[key]
 
     def _lay_out(self, weight: Weight, stored: torch.Tensor) -> torch.Tensor:

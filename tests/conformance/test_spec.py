@@ -1,0 +1,124 @@
+"""``schema/SPEC.md``, the code and the vectors say the same: rules, fields, closed sets and the worked example."""
+
+import json
+import keyword
+import re
+import subprocess
+import sys
+from itertools import groupby
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+
+from stagepack.format import dtypes, graph, limits, manifest, shapes, tree
+from stagepack.format.operators import DENIED, HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS
+from tests.conformance.vectors import SCHEMA, TINY, all_rules, cases
+
+ROOT = SCHEMA.parent
+SPEC = (SCHEMA / "SPEC.md").read_text()
+TYPES = {
+    name: kind
+    for module in (manifest, tree, shapes, graph)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
+}
+
+
+def rules_in_code() -> set[str]:
+    """The rules that errors of the code name."""
+    sources = [path.read_text() for folder in ("stagepack", "loaders") for path in (ROOT / folder).rglob("*.py")]
+    return {rule for source in sources for rule in re.findall(r'["\[]([ELMSTGWD]\d{1,2})["\]]', source)}
+
+
+def test_every_rule_is_stated_checked_and_has_a_case() -> None:
+    stated = list(all_rules())
+    assert len(set(stated)) == len(stated)
+    assert rules_in_code() == set(stated)
+    assert {rule for case in cases() for rule in case.rules} == set(stated)
+
+
+def test_rules_are_numbered_without_gaps() -> None:
+    for letter, rules in groupby(all_rules(), key=lambda rule: rule[0]):
+        numbers = [int(rule[1:]) for rule in rules]
+        assert numbers == list(range(1, len(numbers) + 1)), letter
+
+
+def test_the_changes_count_the_rules() -> None:
+    text = (SCHEMA / "CHANGES.md").read_text()
+    for letter, rules in groupby(all_rules(), key=lambda rule: rule[0]):
+        assert re.search(rf"{letter}1 (to|and) {max(rules, key=lambda rule: int(rule[1:]))}\b", text), letter
+
+
+@pytest.mark.parametrize("name", re.findall(r"^\| field of (?:an?|the) (\w+)", SPEC, re.MULTILINE))
+def test_fields_stand_in_the_order_of_the_tables(name: str) -> None:
+    table = re.search(
+        rf"^\| field of (?:an?|the) {name} \| type \| default \|.*\n\|---.*\n((?:\|.*\n)+)", SPEC, re.MULTILINE
+    )
+    assert table
+    rows = [[cell.strip() for cell in row.split("|")] for row in table[1].splitlines()]
+    stated = [(row[1].strip("`"), row[3].strip("`")) for row in rows]
+    assert stated == [(field.name, default_of(field)) for field in msgspec.structs.fields(TYPES[name])]
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    """The default of a field as the tables write it."""
+    if field.default_factory is not msgspec.NODEFAULT:
+        return json.dumps(msgspec.to_builtins(field.default_factory()))
+    if field.default is msgspec.NODEFAULT:
+        return ""
+    return "none" if field.default is None else json.dumps(msgspec.to_builtins(field.default))
+
+
+def test_every_type_is_described() -> None:
+    assert all(re.search(rf"\b{name}\b", SPEC) for name in TYPES if not name.endswith(("Arg", "Leaf", "Tree")))
+    trees = {kind.__struct_config__.tag for kind in (*tree.Tree.__args__,)}
+    assert trees == set(re.findall(r"^\| `(\w+)` \| `[a-z_]+`: ", SPEC, re.MULTILINE))
+    arguments = {kind.__struct_config__.tag for kind in TYPES.values() if kind.__struct_config__.array_like}
+    assert arguments == set(re.findall(r'^\| `\["(\w+)", ', SPEC, re.MULTILINE))
+
+
+def test_closed_sets_are_those_of_the_code() -> None:
+    keywords, functions, denied = (set(block.split()) for block in re.findall(r"```text\n(.*?)```", SPEC, re.DOTALL))
+    assert keywords == set(keyword.kwlist)
+    assert functions == PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
+    assert denied == DENIED
+    assert set(re.findall(r"^\| `(\w+)` \| 2", SPEC, re.MULTILINE)) == shapes.OPERATIONS.keys()
+    rows = re.findall(r"^\| `([A-Z0-9_]+)` \| `(\w+)` \| (\d+) \|", SPEC, re.MULTILINE)
+    assert {stored: int(size) for stored, _, size in rows} == dtypes.STORED_SIZE
+    assert {name: stored for stored, name, _ in rows}.items() <= dtypes.STORED_NAME.items()
+
+
+def test_limits_are_those_of_the_code() -> None:
+    stated = [
+        int(number.replace(",", "")) for number in re.findall(r"^\| .* \| ([\d,]+) [bc]?.*\|$", SPEC, re.MULTILINE)
+    ]
+    for limit in (limits.MANIFEST_BYTES, limits.GRAPH_BYTES, limits.WEIGHT_HEADER_BYTES, limits.RANK, limits.TERMS):
+        assert limit in stated
+    assert limits.ELEMENTS == 2**62
+    assert (limits.DEPTH, limits.NAME_CHARACTERS, limits.STAGES) == (64, 1024, 4096)
+
+
+def test_the_example_shows_the_files() -> None:
+    shown = dict(re.findall(r"```(?:json|hex) (\S+)\n(.*?)```", SPEC, re.DOTALL))
+    weights = (TINY / "stage-0.safetensors").read_bytes()
+    header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
+    expected: dict[str, Any] = {
+        "manifest.json": json.loads((TINY / "manifest.json").read_text()),
+        "stage-0.msgpack": msgpack.unpackb((TINY / "stage-0.msgpack").read_bytes()),
+        "stage-0.safetensors": json.loads(header),
+    }
+    for name, value in expected.items():
+        assert json.dumps(json.loads(shown[name])) == json.dumps(value)
+    assert bytes.fromhex(shown["stage-1.msgpack"]) == (TINY / "stage-1.msgpack").read_bytes()
+    assert f"{len(header)}, so that the data begins at byte {8 + len(header)}" in SPEC
+    assert f"{len(header) - len(header.rstrip())} spaces" in SPEC
+
+
+def test_the_example_reads_without_stagepack() -> None:
+    code = re.search(r"```python\n(.*?)```\n\nIt prints `(.*)`", SPEC, re.DOTALL)
+    assert code
+    assert "stagepack" not in code[1]
+    done = subprocess.run([sys.executable, "-I", "-c", code[1], str(TINY)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == code[2]

@@ -1,0 +1,230 @@
+"""Runs the cases of ``schema/vectors`` as its README describes them.
+
+Documents and files are made here with plain json, msgpack and hashlib, as a reader in another language would make them.
+"""
+
+import copy
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from stagepack.errors import FormatError, StagepackError
+from stagepack.format.codec import decode_graph, encode_graph
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Dim, evaluate
+from stagepack.format.upgrade import is_newer
+from stagepack.format.validate import check_graph, raise_problems
+from stagepack.format.weights import read_index
+
+SCHEMA = Path(__file__).parents[2] / "schema"
+VECTORS = SCHEMA / "vectors"
+TINY = VECTORS / "bundle" / "tiny.stagepack"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One case: `kind` is the folder it stands in, `fields` what the file says of it."""
+
+    kind: str
+    file: str
+    fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.file}: {self.fields['name']}"
+
+    @property
+    def rules(self) -> set[str]:
+        """The rules that it breaks; none when it is good."""
+        return {self.fields["rule"]} if "rule" in self.fields else set()
+
+    def document(self) -> Any:
+        """The manifest or the graph as plain containers."""
+        if "document" in self.fields:
+            return self.fields["document"]
+        base = TINY / "manifest.json" if self.kind == "manifest" else VECTORS / self.kind / "base.json"
+        return edited(json.loads(base.read_text()), self.fields.get("edit", []))
+
+
+def cases() -> list[Case]:
+    """All cases, in the order of the files."""
+    return [
+        Case(kind=path.parent.name, file=path.stem, fields=fields)
+        for path in sorted(VECTORS.glob("*/*.json"))
+        if path.stem != "base"
+        for fields in json.loads(path.read_text())["cases"]
+    ]
+
+
+def broken_rules(case: Case, folder: Path) -> set[str]:
+    """Read the input of a case; `folder` is an empty one to write into. Returns the rules that the error names."""
+    try:
+        _READERS[case.kind](case, folder)
+    except FormatError as error:
+        return {problem.rule for problem in error.problems}
+    except StagepackError as error:
+        return set(re.findall(r"\[([A-Z]\d+)\]", str(error)))
+    return set()
+
+
+def edited(document: Any, edits: list[dict[str, Any]]) -> Any:
+    """A document after edits in the words of RFC 6902: add, replace, remove; and nest, which is ours."""
+    root = {"": copy.deepcopy(document)}
+    for edit in edits:
+        *path, key = (part.replace("~1", "/").replace("~0", "~") for part in edit["path"].split("/"))
+        held: Any = root
+        for part in path:
+            held = held[int(part) if isinstance(held, list) else part]
+        place = key if isinstance(held, dict) else len(held) if key == "-" else int(key)
+        if edit["op"] == "add" and isinstance(held, list):
+            held.insert(place, edit["value"])
+        elif edit["op"] in ("add", "replace"):
+            held[place] = edit["value"]
+        elif edit["op"] == "remove":
+            del held[place]
+        else:
+            for _ in range(edit["times"]):
+                held[place] = _filled(edit["in"], held[place])
+    return root[""]
+
+
+def _filled(pattern: Any, inner: Any) -> Any:
+    """A pattern with `inner` in place of the text ``@``."""
+    if pattern == "@":
+        return inner
+    if isinstance(pattern, list):
+        return [_filled(part, inner) for part in pattern]
+    return {key: _filled(part, inner) for key, part in pattern.items()} if isinstance(pattern, dict) else pattern
+
+
+def sealed(document: Any) -> bytes:
+    """A manifest as a file (rule D3)."""
+    fields = {key: value for key, value in document.items() if key != "sha256"} | {"sha256": "0" * 64}
+    content = json.dumps(fields, indent=1, ensure_ascii=False).encode() + b"\n"
+    digest = hashlib.sha256(content).hexdigest().encode()
+    return content.removesuffix(b"0" * 64 + b'"\n}\n') + digest + b'"\n}\n'
+
+
+def weight_file(fields: dict[str, Any]) -> bytes:
+    """A weight file from its header and a number of bytes."""
+    if "hex" in fields:
+        return bytes.fromhex(fields["hex"])
+    header = fields["header"]
+    content = header.encode() if isinstance(header, str) else _padded(header)
+    return fields.get("length", len(content)).to_bytes(8, "little") + content + bytes(fields.get("data", 0))
+
+
+def _padded(header: Any) -> bytes:
+    content = json.dumps(header, separators=(",", ":")).encode()
+    return content + b" " * (-(8 + len(content)) % 64)
+
+
+def _read_manifest(case: Case, folder: Path) -> None:
+    content = case.fields["text"].encode() if "text" in case.fields else sealed(case.document())
+    (folder / "manifest.json").write_bytes(content)
+    Bundle(folder)
+
+
+def _read_graph(case: Case, folder: Path) -> None:
+    content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else msgpack.packb(case.document())
+    graph = decode_graph(content, "graph", newer=is_newer(case.fields.get("version", "1.0")))
+    raise_problems(check_graph(graph, "graph"))
+    if "document" in case.fields:
+        assert msgpack.unpackb(content) == case.document()
+    if "version" not in case.fields:
+        assert encode_graph(graph) == content
+
+
+def _read_weights(case: Case, folder: Path) -> None:
+    path = folder / "weights.safetensors"
+    path.write_bytes(weight_file(case.fields))
+    found = read_index(path)
+    if "tensors" in case.fields:
+        assert {name: [tensor.start, tensor.end] for name, tensor in found.items()} == case.fields["tensors"]
+
+
+def _read_bundle(case: Case, folder: Path) -> None:
+    path = folder / "case.stagepack"
+    shutil.copytree(TINY, path)
+    for edit in case.fields["edit"]:
+        _edit_file(path, edit)
+    Bundle(path).verify()
+
+
+def _read_shape(case: Case, folder: Path) -> None:
+    try:
+        found: Any = evaluate(_dim(case.fields["dim"]), case.fields["sizes"])
+    except (KeyError, ArithmeticError):
+        found = None
+    assert found == case.fields["result"]
+
+
+def _dim(dim: Any) -> Dim:
+    graph = {"inputs": [{"name": "x", "dtype": "float32", "shape": [dim]}]}
+    return decode_graph(msgpack.packb(graph), "shape").inputs[0].shape[0]
+
+
+_READERS = {
+    "manifest": _read_manifest,
+    "graph": _read_graph,
+    "weights": _read_weights,
+    "bundle": _read_bundle,
+    "shapes": _read_shape,
+}
+
+
+def _edit_file(folder: Path, edit: dict[str, Any]) -> None:
+    path = folder / edit["file"]
+    match edit["op"]:
+        case "patch" | "header":
+            _patch_file(path, edit)
+        case "delete":
+            path.unlink()
+        case "write":
+            path.write_bytes(bytes.fromhex(edit["hex"]))
+        case "flip":
+            content = bytearray(path.read_bytes())
+            content[edit["byte"]] ^= 1
+            path.write_bytes(content)
+        case "resize":
+            with path.open("r+b") as file:
+                file.truncate(edit["bytes"])
+        case "link":
+            target = folder.parent / path.name
+            path.rename(target)
+            path.symlink_to(target)
+        case "folder":
+            path.unlink()
+            path.mkdir()
+
+
+def _patch_file(path: Path, edit: dict[str, Any]) -> None:
+    """Edit what a file says, and list its new size and digest in the manifest."""
+    manifest_path = path.with_name("manifest.json")
+    manifest = json.loads(manifest_path.read_text())
+    if path == manifest_path:
+        manifest = edited(manifest, edit["edit"])
+    else:
+        content = path.read_bytes()
+        if edit["op"] == "header":
+            end = 8 + int.from_bytes(content[:8], "little")
+            header = _padded(edited(json.loads(content[8:end]), edit["edit"]))
+            content = len(header).to_bytes(8, "little") + header + content[end:]
+        else:
+            content = msgpack.packb(edited(msgpack.unpackb(content), edit["edit"]))
+        path.write_bytes(content)
+        for entry in manifest["files"]:
+            if entry["name"] == path.name:
+                entry.update(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    manifest_path.write_bytes(sealed(manifest))
+
+
+def all_rules() -> Iterator[str]:
+    """The rules that SPEC.md states, in its order."""
+    yield from re.findall(r"^\*\*([A-Z]\d+)\*\*", (SCHEMA / "SPEC.md").read_text(), re.MULTILINE)

@@ -1,0 +1,146 @@
+"""Hugging Face folders: captured without a word about their inputs, bit-equal, and opened again by stock transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import stagepack
+from stagepack.capture import Inputs
+from stagepack.errors import CaptureError
+from stagepack.exporter import Where, export_capture
+from stagepack.hugging_face import capture_pretrained, model_files
+from stagepack_loaders.torch.example import replay
+from tests.cases import Case, minilm_folder, transformers_cases
+
+CASES = {case.name: case for case in transformers_cases() if case.name != "minilm"}
+
+
+def saved(case: Case, folder: Path) -> torch.nn.Module:
+    """The model of a case, saved into a folder."""
+    torch.manual_seed(0)
+    model, _ = case.build()
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return model
+
+
+def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two models have the same parameters and buffers, bit for bit."""
+    state = other.state_dict()
+    return state.keys() == one.state_dict().keys() and all(
+        torch.equal(t, state[n]) for n, t in one.state_dict().items()
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_becomes_a_bundle_that_stock_transformers_opens(name: str, tmp_path: Path) -> None:
+    model = saved(CASES[name], tmp_path / "model")
+    capture = capture_pretrained(str(tmp_path / "model"), Inputs())
+    assert capture.method == "torch.export.export"
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=3))
+    assert replay(stagepack.load(bundle, allow_ops=["transformers"]), bundle) == 0.0
+    opened, report = type(model).from_pretrained(tmp_path / "m.stagepack", output_loading_info=True)  # type: ignore[attr-defined]
+    assert not report["missing_keys"]
+    assert not report["mismatched_keys"]
+    # What a plain checkpoint would not hold: constants of the capture, and the padding between tensors.
+    graphs = [bundle.graph(stage) for stage in range(3)]
+    extra = {
+        n
+        for graph in graphs
+        for weight in graph.weights
+        if weight.kind not in ("parameter", "buffer")
+        for n in weight.names
+    }
+    assert all(key.startswith("__padding__") or key in extra for key in report["unexpected_keys"])
+    assert same_state(opened, model)
+
+
+def test_the_real_minilm_equals_the_eager_model_at_other_sizes(tmp_path: Path) -> None:
+    capture = capture_pretrained(minilm_folder(), Inputs())
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=3))
+    assert [edge.shape for edge in bundle.edges if edge.producer is None] == [("batch", "sequence")] * 2
+    model = transformers.AutoModel.from_pretrained(tmp_path / "m.stagepack").eval()
+    original = capture.model
+    assert original is not None
+    assert same_state(model, original)
+    pipe = stagepack.load(bundle)
+    for batch, length in ((1, 3), (5, 17)):
+        ids = torch.randint(0, 30000, (batch, length))
+        mask = (torch.arange(length) < length - 1).long().expand(batch, length).contiguous()
+        with torch.no_grad():
+            found, expected = pipe(ids, mask), original(ids, mask)
+        assert torch.equal(found["last_hidden_state"], expected.last_hidden_state)
+        assert torch.equal(found["pooler_output"], expected.pooler_output)
+
+
+def test_a_model_in_memory_keeps_its_configuration(tmp_path: Path) -> None:
+    model, inputs = CASES["gpt2"].build()
+    bundle = stagepack.export(model, (), inputs.kwargs, out=tmp_path / "m.stagepack")
+    fields = json.loads(bundle.read("config.json"))
+    assert fields["architectures"] == ["GPT2LMHeadModel"]
+    assert fields["model_type"] == "gpt2"
+    assert "_name_or_path" not in fields
+    assert model_files(model) == model_files(model)
+    assert "generation_config.json" in model_files(model)
+    assert model_files(torch.nn.Linear(1, 1)) == {}
+
+
+def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp_path: Path) -> None:
+    saved(CASES["llama"], tmp_path / "model")
+    ids = torch.randint(0, 128, (2, 8))
+    capture = capture_pretrained(str(tmp_path / "model"), Inputs(kwargs={"input_ids": ids}))  # answers with a cache
+    assert capture.method == "transformers.exporters.DynamoExporter"
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=2))
+    answer = stagepack.load(bundle)(input_ids=ids)
+    expected = capture.program.module()(input_ids=ids)
+    assert torch.equal(answer["logits"], expected.logits)
+    assert torch.equal(answer["past_key_values"]["0"], expected.past_key_values.layers[0].keys)
+
+
+def test_sizes_that_the_model_fixes_are_left_to_torch(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=8)
+    torch.manual_seed(0)
+    transformers.MambaForCausalLM(config).eval().save_pretrained(tmp_path / "model")
+    bundle = stagepack.export(tmp_path / "model", out=tmp_path / "m.stagepack", stages=2)
+    (ids, mask) = (edge for edge in bundle.edges if edge.producer is None)
+    assert isinstance(ids.shape[0], str)
+    assert ids.shape[1] == mask.shape[1] == 8
+    assert replay(stagepack.load(bundle), bundle) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: folder / "nowhere", "no such folder; expected a folder, a hub name"),
+        (lambda folder: folder, "expected a Hugging Face folder with a config.json"),
+    ],
+)
+def test_what_is_no_model_says_so(prepare: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=message):
+        stagepack.export(prepare(tmp_path), out=tmp_path / "m.stagepack")
+
+
+def test_a_damaged_folder_says_so(tmp_path: Path) -> None:
+    saved(CASES["gpt2"], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(CaptureError, match="transformers cannot load it: Error no file named"):
+        stagepack.export(tmp_path / "model", out=tmp_path / "m.stagepack")
+
+
+def test_a_model_without_an_example_asks_for_inputs(tmp_path: Path) -> None:
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        conv_dim=[16],
+        conv_stride=[5],
+        conv_kernel=[10],
+    )
+    transformers.Wav2Vec2Model(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(CaptureError, match="takes 'input_values', for which no example is known: pass --inputs"):
+        stagepack.export(tmp_path / "model", out=tmp_path / "m.stagepack")
