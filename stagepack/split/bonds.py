@@ -48,13 +48,8 @@ def bonds(graph: Graph) -> list[Bond]:
 
 def written_weights(graph: Graph) -> tuple[str, ...]:
     """The names of the weights that the nodes of a graph write, in the order of the weight table."""
-    classes = _Classes()
-    written: set[str] = set()
-    for node in graph.nodes:
-        classes.add(graph, node)
-        written.update(_written(graph, node))
-    roots = {classes.root(name) for name in written}
-    return tuple(weight.names[0] for weight in graph.weights if classes.root(weight.value) in roots)
+    written = _written_among(graph, graph.nodes, [weight.value for weight in graph.weights])
+    return tuple(weight.names[0] for weight in graph.weights if weight.value in written)
 
 
 class _Classes:
@@ -91,13 +86,18 @@ def _written(graph: Graph, node: Node) -> Iterable[str]:
 
 
 def _writes_input(graph: Graph, subgraph: Subgraph) -> bool:
+    return bool(_written_among(graph, subgraph.nodes, [value.name for value in subgraph.inputs]))
+
+
+def _written_among(graph: Graph, nodes: Iterable[Node], names: Iterable[str]) -> set[str]:
+    """Those of the named values whose memory the nodes write."""
     classes = _Classes()
     written: set[str] = set()
-    for node in subgraph.nodes:
+    for node in nodes:
         classes.add(graph, node)
         written.update(_written(graph, node))
     roots = {classes.root(name) for name in written}
-    return any(classes.root(value.name) in roots for value in subgraph.inputs)
+    return {name for name in names if classes.root(name) in roots}
 
 
 def torn(found: Iterable[Bond], stages: list[int]) -> Iterator[Bond]:
