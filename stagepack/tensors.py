@@ -5,8 +5,9 @@ views become one stored tensor, the base, and entries that lie on it.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Literal
 
 import torch
@@ -64,7 +65,7 @@ def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTabl
     bases = {
         name: base
         for group in sharing.values()
-        for name, base in _bases({name: tensors[name][1] for name in group}).items()
+        for name, base in _bases({name: tensors[name][1] for name in group}, tensors).items()
     }
     weights = []
     values = {}
@@ -108,9 +109,9 @@ class _Base:
     tensor: torch.Tensor
 
 
-def _bases(group: Mapping[str, torch.Tensor]) -> dict[str, _Base | None]:
+def _bases(group: Mapping[str, torch.Tensor], taken: Container[str]) -> dict[str, _Base | None]:
     """For tensors on one storage, the stored tensor that each lies on; None for one with bytes of its own."""
-    if len(group) == 1 and not _overlaps(next(iter(group.values()))):
+    if len(group) == 1 and _is_dense(next(iter(group.values()))):
         return dict.fromkeys(group)
     start = min(_span(tensor)[0] for tensor in group.values())
     end = max(_span(tensor)[1] for tensor in group.values())
@@ -124,7 +125,8 @@ def _bases(group: Mapping[str, torch.Tensor]) -> dict[str, _Base | None]:
     whole = torch.empty(0, dtype=dtype, device=tensor.device).set_(
         tensor.untyped_storage(), start // dtype.itemsize, extent, (1,)
     )
-    return dict.fromkeys(group, _Base(name=f"{first}.storage", tensor=whole))
+    free = (f"{first}.storage{'_' * number}" for number in itertools.count())
+    return dict.fromkeys(group, _Base(name=next(name for name in free if name not in taken), tensor=whole))
 
 
 def _storage(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -144,14 +146,14 @@ def _offset(tensor: torch.Tensor, base: torch.Tensor) -> int:
     return distance // tensor.element_size()
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie on one place in memory."""
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in whatever order of the dimensions (SPEC G9)."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach = max(reach, (size - 1) * stride + reach)
-    return False
+        if size > 1 and stride != reach:
+            return tensor.numel() == 0
+        reach *= size
+    return True
 
 
 def _dtype(tensor: torch.Tensor) -> str:

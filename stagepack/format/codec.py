@@ -126,7 +126,7 @@ def _difference(given: Any, written: Any, path: str) -> str | None:
         if extra is not None:
             return f"{path}: the field {str(extra)[:80]!r} is not known, or holds the default that is left out"
         inner = ((given[key], written[key], f"{path}.{key}") for key in given)
-    elif isinstance(given, list) and isinstance(written, list):
+    elif isinstance(given, list | tuple) and isinstance(written, list | tuple):
         if len(given) != len(written):
             return f"{path}: expected {len(written)} items, found {len(given)}"
         inner = ((*pair, f"{path}[{index}]") for index, pair in enumerate(zip(given, written, strict=True)))

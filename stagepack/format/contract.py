@@ -131,12 +131,10 @@ def _sizes(value: Value | Edge, given: Given) -> Iterable[tuple[str, Dim, int]]:
 def _check_derived(place: str, dim: Expr, size: int, sizes: dict[str, int], origin: dict[str, str]) -> None:
     """Check a size that is arithmetic over symbols; it also tells the size of the one symbol that is still unknown."""
     unknown = {name for name in symbols_in(dim) if name not in sizes}
-    if len(unknown) == 1:
-        solved = _solve(dim, size, sizes)
-        if solved is not None:
+    try:
+        if len(unknown) == 1 and (solved := _solve(dim, size, sizes)) is not None:
             sizes[solved[0]] = solved[1]
             origin[solved[0]] = place
-    try:
         expected = evaluate(dim, sizes)
     except (KeyError, ArithmeticError):
         return  # it holds sizes that only the data tells; the graph's own assertions check them

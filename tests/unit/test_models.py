@@ -102,9 +102,10 @@ def views_of_one_storage() -> tuple[torch.nn.Module, Inputs]:
 
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = x @ self.top + self.a(x)
-        return y @ self.turned[:, :4] + self.overlap.sum(0) + self.wide
+        return y @ self.turned[:, :4] @ self.gaps @ self.turned_alone + self.overlap.sum(0) + self.wide
 
     held = {"top": whole[:4], "turned": whole.t(), "overlap": whole[2:6], "wide": torch.randn(1).expand(4)}
+    held |= {"gaps": torch.randn(4, 8)[:, ::2], "turned_alone": torch.randn(4, 4).t()}
     return Lambda(run, a=_linear(), **held), Inputs(args=(torch.randn(2, 4),))
 
 
