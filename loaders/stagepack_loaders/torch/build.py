@@ -5,6 +5,7 @@ the code that fx generates: constants that are strings hang on the module as att
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import getitem as _getitem
 from typing import Any
@@ -71,13 +72,16 @@ class _Builder:
     ) -> GraphModule:
         """A module of nodes that stand in one region (`context`) or in regions inside it."""
         body = _Body(self, inputs)
+        uses = _uses(nodes)
+        uses.update(_names(result))
         for region, run in _runs(self.graph.contexts, nodes, context):
             if region is None or region == context:
                 for node in run:
                     body.call(node)
             else:
-                later = {*_names(result), *(name for node in _after(nodes, run) for name in values_used(node))}
-                body.region(region, run, [name for node in run for name in values_made(node) if name in later])
+                inside = _uses(run)
+                made = (name for node in run for name in values_made(node))
+                body.region(region, run, [name for name in made if uses[name] > inside[name]])
         body.graph.output(body.argument(result))
         module = GraphModule(body.attributes, body.graph, class_name=name)
         # fx's own call prints a traceback beside the error that it raises.
@@ -202,9 +206,9 @@ def _runs(
         yield current, run
 
 
-def _after(nodes: Sequence[Node], run: Sequence[Node]) -> Sequence[Node]:
-    last = next(number for number, node in enumerate(nodes) if node is run[-1])
-    return nodes[last + 1 :]
+def _uses(nodes: Sequence[Node]) -> Counter[str]:
+    """How often each value is used."""
+    return Counter(name for node in nodes for name in values_used(node))
 
 
 def _names(argument: Argument) -> Iterator[str]:
