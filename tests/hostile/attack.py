@@ -1,0 +1,105 @@
+"""What every attack on a bundle must meet: one typed error that says what, where and what to do, before a weight is read."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import stagepack
+from stagepack.cli import main
+from stagepack.errors import StagepackError
+from tests.hostile.forge import Forge
+
+STAGES = range(3)  # of the bundle that is attacked
+
+
+class Seen(Enum):
+    """Where an attack is seen first; what reads more sees it too."""
+
+    OPEN = "when the bundle is opened"
+    STAGE = "when the stage it is in is read, or the bundle is verified"
+    LOAD = "when the stage it is in is loaded by the torch of this machine"
+    VERIFY = "when the bundle is verified"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """One attack: how it is made, and the error it must meet."""
+
+    name: str
+    make: Callable[[Forge], object]
+    error: type[StagepackError]
+    says: str
+    seen: Seen
+    stage: int = 1
+    file: str = ""  # the weight file that is attacked, if it is one
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def check(attack: Attack, forge: Forge) -> None:
+    """Make the attack; every road into the bundle must refuse it where it sees it, and work where it does not."""
+    attack.make(forge)
+    path = forge.path
+
+    def refuses(road: Callable[[], object]) -> None:
+        with pytest.raises(attack.error, match=attack.says) as caught:
+            road()
+        assert type(caught.value) is attack.error
+
+    if attack.seen is Seen.OPEN:
+        refuses(lambda: stagepack.open(path))
+        command_fails("inspect", str(path), says=attack.says)
+    else:
+        stagepack.open(path)
+    if attack.seen is Seen.LOAD:
+        stagepack.open(path).verify()
+    else:
+        command_fails("verify", str(path), says=attack.says)
+        if attack.seen is not Seen.OPEN:
+            refuses(stagepack.open(path).verify)
+    if attack.seen is Seen.VERIFY:
+        stagepack.load(path)
+        return
+    command_fails("load", str(path), says=attack.says)
+    command_fails("load", str(path), "--stage", str(attack.stage), says=attack.says)
+    for stage in STAGES:
+        if stage != attack.stage and attack.seen is not Seen.OPEN:
+            stagepack.load_stage(path, stage)
+    # With all weights spoiled, their digests would tell first if any were read before this error.
+    for file in path.glob("s*.safetensors"):
+        if file.name != attack.file:
+            forge.flip(file.name, file.stat().st_size - 1)
+    refuses(lambda: stagepack.load(path))
+    refuses(lambda: stagepack.load_stage(path, attack.stage))
+
+
+def run(*arguments: str) -> Result:
+    """Run the command in this process."""
+    return CliRunner().invoke(main, list(arguments))
+
+
+def command_fails(*arguments: str, says: str = "") -> str:
+    """Run a command that must end with status 1 and one line on standard error; return the line."""
+    found = run(*arguments)
+    assert found.exit_code == 1, found.output
+    assert found.stderr.count("\n") == 1, found.stderr
+    assert found.stderr.endswith("\n")
+    assert found.stderr.startswith("stagepack: ")
+    assert "Traceback" not in found.output
+    assert "a bug in stagepack" not in found.stderr
+    assert found.stderr[:-1].isprintable()
+    assert re.search(says, found.stderr), found.stderr
+    return found.stderr
+
+
+def answer(path: Path) -> dict[str, torch.Tensor]:
+    """What a bundle of the tiny model answers to its example's input."""
+    result: dict[str, torch.Tensor] = stagepack.load(path)(torch.arange(6).reshape(2, 3))
+    return result

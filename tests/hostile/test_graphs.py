@@ -1,0 +1,416 @@
+"""Graphs that lie, each in a bundle whose digests are right."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import DeviceError, DigestError, FormatError, LimitError, OperatorError, StagepackError
+from tests.hostile.attack import Attack, Seen, answer, check
+from tests.hostile.forge import Forge, rename_value
+
+GELU = 1  # the number of the operator in stage 1 that the attacks change
+LINEAR = 0
+
+
+def graph(change: Callable[[dict[str, Any]], object], stage: int = 1) -> Callable[[Forge], None]:
+    """Change the graph of a stage."""
+    return lambda forge: forge.edit_graph(stage, change)
+
+
+def put(*path: str | int, value: Any) -> Callable[[Forge], None]:
+    """Set one field of the graph of stage 1."""
+
+    def change(fields: Any) -> None:
+        for key in path[:-1]:
+            fields = fields[key]
+        fields[path[-1]] = value
+
+    return graph(change)
+
+
+def rename(new: str, old: str = "linear") -> Callable[[Forge], None]:
+    """Give a value inside stage 1 another name."""
+    return graph(lambda fields: fields.update(rename_value(fields, old, new)))
+
+
+def operator(name: str, schema: str | None = None) -> Callable[[Forge], None]:
+    """Call another operator instead of gelu, with the manifest in agreement."""
+
+    def make(forge: Forge) -> None:
+        put("ops", GELU, "name", value=name)(forge)
+        if schema is not None:
+            put("ops", GELU, "schema", value=schema)(forge)
+        space = name.split(".")[0]
+        if space not in ("aten", "prims", "torch", "math", "operator", "higher_order"):
+            forge.edit(lambda fields: fields["stages"][1].update(namespaces=[space]))
+
+    return make
+
+
+def argument(value: Any) -> Callable[[Forge], None]:
+    """Give gelu one more argument."""
+    return put("nodes", GELU, "kwargs", value=[["approximate", "tanh"], ["more", value]])
+
+
+def context(*contexts: dict[str, Any]) -> Callable[[Forge], None]:
+    """Put a node into the last of some regions."""
+
+    def change(fields: dict[str, Any]) -> None:
+        fields["contexts"] = list(contexts)
+        fields["nodes"][0]["context"] = len(contexts) - 1
+
+    return graph(change)
+
+
+def autocast(**fields: Any) -> dict[str, Any]:
+    """A region of autocast."""
+    return {"autocast": {"device": None, "dtype": "bfloat16", "enabled": True, "cache": True} | fields}
+
+
+def deep(depth: int) -> Any:
+    """Lists in lists."""
+    value: Any = 1
+    for _ in range(depth):
+        value = ["list", [value]]
+    return value
+
+
+def subgraph(index: int, *called: int) -> dict[str, Any]:
+    """A subgraph that calls others."""
+    name = f"inner{index}"
+    nodes = [{"op": LINEAR, "args": [["value", name], ["subgraph", other]]} for other in called]
+    inputs = [{"name": name, "dtype": "float32"}]
+    return (
+        {"inputs": inputs, "nodes": nodes, "result": ["value", name]}
+        if nodes
+        else {"inputs": inputs, "nodes": [], "result": ["value", name]}
+    )
+
+
+def graph_of_another_stage(forge: Forge) -> None:
+    """Put the graph of stage 2 in the place of that of stage 1."""
+    forge.replace("stage-1.msgpack", (forge / "stage-2.msgpack").read_bytes())
+
+
+def raw(content: bytes) -> Callable[[Forge], None]:
+    """Put bytes in the place of a graph."""
+    return lambda forge: forge.replace("stage-1.msgpack", content)
+
+
+def twice(forge: Forge) -> None:
+    """Let a key of the graph stand twice; the last one, that most readers take, is the true one."""
+    content = (forge / "stage-1.msgpack").read_bytes()
+    assert content[0] & 0xF0 == 0x80  # a map of fewer than 16 keys
+    raw(bytes([content[0] + 1]) + msgpack.packb("outputs") + msgpack.packb(["ghost"]) + content[1:])(forge)
+
+
+def twice_inside(forge: Forge) -> None:
+    """Let the name of an operator stand twice."""
+    content = (forge / "stage-1.msgpack").read_bytes()
+    op = msgpack.packb("name") + msgpack.packb("aten.gelu.default")
+    start = content.index(op) - 1
+    other = msgpack.packb("name") + msgpack.packb("aten.from_file.default")
+    raw(content[:start] + bytes([content[start] + 1]) + other + content[start + 1 :])(forge)
+
+
+def case(
+    name: str,
+    make: Callable[[Forge], object],
+    says: str,
+    error: type[StagepackError] = FormatError,
+    seen: Seen = Seen.STAGE,
+) -> Attack:
+    """An attack on the graph of stage 1."""
+    return Attack(name=name, make=make, error=error, says=says, seen=seen)
+
+
+NAMES = [
+    "x;import os",
+    "for",
+    "class",
+    "None",
+    "True",
+    "a b",
+    "",
+    "1x",
+    "x\n",
+    "é",
+    "x.y",
+    "x-y",
+    "x'",
+    "__import__('os')",
+]
+DENIED = [
+    "aten.from_file.default",
+    "aten.save.default",
+    "aten.set_.source_Storage",
+    "aten.set_.source_Tensor",
+    "aten.record_stream.default",
+    "aten._pin_memory.default",
+    "aten._reshape_alias.default",
+    "aten.manual_seed.default",
+    "operator.attrgetter",
+    "operator.methodcaller",
+    "operator.call",
+    "operator.setitem",
+    "torch.load",
+    "torch.compile",
+    "math.factorial",
+    "higher_order.print",
+    "higher_order.triton_kernel_wrapper_mutation",
+    "higher_order.run_const_graph",
+]
+FOREIGN = [
+    "mylib.evil.default",
+    "builtins.exec.default",
+    "image.read_file.default",
+    "__main__.main.default",
+    "os.system.x",
+]
+
+ATTACKS = [
+    *(
+        case(f"value named {name!r}", rename(name), f"node 0: {re.escape(repr(name))} is not an identifier")
+        for name in NAMES
+    ),
+    case("value name too long", rename("x" * 1025), "is not an identifier"),
+    case("argument name is code", put("nodes", GELU, "kwargs", value=[["x=1);print(", 1]]), "argument name 'x=1"),
+    *(case(f"operator {name}", operator(name), f"{name} is not allowed in a bundle") for name in DENIED),
+    *(
+        case(f"operator name {name!r}", operator(name), "is not the name of an operator")
+        for name in [
+            "os.system",
+            "torch.hub.load",
+            "aten.gelu",
+            "aten..x",
+            "aten.gelu.default\n",
+            "exec",
+            "",
+            "a.b.c.d",
+        ]
+    ),
+    *(
+        case(
+            f"foreign operator {name}",
+            operator(name),
+            rf"{name} is of the namespace '{name.split('.')[0]}': allow it with allow_ops=\['",
+            OperatorError,
+            Seen.LOAD,
+        )
+        for name in FOREIGN
+    ),
+    *(
+        case(f"missing operator {name}", operator(name), f"{name} does not exist in torch", OperatorError, Seen.LOAD)
+        for name in ["aten.nonsense.default", "aten.gelu.nonsense", "aten.__class__.default", "aten.gelu.__init__"]
+    ),
+    case(
+        "operator with another schema",
+        operator("aten.gelu.default", 'aten::gelu(Tensor self, *, str approximate="tanh") -> Tensor'),
+        r'has the schema aten::gelu\(.*approximate="none"\) -> Tensor here, the bundle was made with .*"tanh"',
+        OperatorError,
+        Seen.LOAD,
+    ),
+    case(
+        "operator with the schema of another",
+        operator("aten.relu.default"),
+        "aten.relu.default has the schema",
+        OperatorError,
+        Seen.LOAD,
+    ),
+    case(
+        "schema is not one",
+        operator("aten.gelu.default", "junk(("),
+        "the bundle was made with junk",
+        OperatorError,
+        Seen.LOAD,
+    ),
+    case(
+        "namespaces hidden from the caller",
+        put("ops", GELU, "name", value="mylib.evil.default"),
+        "the manifest gives the namespaces none",
+    ),
+    case("operator twice", put("ops", GELU, "name", value="aten.linear.default"), "'aten.linear.default' stands twice"),
+    case("operator number", put("nodes", 0, "op", value=9), "op 9 is not in the table"),
+    case("operator number below 0", put("nodes", 0, "op", value=-1), "op -1 is not in the table"),
+    case("scope number", put("nodes", 0, "scope", value=99), "scope 99 is not in the table"),
+    case("context number", put("nodes", 0, "context", value=0), "context 0 is not in the table"),
+    case("value made nowhere", put("nodes", 1, "args", value=[["value", "ghost"]]), "uses 'ghost', which is not made"),
+    case(
+        "value used before it is made", put("nodes", 0, "args", value=[["value", "gelu"]]), "uses 'gelu', which is not"
+    ),
+    case("value made twice", rename("gelu"), "'gelu' is made twice"),
+    case("value that shadows a weight", rename("w1"), "'w1' is made twice"),
+    case("output made nowhere", put("outputs", value=["ghost"]), "'ghost' is made nowhere"),
+    case("other outputs than the manifest", put("outputs", value=["linear"]), "the manifest gives the outputs gelu"),
+    case(
+        "more nodes than the manifest",
+        graph(lambda fields: fields["nodes"].append({"op": LINEAR})),
+        "the manifest counts 2 nodes, the graph has 3",
+    ),
+    case("graph of another stage", graph_of_another_stage, "the manifest gives the inputs embedding"),
+    case("other dtype than the edge", put("inputs", 0, "dtype", value="float64"), "embedding has another dtype, shape"),
+    case("other shape than the edge", put("inputs", 0, "shape", value=[1]), "embedding has another dtype, shape"),
+    case("dtype that torch lacks", argument(["dtype", "float99"]), "no dtype 'float99'", OperatorError, Seen.LOAD),
+    case("dtype that is a function", argument(["dtype", "load"]), "no dtype 'load'", OperatorError, Seen.LOAD),
+    case("layout that is a module", argument(["layout", "os"]), "no layout 'os'", OperatorError, Seen.LOAD),
+    case("format that is a class", argument(["memory_format", "hub"]), "format 'hub'", OperatorError, Seen.LOAD),
+    case("dtype with a dot", argument(["dtype", "os.system"]), "'os.system' is not a name of its kind"),
+    case(
+        "device that torch lacks", argument(["device", "gpu"]), "stage-1.msgpack: device 'gpu'", DeviceError, Seen.LOAD
+    ),
+    case("device with code", argument(["device", "cpu\nx"]), "is not a name of its kind"),
+    case("kind of argument", argument(["pickle", "x"]), "Invalid value 'pickle'"),
+    case("number over 64 bits", argument(2**63), "out of range|<= 9223372036854775807"),
+    case("autocast of a module", context(autocast(dtype="hub")), "no dtype 'hub'", OperatorError, Seen.LOAD),
+    case("autocast of code", context(autocast(dtype="x;y")), "the dtype or the device of autocast is not a name"),
+    case(
+        "autocast elsewhere", context(autocast(device="gpu")), "stage-1.msgpack: device 'gpu'", DeviceError, Seen.LOAD
+    ),
+    case(
+        "region inside itself", context({"grad": False}, {"parent": 1, "grad": True}), "parent does not stand before it"
+    ),
+    case("region of nothing", context({}), "not one of grad and autocast"),
+    case("region of both", context({"grad": True} | autocast()), "not one of grad and autocast"),
+    case(
+        "regions too deep",
+        context({"grad": True}, *({"parent": number, "grad": True} for number in range(64))),
+        "regions are nested deeper than 64",
+        LimitError,
+    ),
+    case("arguments too deep", argument(deep(65)), "arguments are nested deeper than 64", LimitError),
+    case("subgraph that is not there", argument(["subgraph", 0]), "calls subgraph 0, which does not stand before it"),
+    case("subgraph below 0", argument(["subgraph", -1]), "calls subgraph -1"),
+    case("subgraph in itself", put("subgraphs", value=[subgraph(0, 0)]), "subgraph 0 node 0: calls subgraph 0"),
+    case("subgraphs in a ring", put("subgraphs", value=[subgraph(0, 1), subgraph(1, 0)]), "node 0: calls subgraph 1"),
+    case(
+        "subgraphs too deep",
+        put("subgraphs", value=[subgraph(0), *(subgraph(number, number - 1) for number in range(1, 65))]),
+        "calls of subgraphs are nested deeper than 64",
+        LimitError,
+    ),
+    case("scope path too long", put("scopes", 0, "path", value="x" * 1025), "the name is too long", LimitError),
+    case("unknown field", put("code", value="import os"), "the field 'code' is not known"),
+    case("unknown field inside", put("nodes", 1, "code", value="x"), r"nodes\[1\]: the field 'code' is not known"),
+    case("default written out", put("nodes", 1, "unpack", value=False), r"nodes\[1\]: the field 'unpack' is not known"),
+    case("key twice", twice, "a key stands twice"),
+    case("key twice, inside", twice_inside, "a key stands twice"),
+    case("number not written shortest", raw(b"\xde\x00\x00"), "the manifest|not written shortest"),
+    case("empty file", raw(b""), "not msgpack"),
+    case("text file", raw(b"import os\n"), "Expected `object`"),
+    case("pickle", raw(b"\x80\x04\x95\x00."), "not msgpack|not the one|not known|Expected"),
+    case("list without end", raw(b"\x81\xa5nodes\xdd\xff\xff\xff\xff"), "not msgpack"),
+    case("text without end", raw(b"\x81\xa5nodes\xdb\xff\xff\xff\xff"), "not msgpack|Expected"),
+    case("map without end", raw(b"\xdf\xff\xff\xff\xff"), "not msgpack"),
+    case("unknown map without end", raw(b"\x81\xa5other\xdf\xff\xff\xff\xff"), "not msgpack"),
+    case("lists in lists", raw(b"\x81\xa5nodes" + b"\x91" * 100_000), "Expected `object`"),
+    case("unknown lists in lists", raw(b"\x81\xa5other" + b"\x91" * 100_000), "nested too deep", LimitError),
+    case(
+        "arguments without end",
+        raw(b"\x81\xa5nodes\x91\x81\xa4args\x91" + b"\x92\xa4list\x91" * 100_000),
+        "nested too deep",
+        LimitError,
+    ),
+    case(
+        "more after the end",
+        lambda forge: raw((forge / "stage-1.msgpack").read_bytes() + b"\xc0")(forge),
+        "not msgpack",
+    ),
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=str)
+def test_a_graph_that_lies_is_refused_before_a_weight_is_read(attack: Attack, forge: Forge) -> None:
+    check(attack, forge)
+
+
+def test_all_problems_are_told_at_once(forge: Forge) -> None:
+    rename("x;import os")(forge)
+    put("nodes", 1, "op", value=9)(forge)
+    forge.edit_graph(1, lambda fields: fields["ops"][0].update(name="aten.from_file.default"))
+    with pytest.raises(FormatError) as caught:
+        stagepack.open(forge.path).graph(1)
+    assert {problem.where for problem in caught.value.problems} >= {
+        "stage-1.msgpack: node 0",
+        "stage-1.msgpack: node 1",
+        "stage-1.msgpack: op 0",
+    }
+    assert all(f"[{problem.rule}]" in str(caught.value) for problem in caught.value.problems)
+
+
+def test_very_many_problems_make_one_short_error(forge: Forge) -> None:
+    forge.edit_graph(1, lambda fields: fields["nodes"].extend([{"op": 9}] * 5000))
+    with pytest.raises(FormatError) as caught:
+        stagepack.open(forge.path).graph(1)
+    assert len(caught.value.problems) <= 1000
+    assert len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize(
+    "name", ["self", "torch", "device", "inf", "print", "__debug__", "__class__", "_text_0", "x" * 1023]
+)
+def test_a_value_may_be_called_what_generated_code_calls_its_own(name: str, forge: Forge, sound: Path) -> None:
+    expected = answer(sound)
+    rename(name)(forge)
+    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
+    forge.edit(lambda fields: fields.update(rename_value(fields, "embedding", name + "_")))
+    for stage in (0, 1):
+        forge.edit_graph(stage, lambda fields: fields.update(rename_value(fields, "embedding", name + "_")))
+    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
+
+
+def test_what_is_as_deep_as_allowed_loads_and_runs(forge: Forge, sound: Path) -> None:
+    expected = answer(sound)
+    context({"grad": True}, *({"parent": number, "grad": number % 2 == 0} for number in range(63)))(forge)
+    put("scopes", 0, "path", value="x" * 1024)(forge)
+    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
+    argument(deep(64))(forge)
+    stagepack.load(forge.path)
+
+
+@pytest.mark.parametrize("allowed", ["mylib", ["mylib"], ("other", "mylib")])
+def test_an_allowed_namespace_still_needs_the_operator(allowed: Any, forge: Forge) -> None:
+    operator("mylib.evil.default")(forge)
+    with pytest.raises(
+        OperatorError, match=r"mylib\.evil\.default does not exist.*import the library that registers it"
+    ):
+        stagepack.load(forge.path, allow_ops=allowed)
+
+
+@pytest.mark.parametrize("allowed", ["mylibrary", "xmylib", ["mylibrary"], ["my", "lib"], "", []])
+def test_a_namespace_is_allowed_by_its_whole_name_only(allowed: Any, forge: Forge) -> None:
+    operator("mylib.evil.default")(forge)
+    with pytest.raises(OperatorError, match="is of the namespace 'mylib'"):
+        stagepack.load(forge.path, allow_ops=allowed)
+
+
+def test_allowing_everything_by_name_does_not_allow_what_is_denied(forge: Forge) -> None:
+    operator("aten.from_file.default")(forge)
+    with pytest.raises(FormatError, match=r"aten\.from_file\.default is not allowed"):
+        stagepack.load(forge.path, allow_ops=["aten", "aten.from_file", "aten.from_file.default", "*"])
+
+
+def test_a_graph_of_a_newer_minor_version_may_say_more(forge: Forge, sound: Path) -> None:
+    expected = answer(sound)
+    forge.edit(lambda fields: fields.update(version="1.7"))
+    put("nodes", 1, "hint", value="new")(forge)
+    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
+
+
+def test_a_key_twice_is_refused_in_a_newer_minor_version_too(forge: Forge) -> None:
+    forge.edit(lambda fields: fields.update(version="1.7"))
+    twice_inside(forge)
+    with pytest.raises(FormatError, match="a key stands twice"):
+        stagepack.open(forge.path).graph(1)
+
+
+def test_a_graph_changed_after_sealing_is_refused_before_it_is_parsed(forge: Forge) -> None:
+    size = (forge / "stage-1.msgpack").stat().st_size
+    (forge / "stage-1.msgpack").write_bytes(b"\x91" * size)
+    with pytest.raises(DigestError, match=r"stage-1\.msgpack: the content was changed"):
+        stagepack.load(forge.path)

@@ -1,0 +1,69 @@
+"""What a bundle says of itself is shown, and never obeyed: not by a terminal, and not by who reads the JSON."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from stagepack.cli import main
+from tests.hostile.attack import command_fails
+from tests.hostile.forge import Forge, rename_value
+
+# Clear the screen, set the title, C1 control, right-to-left override, and a line that looks like ours.
+EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\r\nall rules hold"
+STYLES = re.compile(r"\x1b\[[012]m")  # what we print ourselves: bold, dim, reset
+
+
+def shown(*arguments: str) -> str:
+    """What a command prints on a terminal with colours."""
+    found = CliRunner().invoke(main, list(arguments), color=True)
+    assert found.exit_code == 0, found.output
+    return STYLES.sub("", found.stdout)
+
+
+def dress(forge: Forge) -> None:
+    """Write what a terminal obeys wherever a bundle may have any text."""
+    forge.edit(lambda fields: fields["producer"].update(stagepack=EVIL, torch=EVIL))
+    forge.edit_graph(1, lambda fields: fields["scopes"][0].update(path=EVIL, type=EVIL))
+    forge.edit_graph(1, lambda fields: fields.update(rename_value(fields, "first.weight", EVIL)))
+    forge.edit_weights(
+        "stage-1.safetensors",
+        lambda fields: fields.update({EVIL: fields.pop("first.weight"), "first.bias": fields.pop("first.bias")}),
+    )
+    forge.edit(lambda fields: fields["stages"][2].update(state=[EVIL]))
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--stage", "1"], ["verify", "--run"], ["load"]])
+def test_nothing_that_a_bundle_says_reaches_the_terminal_as_a_command(arguments: list[str], forge: Forge) -> None:
+    dress(forge)
+    found = shown(*arguments, str(forge.path))
+    assert all(line.isprintable() for line in found.split("\n"))
+    assert not any(line.startswith("all rules hold") for line in found.split("\n"))
+    if arguments[0] == "inspect":
+        assert r"\x1b[2J" in found
+        assert r"\u202e" in found
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--stage", "1"]])
+def test_the_json_is_ascii_and_true(arguments: list[str], forge: Forge) -> None:
+    dress(forge)
+    text = shown(*arguments, "--json", str(forge.path))
+    assert text.isascii()
+    assert all(line.isprintable() for line in text.split("\n"))
+    facts = json.loads(text)
+    assert EVIL in (
+        facts["producer"].values() if "producer" in facts else [weight["name"] for weight in facts["weights"]]
+    )
+
+
+def test_errors_are_one_printable_line_whatever_they_quote(forge: Forge) -> None:
+    forge.edit(lambda fields: fields.update(rename_value(fields, "gelu", EVIL)))
+    line = command_fails("verify", str(forge.path), says="is not an identifier")
+    assert line[:-1].isprintable()
+
+
+def test_a_path_of_any_bytes_is_shown(tmp_path: Path) -> None:
+    command_fails("inspect", str(tmp_path / EVIL.replace("/", "")), says="not a stagepack bundle")
+    command_fails("inspect", str(tmp_path / "\udcff\udcfe"), says="not a stagepack bundle")

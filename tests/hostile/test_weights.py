@@ -1,0 +1,327 @@
+"""Weight files and weight tables that lie, each in a bundle whose digests are right; and names of weights, which may be anything."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import stagepack
+from stagepack.errors import FormatError, LimitError, StagepackError, UnsupportedError
+from stagepack_loaders.torch.example import replay
+from tests.hostile.attack import Attack, Seen, check
+from tests.hostile.forge import Forge, weight_file
+
+FILE = "stage-1.safetensors"  # holds first.weight, float32 [8, 4], and first.bias, float32 [8]
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Forge], None]:
+    """Change the header of the weight file of stage 1."""
+    return lambda forge: forge.edit_weights(FILE, change)
+
+
+def entry(name: str = "first.bias", **fields: Any) -> Callable[[Forge], None]:
+    """Change fields of one tensor of the header."""
+    return header(lambda tensors: tensors[name].update(fields))
+
+
+def file(content: bytes) -> Callable[[Forge], None]:
+    """Put bytes in the place of the weight file."""
+    return lambda forge: forge.replace(FILE, content)
+
+
+def weight(**fields: Any) -> Callable[[Forge], None]:
+    """Change the entry of first.bias in the weight table of stage 1."""
+    return lambda forge: forge.edit_graph(1, lambda graph: graph["weights"][1].update(fields))
+
+
+def more(**fields: Any) -> Callable[[Forge], None]:
+    """Add an entry to the weight table of stage 1: a view on first.bias unless told otherwise."""
+    view = {"value": "w9", "names": ["view"], "kind": "buffer", "dtype": "float32", "shape": [8], "strides": [1]}
+    return lambda forge: forge.edit_graph(
+        1, lambda graph: graph["weights"].append(view | {"base": "first.bias"} | fields)
+    )
+
+
+def twice(forge: Forge) -> None:
+    """Let a tensor stand twice in the header."""
+    content = (forge / FILE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    text = content[8 : 8 + length].strip()
+    again = b',"first.bias":' + text.split(b'"first.bias":')[1]
+    forge.replace(FILE, weight_file(text[:-1] + again, content[8 + length :]))
+
+
+def in_two_files(forge: Forge) -> None:
+    """Let the stage read a second file with tensors of the same names."""
+    forge.replace("stage-7.safetensors", (forge / FILE).read_bytes())
+    forge.edit(lambda fields: fields["stages"][1]["weights"].append("stage-7.safetensors"))
+
+
+def file_twice(forge: Forge) -> None:
+    """Let the stage name its file twice."""
+    forge.edit(lambda fields: fields["stages"][1]["weights"].append(FILE))
+
+
+def graph_as_weights(forge: Forge) -> None:
+    """Let the stage take its graph for a weight file."""
+    forge.edit(lambda fields: fields["stages"][1].update(weights=["stage-1.msgpack"]))
+
+
+def of_other_dtype(forge: Forge) -> None:
+    """Say that first.bias holds integers."""
+    weight(dtype="int32")(forge)
+    forge.edit_graph(1, lambda graph: graph["weights"][1].pop("trainable"))
+
+
+def without_strides(forge: Forge) -> None:
+    """Add a view that has no strides."""
+    more()(forge)
+    forge.edit_graph(1, lambda graph: graph["weights"][2].pop("strides"))
+
+
+def case(name: str, make: Callable[[Forge], object], says: str, error: type[StagepackError] = FormatError) -> Attack:
+    """An attack on the weights of stage 1."""
+    return Attack(name=name, make=make, error=error, says=says, seen=Seen.STAGE, file=FILE)
+
+
+def pickled(forge: Forge) -> None:
+    """A file that torch.save wrote, which torch.load would run."""
+    torch.save({"first.bias": torch.zeros(8)}, forge / FILE)
+    forge.replace(FILE, (forge / FILE).read_bytes())
+
+
+ATTACKS = [
+    case("empty file", file(b""), f"{FILE}: the header states 0 bytes, the file has 0"),
+    case("seven bytes", file(b"\0" * 7), f"{FILE}: the header states 0 bytes, the file has 7"),
+    case("no header", file(b"\0" * 8), f"{FILE}: not JSON"),
+    case("header past the end", file((99).to_bytes(8, "little") + b"{}"), "states 99 bytes, the file has 10"),
+    case("header without end", file(b"\xff" * 64), r"the header states \d+ bytes", LimitError),
+    case("header just over the limit", file((100_000_001).to_bytes(8, "little")), "states 100000001 bytes", LimitError),
+    case("a pickle", pickled, FILE, LimitError),
+    case("header is code", file(weight_file(b"__import__('os').system('x')", b"")), "not JSON"),
+    case("header is a list", file(weight_file(b"[]", b"")), "not a JSON object"),
+    case("header begins late", file(weight_file(b" {}", b"")), "does not begin with one"),
+    case("header is nested", file(weight_file(b'{"a":' * 100_000, b"")), "nested too deep", LimitError),
+    case("header is not UTF-8", file(weight_file(b'{"\xff": 1}', b"")), "not JSON"),
+    case("tensor twice", twice, "the key 'first.bias' stands twice"),
+    case("metadata is code", header(lambda tensors: tensors.update(__metadata__={"a": ["x"]})), "__metadata__"),
+    case("tensor is a text", header(lambda tensors: tensors.update(x="y")), f"{FILE}: x: expected an object"),
+    case("unknown field", entry(code="x"), "first.bias: expected an object with dtype, shape and data_offsets"),
+    case("unknown dtype", entry(dtype="OBJECT"), "first.bias: the dtype is not known"),
+    case("dtype is a number", entry(dtype=1), "first.bias: the dtype is not known"),
+    case("size below 0", entry(shape=[-8]), "first.bias: a size or an offset is not one"),
+    case("size is a float", entry(shape=[8.0]), "first.bias: a size or an offset is not one"),
+    case("size is true", entry(shape=[True, 8]), "first.bias: a size or an offset is not one"),
+    case("size over 64 bits", entry(shape=[2**64]), "a size or an offset is not one|out of range"),
+    case("sizes that overflow to fit", entry(shape=[2**32, 2**32, 8]), "the bytes do not fit the dtype and the shape"),
+    case("rank over the limit", entry(shape=[1] * 64 + [8]), "at most 64 sizes"),
+    case("offsets past the end", entry(data_offsets=[128, 2**40]), "the bytes do not fit"),
+    case("offsets before the start", entry(data_offsets=[-32, 0]), "a size or an offset is not one"),
+    case("offsets backwards", entry(data_offsets=[160, 128]), "the bytes do not fit"),
+    case("tensors that overlap", entry(data_offsets=[64, 96]), "begins at byte"),
+    case("a hole", entry(data_offsets=[160, 192]), "begins at byte|the tensors end at byte"),
+    case(
+        "bytes that no tensor has",
+        lambda forge: forge.replace(FILE, (forge / FILE).read_bytes() + b"\0" * 64),
+        r"the tensors end at byte \d+, the file at \d+",
+    ),
+    case(
+        "a tensor that is not aligned",
+        header(lambda tensors: tensors["first.weight"].update(shape=[7, 4], data_offsets=[0, 112])),
+        "begins at byte",
+    ),
+    case("two files with one tensor", in_two_files, "'first.bias' is in another file too"),
+    case("one file twice", file_twice, "is in another file too"),
+    case("a graph as weight file", graph_as_weights, r"stage-1\.msgpack: the header states", LimitError),
+    case(
+        "weight of other dtype",
+        of_other_dtype,
+        r"'first.bias' is int32 \[8\], its file has F32",
+    ),
+    case("weight of other shape", weight(shape=[9]), r"'first.bias' is float32 \[9\], its file has F32 \[8\]"),
+    case("weight of other rank", weight(shape=[2, 4]), r"'first.bias' is float32 \[2, 4\], its file has F32 \[8\]"),
+    case(
+        "weight that is nowhere", weight(names=["ghost"]), "the weight 'ghost' is in none of the stage's weight files"
+    ),
+    case("weight of another stage", weight(names=["second.bias"]), "'second.bias' is in none of the stage's"),
+    case("weight without a name", weight(names=[""]), "a name is empty"),
+    case("weight of two entries", weight(names=["first.bias", "first.weight"]), "or one that stands twice"),
+    case("padding as a weight", weight(names=["__padding__1"]), "or one that weight files use for themselves"),
+    case("metadata as a weight", weight(names=["__metadata__"]), "or one that weight files use for themselves"),
+    case("value named by code", weight(value="x;import os"), "the name is not an identifier"),
+    case("kind", weight(kind="pickle"), "Invalid enum value 'pickle'"),
+    case("dtype of objects", weight(dtype="object"), "'object' is not a dtype of stored tensors"),
+    case("dtype that is not trained", weight(dtype="int32"), "not one that can be trained"),
+    case("strides that leave gaps", weight(strides=[2]), "strides that leave gaps or overlap"),
+    case("strides that overlap", weight(strides=[0]), "strides that leave gaps or overlap"),
+    case("too few strides", weight(strides=[]), "the strides do not fit the shape"),
+    case("stride below 0", weight(strides=[-1]), "a number of its layout is not one"),
+    case("offset without a base", weight(offset=1), "has an offset"),
+    case("view past the end", more(offset=1), "the view 'view' reaches past the end of 'first.bias'"),
+    case("view far past the end", more(offset=2**61), "the view 'view' reaches past the end"),
+    case("view before the start", more(offset=-1), "a number of its layout is not one"),
+    case("view of long strides", more(strides=[2**61]), "the view 'view' reaches past the end"),
+    case("view of wider elements", more(dtype="complex128", shape=[3]), "the view 'view' reaches past the end"),
+    case("view without strides", without_strides, "a view has no strides"),
+    case("view on nothing", more(base="ghost"), "the weight 'view' is in none of the stage's weight files"),
+    case("elements without end", more(shape=[2**31, 2**32], strides=[0, 0]), "more than 4611686018427387904 elements"),
+    case("no elements in sizes without end", more(shape=[2**62, 2**62, 0], strides=[1, 1, 1]), "more than"),
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=str)
+def test_weights_that_lie_are_refused_before_they_are_read(attack: Attack, forge: Forge) -> None:
+    check(attack, forge)
+
+
+def test_a_view_may_be_longer_than_memory_as_long_as_it_lies_in_its_base(forge: Forge) -> None:
+    more(shape=[2**40], strides=[0])(forge)
+    view = stagepack.load(forge.path).state_dict()["view"]
+    assert view.shape == (2**40,)
+    assert view[0] == view[-1]
+
+
+def test_very_many_problems_of_a_header_make_one_short_error(forge: Forge) -> None:
+    tensors = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(20_000)}
+    header(lambda found: found.update({name: {**part, "data_offsets": [160, 160]} for name, part in tensors.items()}))(
+        forge
+    )
+    with pytest.raises(FormatError) as caught:  # 160 is no multiple of 64
+        stagepack.open(forge.path).verify()
+    assert len(str(caught.value)) < 5000
+
+
+ODD = [
+    "for",
+    "class",
+    "None",
+    "self",
+    "lambda x: x",
+    "a b",
+    "x'y",
+    'x"y',
+    "new\nline",
+    "nul\0byte",
+    "tab\t",
+    "\x1b[31m",
+    "é",
+    "重み",
+    "🙂",
+    "1",
+    "x;import os",
+    "__import__('os')",
+    "{x}",
+    "%s",
+    "\\",
+    "/etc/passwd",
+    "C:\\x",
+    "__class__",
+    "_parameters",
+    "_slots",
+    "_held",
+    "graph",
+    "device",
+    "x" * 900,
+]
+
+
+class Odd(torch.nn.Module):
+    """A module whose parts all have odd names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ODD[:8]})
+        for number, name in enumerate(ODD):
+            kept = torch.nn.Parameter(torch.full((2,), 1.0 + number))
+            self.layers["for"]._parameters[name] = kept
+            self.layers["class"]._buffers[name] = torch.full((2,), 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use each of them."""
+        for layer in self.layers.values():
+            x = layer(x)
+        for name in ODD:
+            x = x * self.layers["class"]._buffers[name] + self.layers["for"]._parameters[name]
+        return x
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Odd, Path]:
+    """The module and its bundle in two stages."""
+    model, out = Odd(), tmp_path_factory.mktemp("odd") / "odd.stagepack"
+    stagepack.export(model, (torch.ones(3, 2),), out=out, stages=2)
+    return model, out
+
+
+def test_weights_of_any_name_come_back(odd: tuple[Odd, Path]) -> None:
+    model, path = odd
+    bundle = stagepack.open(path)
+    bundle.verify()
+    pipe = stagepack.load(bundle)
+    assert replay(pipe, bundle) == 0.0
+    state = pipe.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    model.load_state_dict(state)
+
+
+def test_weights_of_any_name_can_be_read_with_safetensors_alone(odd: tuple[Odd, Path]) -> None:
+    model, path = odd
+    found: set[str] = set()
+    for file in path.glob("s*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names = tensors.keys()
+        found.update(name for name in names if not name.startswith("__padding__"))
+    assert found == set(model.state_dict())
+
+
+def test_names_of_weights_never_reach_generated_code(odd: tuple[Odd, Path]) -> None:
+    for stage in stagepack.load(odd[1]).stages:
+        code = stage.graph_module.code + "".join(
+            part.code for part in stage.graph_module.children() if hasattr(part, "code")
+        )
+        assert "import os" not in code
+        assert "layers" not in code
+        assert "passwd" not in code
+
+
+@pytest.mark.parametrize("name", ["__padding__", "__padding__7", "__metadata__", "x" * 1100, "\ud800"])
+def test_names_that_a_weight_file_cannot_hold_are_refused_at_export(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model._parameters[name] = model._parameters.pop("weight")
+    model._parameters["weight"] = model._parameters[name]
+    with pytest.raises(UnsupportedError, match="cannot be stored under this name: rename it in the model"):
+        stagepack.export(model, (torch.ones(3, 2),), out=tmp_path / "m.stagepack")
+    assert list(tmp_path.iterdir()) == []
+
+
+@torch.library.custom_op("hostile_texts::spell", mutates_args=())
+def spell(x: torch.Tensor, text: str) -> torch.Tensor:
+    """The bytes of a text."""
+    return x.new_tensor(list(text.encode()))
+
+
+@spell.register_fake
+def _(x: torch.Tensor, text: str) -> torch.Tensor:
+    return x.new_empty(len(text.encode()))
+
+
+TEXTS = ["", "'", '"', "'''\"\"\"", "\n", "\r\n", "\\", "\\n", "\0", "{x}", "%s", "é🙂", "');import os;('", "x" * 5000]
+
+
+class Speller(torch.nn.Module):
+    """Gives texts to an operator."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Spell all texts."""
+        return tuple(torch.ops.hostile_texts.spell(x, text) for text in TEXTS)
+
+
+def test_texts_among_the_arguments_come_back_and_never_reach_code(tmp_path: Path) -> None:
+    bundle = stagepack.export(Speller(), (torch.zeros(1),), out=tmp_path / "m.stagepack", stages=2)
+    pipe = stagepack.load(bundle, allow_ops=["hostile_texts"])
+    assert [bytes(map(int, spelled)).decode() for spelled in pipe(torch.zeros(1))] == TEXTS
+    assert all("import os" not in stage.graph_module.code for stage in pipe.stages)
