@@ -101,7 +101,8 @@ def read_inputs(path: Path) -> dict[str, torch.Tensor]:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: expected a safetensors file with the inputs: {error}") from None
-    return {name.removeprefix(INPUT): tensor for name, tensor in tensors.items() if not name.startswith(OUTPUT)}
+    # Copies, since what is mapped from a file may begin at any byte, where some kernels add in another order.
+    return {name.removeprefix(INPUT): tensor.clone() for name, tensor in tensors.items() if not name.startswith(OUTPUT)}
 
 
 def write_outputs(results: Mapping[str, torch.Tensor], path: Path) -> None:

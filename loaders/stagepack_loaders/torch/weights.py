@@ -55,7 +55,7 @@ class WeightCache:
             flat = octets[: octets.numel() - octets.numel() % dtype.itemsize].view(dtype)
             return flat.as_strided(weight.shape, weight.strides or (), flat.storage_offset() + weight.offset)
         if stored.dtype != dtype:
-            stored = stored.view(dtype).reshape(weight.shape)
+            stored = stored.reshape(-1).view(dtype).reshape(weight.shape)
         if weight.strides is None:
             return stored
         return torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=stored.device).copy_(stored)

@@ -1,0 +1,280 @@
+"""The command line as its users meet it: what it prints, its exit statuses, and what it does not import."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from stagepack.cli import main
+
+MODEL = """
+import torch
+import stagepack
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, *, scale=1.0):
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + x
+        return {"y": x * scale}
+
+rows = torch.export.Dim("rows", min=1, max=64)
+
+def make():
+    torch.manual_seed(0)
+    return Tower()
+
+def with_inputs():
+    return make(), inputs()
+
+def inputs():
+    return stagepack.Inputs(args=(torch.ones(4, 8),), dynamic_shapes={"x": {0: rows}})
+
+def positional():
+    return (torch.ones(4, 8),)
+
+def named():
+    return {"x": torch.ones(4, 8)}
+
+def program():
+    return torch.export.export(make(), (torch.ones(4, 8),))
+
+def wrong():
+    return 3
+
+def raises():
+    raise ValueError("no luck")
+
+def leaves():
+    import sys
+    sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tower.py`, `tower.pt2` and `tower.stagepack`."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "tower.py").write_text(MODEL)
+    done = run("export", f"{folder}/tower.py:with_inputs", "-o", f"{folder}/tower.stagepack", "--stages", "2")
+    assert done.exit_code == 0, done.stderr
+    sys.path.insert(0, str(folder))
+    import tower  # type: ignore[import-not-found]
+
+    torch.export.save(tower.program(), folder / "tower.pt2")
+    return folder
+
+
+def run(*arguments: str) -> Result:
+    """Run the command in this process; an exception that is not an exit fails the test."""
+    return CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+
+def fails(*arguments: str) -> str:
+    """Run a command that must fail with one line on standard error."""
+    done = run(*arguments)
+    assert done.exit_code == 1, done.output
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("stagepack: ")
+    return line
+
+
+@pytest.mark.parametrize("command", ["export", "inspect", "load", "verify"])
+def test_every_command_has_help_and_refuses_wrong_usage(command: str) -> None:
+    assert "Usage: " in run(command, "--help").stdout
+    wrong = run(command, "--nonsense")
+    assert wrong.exit_code == 2
+    assert "No such option" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "more"),
+    [
+        ("tower.py:with_inputs", ()),
+        ("tower.py:make", ("--inputs", "tower.py:inputs")),
+        ("tower.py:make", ("--inputs", "tower.py:positional")),
+        ("tower.py:make", ("--inputs", "tower.py:named")),
+        ("tower:with_inputs", ()),
+        ("tower.py:program", ()),
+        ("tower.pt2", ()),
+    ],
+)
+def test_every_kind_of_source(
+    source: str, more: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    done = run(
+        "export", source, *more, "-o", str(tmp_path / "m.stagepack"), "--split-at", "layers.1", "--split-at", "layers.3"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "3 stages" in done.stdout
+    assert "largest difference from the model 0\n" in done.stdout
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("tower.py:nothing",), "has no function 'nothing'"),
+        (("nowhere.py:make",), "no such file: nowhere.py"),
+        (("tower.py:wrong",), "expected a torch.nn.Module, or one and its inputs, found int"),
+        (("tower.py:raises",), "raised ValueError: no luck"),
+        (("tower.py:leaves",), "raised SystemExit: 7"),
+        (("tower.py:make",), "example inputs are missing for x"),
+        (("tower.py:make", "--inputs", "tower.py:wrong"), "expected stagepack.Inputs, a tuple or a dict"),
+        (("tower.py:make", "--inputs", "tower.py"), "expected FILE.py:FUNCTION"),
+        (
+            ("tower.py:with_inputs", "--split-at", "layers.9"),
+            "no operator comes from a module 'layers.9': close names are",
+        ),
+        (("nowhere.pt2",), "expected a .pt2 file"),
+    ],
+)
+def test_a_source_that_is_none_is_said_in_one_line(
+    arguments: tuple[str, ...], says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert says in fails("export", *arguments, "-o", str(tmp_path / "m.stagepack"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_refuses_two_ways_to_cut_and_an_output_that_exists(folder: Path) -> None:
+    source, out = f"{folder}/tower.py:with_inputs", f"{folder}/tower.stagepack"
+    assert run("export", source, "-o", out, "--stages", "2", "--split-at", "layers.1").exit_code == 2
+    assert run("export", source, "-o", out, "--stages", "0").exit_code == 2
+    assert "already exists: choose another name, or overwrite it (--overwrite)" in fails("export", source, "-o", out)
+
+
+def test_json_has_the_facts(folder: Path, tmp_path: Path) -> None:
+    path = f"{folder}/tower.stagepack"
+    exported = json.loads(
+        run("export", f"{folder}/tower.py:with_inputs", "-o", f"{tmp_path}/m.stagepack", "--json").stdout
+    )
+    assert exported["difference"] == 0
+    assert exported["captured_by"] == "torch.export.export"
+    facts = json.loads(run("inspect", path, "--json").stdout)
+    assert [stage["weight_bytes"] for stage in facts["stages"]] == [576, 576]
+    assert facts["edges"][0] == {
+        "name": "x",
+        "dtype": "float32",
+        "shape": "[rows, 8]",
+        "producer": None,
+        "consumers": [0],
+        "result": False,
+    }
+    assert facts["symbols"] == {"rows": {"min": 1, "max": 64}}
+    stage = json.loads(run("inspect", path, "--stage", "1", "--json").stdout)
+    assert [weight["name"] for weight in stage["weights"]][:2] == ["layers.2.weight", "layers.2.bias"]
+    assert json.loads(run("verify", path, "--json").stdout)["ok"] is True
+    assert json.loads(run("verify", path, "--run", "--json").stdout)["difference"] == 0
+    loaded = json.loads(run("load", path, "--json").stdout)
+    assert [stage["device"] for stage in loaded["stages"]] == ["cpu", "cpu"]
+    assert all(stage["bytes_read"] > 576 and stage["seconds"] > 0 for stage in loaded["stages"])
+    assert loaded["difference"] == 0
+
+
+def test_load_runs_the_inputs_of_a_file(folder: Path, tmp_path: Path) -> None:
+    import tower
+
+    x = torch.randn(7, 8)
+    save_file({"x": x}, tmp_path / "in.safetensors")
+    done = run(
+        "load",
+        f"{folder}/tower.stagepack",
+        "--inputs",
+        f"{tmp_path}/in.safetensors",
+        "--outputs",
+        f"{tmp_path}/out.safetensors",
+    )
+    assert done.exit_code == 0, done.stderr
+    with torch.no_grad():
+        assert torch.equal(load_file(tmp_path / "out.safetensors")["output.0"], tower.make()(x)["y"])
+    save_file({"x": torch.randn(65, 8)}, tmp_path / "long.safetensors")
+    assert "x: dimension 0 is 65, allowed is 1 to 64 ('rows')" in fails(
+        "load", f"{folder}/tower.stagepack", "--inputs", f"{tmp_path}/long.safetensors"
+    )
+    assert "expected the inputs x, found y" in _with_inputs(folder, tmp_path, {"y": x})
+
+
+def _with_inputs(folder: Path, tmp_path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    save_file(tensors, tmp_path / "other.safetensors")
+    return fails("load", f"{folder}/tower.stagepack", "--inputs", f"{tmp_path}/other.safetensors")
+
+
+def test_load_takes_one_stage(folder: Path) -> None:
+    path = f"{folder}/tower.stagepack"
+    assert "stage-1.safetensors" in run("load", path, "--stage", "1", "--no-verify").stdout
+    assert "--stage: expected 0 to 1, found 2" in fails("load", path, "--stage", "2")
+    assert run("load", path, "--stage", "1", "--inputs", "x").exit_code == 2
+    assert run("load", path, "--stage", "1", "--device", "cpu", "--device", "cpu").exit_code == 2
+
+
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+from stagepack.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("inspect",), 0, "stages"),
+        (("inspect", "--stage", "0"), 0, "aten.linear.default"),
+        (("verify",), 0, "all rules hold"),
+        (("load",), 1, "the package 'torch' is not installed"),
+    ],
+)
+def test_a_host_without_torch_inspects_and_verifies(
+    arguments: tuple[str, ...], status: int, says: str, folder: Path
+) -> None:
+    command, *more = arguments
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, command, str(folder / "tower.stagepack"), *more],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_opening_a_bundle_imports_no_torch(folder: Path) -> None:
+    code = (
+        "import sys, stagepack; b = stagepack.open(sys.argv[1]); b.graph(0); b.verify(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder / "tower.stagepack")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+def test_inspect_is_many_times_faster_than_importing_torch(folder: Path) -> None:
+    """The bound that users feel is 0.25 s; a ratio holds on slow machines too."""
+    import time
+
+    def seconds(*command: str) -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", *command], check=True, capture_output=True)
+        return time.perf_counter() - started
+
+    inspect = min(
+        seconds("from stagepack.cli import main; main()", "inspect", str(folder / "tower.stagepack")) for _ in range(3)
+    )
+    assert inspect < 0.5 * min(seconds("import torch") for _ in range(2))
