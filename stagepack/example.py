@@ -12,8 +12,8 @@ from stagepack.format.contract import bind
 from stagepack.format.manifest import Signature
 from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.format.weights import TensorSpec
+from stagepack.linearize.tensors import to_bytes
 from stagepack.pack import Tensors
-from stagepack.tensors import to_bytes
 
 SEED = 0  # random models are asked under this seed, here and in every self-check
 

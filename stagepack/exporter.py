@@ -18,10 +18,10 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output
 from stagepack.hugging_face import capture_pretrained, model_files
 from stagepack.linearize import Linearized, linearize
+from stagepack.linearize.tensors import to_bytes
 from stagepack.pack import Origin, Tensors, pack
 from stagepack.split.cut import cut
 from stagepack.split.policy import Assignment, Policy, at_modules, at_positions, by_policy, evenly
-from stagepack.tensors import to_bytes
 
 # Called with one line that says which part of the export begins.
 Progress = Callable[[str], None]

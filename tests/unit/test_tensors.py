@@ -18,7 +18,7 @@ from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.validate import check_graph
 from stagepack.format.weights import ALIGNMENT, PADDING, header, read_index
-from stagepack.tensors import Kind, to_bytes, weight_table
+from stagepack.linearize.tensors import Kind, to_bytes, weight_table
 from stagepack_loaders.torch.weights import WeightCache
 
 CPU = torch.device("cpu")

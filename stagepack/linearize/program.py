@@ -1,0 +1,170 @@
+"""`torch.export.ExportedProgram` -> `Graph`.
+
+Two things change on the way, and nothing else: regions of grad mode and autocast are opened, so that their nodes
+stand in the list and carry the region as their context; and results of several parts get names instead of
+``getitem`` nodes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    OutputKind,
+    SymBoolArgument,
+    SymFloatArgument,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.fx import Node as FxNode
+
+from stagepack.errors import UnsupportedError
+from stagepack.format.graph import Argument, Graph, Value, ValueArg
+from stagepack.format.manifest import Signature
+from stagepack.format.walk import parts
+from stagepack.linearize.body import Body, constant
+from stagepack.linearize.signature import Leaf, signature_of
+from stagepack.linearize.symbols import SymbolTable
+from stagepack.linearize.tables import Tables
+from stagepack.linearize.tensors import Kind, WeightTable, weight_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linearized:
+    """A program as data.
+
+    Attributes:
+        graph: the whole model.
+        signature: how it is called.
+        weights: its weights and where their bytes are.
+        marks: the numbers of the nodes before which ``split_here`` stood.
+        device: the type of the device it was captured on.
+    """
+
+    graph: Graph
+    signature: Signature
+    weights: WeightTable
+    marks: tuple[int, ...]
+    device: str
+
+
+def linearize(program: ExportedProgram, names: Mapping[str, str], forward: Callable[..., Any] | None) -> Linearized:
+    """Turn a program into data.
+
+    `names` gives names to torch's symbols; `forward` is the call of the original model, for its parameters' order and
+    defaults.
+
+    Raises:
+        UnsupportedError: the program holds something that a bundle cannot hold; it is named.
+    """
+    weights = weight_table(_tensors(program))
+    tables = Tables(SymbolTable(program.range_constraints, names), _device(program), weights.values.values())
+    body = Body(tables, program.graph_module)
+    inputs, given = _inputs(program, body, weights)
+    body.convert()
+    results = _results(program, body)
+    graph = Graph(
+        symbols=tables.symbols.symbols,
+        inputs=tuple(inputs),
+        weights=weights.weights,
+        nodes=tuple(body.nodes),
+        outputs=tuple(dict.fromkeys(leaf for leaf in results if isinstance(leaf, str))),
+        subgraphs=tuple(tables.subgraphs),
+        ops=tables.ops,
+        scopes=tables.scopes,
+        contexts=tables.contexts,
+    )
+    signature = signature_of(program, given, results, forward)
+    return Linearized(
+        graph=graph, signature=signature, weights=weights, marks=tuple(tables.marks), device=tables.device
+    )
+
+
+def _inputs(program: ExportedProgram, body: Body, weights: WeightTable) -> tuple[list[Value], list[Leaf]]:
+    """Name what the program is given: the inputs of the graph, and the leaves of the model's call."""
+    inputs: list[Value] = []
+    leaves: list[Leaf] = []
+    for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            body.env[node] = ValueArg(weights.values[str(spec.target)])
+        elif spec.kind != InputKind.USER_INPUT:
+            raise UnsupportedError(f"the input {node.name} is a {spec.kind.name}, which a bundle cannot hold")
+        elif isinstance(spec.arg, ConstantArgument):
+            body.env[node] = constant(spec.arg.value, f"the input {node.name}")
+            leaves.append(spec.arg)
+        else:
+            value = body.value(node.name, node.meta["val"], node)
+            inputs.append(value)
+            body.env[node] = ValueArg(value.name)
+            leaves.append(value.name)
+    return inputs, leaves
+
+
+def _results(program: ExportedProgram, body: Body) -> list[Leaf]:
+    """The leaves of the model's result; what a functional program gives back to be written is written here."""
+    signature = program.graph_signature
+    placeholders = _placeholders(program)
+    buffers = {
+        str(spec.target): placeholders[spec.arg.name] for spec in signature.input_specs if spec.target is not None
+    }
+    leaves: list[Leaf] = []
+    for given, spec in zip(parts(body.result), signature.output_specs, strict=True):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            leaves.append(_result(given, spec.arg))
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
+            body.copy_into(buffers[str(spec.target)], given)
+        elif spec.kind == OutputKind.USER_INPUT_MUTATION:
+            body.copy_into(placeholders[str(spec.target)], given)
+        else:
+            raise UnsupportedError(f"the output {spec.arg.name} is a {spec.kind.name}, which a bundle cannot hold")
+    return leaves
+
+
+def _result(given: Argument, spec: object) -> Leaf:
+    if isinstance(given, ValueArg):
+        return given.name
+    if isinstance(spec, TensorArgument | SymIntArgument | SymFloatArgument | SymBoolArgument):
+        if isinstance(given, None | bool | int | float | str):
+            return ConstantArgument(name="", value=given)
+        raise UnsupportedError(f"the output {spec.name} is not a value")
+    assert isinstance(spec, ConstantArgument)
+    return spec
+
+
+def _placeholders(program: ExportedProgram) -> dict[str, FxNode]:
+    return {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+
+
+def _tensors(program: ExportedProgram) -> dict[str, tuple[Kind, torch.Tensor]]:
+    """The parameters, buffers and constants of a program by fully qualified name, in the model's order."""
+    tensors: dict[str, tuple[Kind, torch.Tensor]] = {}
+    for spec in program.graph_signature.input_specs:
+        name = str(spec.target)
+        if spec.kind == InputKind.PARAMETER:
+            tensors[name] = "parameter", program.state_dict[name]
+        elif spec.kind == InputKind.BUFFER and spec.persistent:
+            tensors[name] = "buffer", program.state_dict[name]
+        elif spec.kind == InputKind.BUFFER:
+            tensors[name] = "non_persistent_buffer", _constant_tensor(program, name)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            tensors[name] = "constant", _constant_tensor(program, name)
+    return tensors
+
+
+def _constant_tensor(program: ExportedProgram, name: str) -> torch.Tensor:
+    held = program.constants[name]
+    if not isinstance(held, torch.Tensor):
+        raise UnsupportedError(f"the constant {name} is a {type(held).__name__}, which a bundle cannot hold")
+    return held
+
+
+def _device(program: ExportedProgram) -> str:
+    """The type of the device that the program was captured on: that of its weights, else of its inputs."""
+    held: Iterable[Any] = [tensor for _, tensor in _tensors(program).values()]
+    inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    types = [tensor.device.type for tensor in (*held, *inputs) if isinstance(tensor, torch.Tensor)]
+    return types[0] if types else "cpu"

@@ -1,0 +1,85 @@
+"""The tables of a graph while it grows: operators, scopes, contexts, subgraphs, and the names that are taken."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.fx import Node as FxNode
+
+from stagepack.format.graph import Context, Op, Scope, Subgraph
+from stagepack.linearize.costs import CostModel
+from stagepack.linearize.operators import describe
+from stagepack.linearize.symbols import SymbolTable
+
+
+class Tables:
+    """What all nodes of one program share.
+
+    Attributes:
+        symbols: the sizes that may change.
+        costs: what nodes cost.
+        device: the type of the device that the program was captured on.
+        subgraphs: the bodies of higher-order operators, those that others use first.
+        marks: the numbers of the nodes before which ``split_here`` stood.
+    """
+
+    def __init__(self, symbols: SymbolTable, device: str, taken: Iterable[str]) -> None:
+        """`taken` are the names of the values that stand for weights."""
+        self.symbols = symbols
+        self.costs = CostModel()
+        self.device = device
+        self.subgraphs: list[Subgraph] = []
+        self.marks: list[int] = []
+        self._rows: list[Op] = []
+        self._ops: dict[Any, int] = {}
+        self._scopes: dict[Scope, int] = {}
+        self._contexts: dict[Context, int] = {}
+        self._taken = set(taken)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The op table."""
+        return tuple(self._rows)
+
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """The scope table."""
+        return tuple(self._scopes)
+
+    @property
+    def contexts(self) -> tuple[Context, ...]:
+        """The context table."""
+        return tuple(self._contexts)
+
+    def op(self, target: Any) -> int:
+        """The index of an operator.
+
+        Raises:
+            UnsupportedError: no bundle can hold it.
+        """
+        if target not in self._ops:
+            self._ops[target] = len(self._rows)
+            self._rows.append(describe(target))
+        return self._ops[target]
+
+    def context(self, context: Context) -> int:
+        """The index of a context."""
+        return self._contexts.setdefault(context, len(self._contexts))
+
+    def scope(self, node: FxNode) -> int:
+        """The index of the module that a node came from."""
+        stack = node.meta.get("nn_module_stack") or {}
+        if not stack:
+            return self._scopes.setdefault(Scope(path=""), len(self._scopes))
+        key, (path, cls) = list(stack.items())[-1]
+        call = key.rpartition("@")[2] if "@" in key else ""
+        name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+        return self._scopes.setdefault(Scope(path=f"{path}@{call}" if call else path, type=name), len(self._scopes))
+
+    def fresh(self, name: str) -> str:
+        """A name that no value has yet, made from another."""
+        candidate, number = name, 0
+        while candidate in self._taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        self._taken.add(candidate)
+        return candidate
