@@ -63,7 +63,7 @@ def call_named(name: str) -> Any:
     if not place:
         raise CaptureError(f"{name}: expected FILE.py:FUNCTION or package.module:FUNCTION")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     except (Exception, SystemExit) as error:
         raise CaptureError(f"{place}: cannot be imported: {type(error).__name__}: {error}") from error
     target = getattr(module, function, None)
@@ -75,12 +75,22 @@ def call_named(name: str) -> Any:
         raise CaptureError(f"{name}: raised {type(error).__name__}: {error}") from error
 
 
+def _import_module(name: str) -> ModuleType:
+    """Import a module by its name, with the current folder on the path, as ``python -m`` does."""
+    _find_in(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _find_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _import_file(path: Path) -> ModuleType:
     """Import a file as a module, with its folder on the path, so that its neighbours can be imported."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _find_in(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"not a Python file: {path}")

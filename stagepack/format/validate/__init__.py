@@ -1,0 +1,13 @@
+"""The rules of the format: what a manifest and a graph must hold beyond their types.
+
+Each check cites the number of its rule in ``schema/SPEC.md`` and reports every problem, not the first.
+"""
+
+from stagepack.format.validate.graph import check_graph as check_graph
+from stagepack.format.validate.manifest import check_manifest as check_manifest
+from stagepack.format.validate.names import MANIFEST_NAME as MANIFEST_NAME
+from stagepack.format.validate.names import SIGNATURE_NAME as SIGNATURE_NAME
+from stagepack.format.validate.names import is_identifier as is_identifier
+from stagepack.format.validate.names import is_tensor_name as is_tensor_name
+from stagepack.format.validate.problems import raise_problems as raise_problems
+from stagepack.format.validate.stage import check_stage as check_stage

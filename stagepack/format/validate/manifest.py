@@ -1,0 +1,137 @@
+"""The rules on the manifest (SPEC M1 to M11, T1 to T4)."""
+
+import itertools
+from collections.abc import Iterator
+
+from stagepack.errors import Problem
+from stagepack.format import limits
+from stagepack.format.manifest import File, Manifest
+from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf, children, tree_leaves
+from stagepack.format.validate.names import (
+    FILE_NAME,
+    MANIFEST_NAME,
+    SHA256,
+    SIGNATURE_NAME,
+    WORD,
+    is_identifier,
+)
+from stagepack.format.validate.problems import Fault, few
+from stagepack.format.validate.sizes import check_symbols, check_type
+
+
+def check_manifest(manifest: Manifest) -> Iterator[Problem]:
+    """Yield the rules M, S and T that a manifest breaks."""
+    for rule, where, message in _manifest(manifest):
+        yield Problem(rule=rule, where=f"{MANIFEST_NAME}: {where}", message=message)
+
+
+def _manifest(manifest: Manifest) -> Iterator[Fault]:
+    if manifest.format != "stagepack":
+        yield "M1", "format", f"expected 'stagepack', found {manifest.format[:80]!r}"
+    if not 1 <= len(manifest.stages) <= limits.STAGES:
+        yield "M4", "stages", f"expected 1 to {limits.STAGES}, found {len(manifest.stages)}"
+    yield from _files(manifest.files)
+    listed = {file.name for file in manifest.files}
+    for number, stage in enumerate(manifest.stages):
+        for name in (stage.graph, *stage.weights):
+            if name not in listed:
+                yield "M6", f"stage {number}", f"uses {name[:80]!r}, which is not among the files"
+        if min(stage.nodes, stage.weight_bytes, stage.flops) < 0:
+            yield "M7", f"stage {number}", "nodes, weight_bytes or flops is negative"
+    yield from check_symbols(manifest.symbols)
+    if any(_too_deep(tree) for tree in _trees(manifest)):
+        yield "L2", "signature", f"containers are nested deeper than {limits.DEPTH}"
+    else:
+        yield from _edges(manifest, {symbol.name for symbol in manifest.symbols})
+        yield from _signature(manifest)
+    if not WORD.fullmatch(manifest.device):
+        yield "M11", "device", f"{manifest.device[:80]!r} is not a device type"
+
+
+def _files(files: tuple[File, ...]) -> Iterator[Fault]:
+    seen = {MANIFEST_NAME, SIGNATURE_NAME}
+    for file in files:
+        where = f"file {file.name[:80]!r}"
+        if not FILE_NAME.fullmatch(file.name):
+            yield "M5", where, "not a plain file name"
+        elif file.name.lower() in seen:
+            yield "M5", where, "the name stands twice, where case is ignored, or has another use"
+        seen.add(file.name.lower())
+        if file.size < 0 or not SHA256.fullmatch(file.sha256):
+            yield "M5", where, "the size or the digest is not one"
+
+
+def _edges(manifest: Manifest, symbols: set[str]) -> Iterator[Fault]:
+    stages = range(len(manifest.stages))
+    seen: set[str] = set()
+    results = {leaf.name for leaf in tree_leaves(manifest.signature.result) if isinstance(leaf, ValueLeaf)}
+    inputs: dict[int, list[str]] = {number: [] for number in stages}
+    outputs: dict[int, list[str]] = {number: [] for number in stages}
+    for edge in manifest.edges:
+        where = f"edge {edge.name[:80]}"
+        if not is_identifier(edge.name) or edge.name in seen:
+            yield "M8", where, "the name is not an identifier, or stands twice"
+        seen.add(edge.name)
+        yield from check_type(edge, symbols, "M8", where)
+        ends = (*(() if edge.producer is None else (edge.producer,)), *edge.consumers)
+        if any(end not in stages for end in ends) or any(a >= b for a, b in itertools.pairwise(ends)):
+            yield "M9", where, f"goes from {edge.producer} to {few(edge.consumers)}: not later stages in order"
+            continue
+        if edge.producer is not None:
+            outputs[edge.producer].append(edge.name)
+            if not edge.consumers and edge.name not in results:
+                yield "M9", where, "nobody uses it"
+        for consumer in edge.consumers:
+            inputs[consumer].append(edge.name)
+    for number in stages:
+        stage = manifest.stages[number]
+        if list(stage.inputs) != inputs[number] or list(stage.outputs) != outputs[number]:
+            yield "M10", f"stage {number}", "its inputs or outputs are not those that the edges give, in their order"
+
+
+def _signature(manifest: Manifest) -> Iterator[Fault]:
+    signature = manifest.signature
+    names = [parameter.name for parameter in signature.parameters]
+    if len(set(names)) != len(names) or any(len(name) > limits.NAME_CHARACTERS for name in names):
+        yield "T1", "signature", "a parameter stands twice, or its name is too long"
+    positional = [parameter.positional for parameter in signature.parameters]
+    if positional != sorted(positional, reverse=True):
+        yield "T1", "signature", "a positional parameter follows one that is not"
+    if any(not parameter.positional and not parameter.keyword for parameter in signature.parameters):
+        yield "T1", "signature", "a parameter can be given neither by position nor by name"
+    trees = [parameter.tree for parameter in signature.parameters]
+    given = [leaf.name for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, ValueLeaf)]
+    inputs = [edge.name for edge in manifest.edges if edge.producer is None]
+    if sorted(given) != sorted(inputs):
+        yield "T2", "signature", f"its parameters hold {few(given)}, the edges into the model are {few(inputs)}"
+    made = {edge.name for edge in manifest.edges}
+    for leaf in tree_leaves(signature.result):
+        if isinstance(leaf, ValueLeaf) and leaf.name not in made:
+            yield "T3", "signature", f"the result holds {leaf.name[:80]!r}, which no edge carries"
+    for tree in _trees(manifest):
+        yield from _containers(tree)
+
+
+def _trees(manifest: Manifest) -> Iterator[Tree]:
+    yield from (parameter.tree for parameter in manifest.signature.parameters)
+    yield manifest.signature.result
+
+
+def _containers(tree: Tree) -> Iterator[Fault]:
+    if isinstance(tree, SequenceTree) and tree.maxlen is not None:
+        if tree.kind != "deque" or tree.maxlen < len(tree.items):
+            yield "T4", "signature", f"a {tree.kind} of {len(tree.items)} items has the maxlen {tree.maxlen}"
+    elif isinstance(tree, DictTree | ObjectTree):
+        keys = [key for key, _ in (tree.items if isinstance(tree, DictTree) else tree.fields)]
+        if len(set(keys)) != len(keys):
+            yield "T4", "signature", f"a key of a container stands twice: {few(keys)}"
+    if isinstance(tree, DictTree) and tree.factory is not None and tree.kind != "defaultdict":
+        yield "T4", "signature", f"a {tree.kind} has a factory"
+    if isinstance(tree, ObjectTree) and len(tree.class_name) > limits.NAME_CHARACTERS:
+        yield "T4", "signature", "the name of a class is too long"
+    for child in children(tree):
+        yield from _containers(child)
+
+
+def _too_deep(tree: Tree, depth: int = 0) -> bool:
+    return depth > limits.DEPTH or any(_too_deep(child, depth + 1) for child in children(tree))

@@ -1,0 +1,202 @@
+"""What a user's own code may do while it is exported: no traceback, no lost output, no half bundle."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import stagepack
+from stagepack.cli import main
+
+MODEL = """
+import torch
+from {helper} import WIDTH
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.last = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+def model():
+    return Net(), (torch.zeros(1, WIDTH),)
+"""
+
+
+def export(*arguments: str) -> Result:
+    """Run the export in this process."""
+    return CliRunner().invoke(main, ["export", *arguments, "-o", "m.stagepack"])
+
+
+def test_a_file_finds_its_neighbours(user: Path) -> None:
+    (user / "code").mkdir()
+    (user / "code" / "helper_a.py").write_text("WIDTH = 3\n")
+    (user / "code" / "net_a.py").write_text(MODEL.format(helper="helper_a"))
+    done = export("code/net_a.py:model", "--stages", "2")
+    assert done.exit_code == 0, done.output
+    assert len(stagepack.open(user / "m.stagepack").stages) == 2
+
+
+def test_a_module_is_found_in_the_current_folder(user: Path) -> None:
+    (user / "package_b").mkdir()
+    (user / "package_b" / "__init__.py").touch()
+    (user / "package_b" / "helper.py").write_text("WIDTH = 3\n")
+    (user / "package_b" / "net.py").write_text(MODEL.format(helper="package_b.helper"))
+    done = export("package_b.net:model")
+    assert done.exit_code == 0, done.output
+    assert {scope.path for scope in stagepack.open(user / "m.stagepack").graph(0).scopes} == {"first", "last"}
+
+
+def test_what_the_code_prints_does_not_mix_with_the_facts(user: Path) -> None:
+    (user / "helper_c.py").write_text("WIDTH = 3\nprint('on import')\n")
+    text = MODEL.format(helper="helper_c").replace("    return Net", "    print('in the factory')\n    return Net")
+    (user / "net_c.py").write_text(
+        text.replace("        return self.last", "        print('in forward')\n        return self.last")
+    )
+    done = export("net_c.py:model", "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["difference"], len(facts["stages"])) == (0, 1)
+    assert done.stderr.splitlines()[:2] == ["on import", "in the factory"]
+    assert set(done.stderr.splitlines()[2:]) == {"in forward"}
+
+
+FAILURES = {
+    "raises": ("raise ValueError('two\\n\\nlines \\x1b[31m')", "raised ValueError: two lines"),
+    "exits": ("import sys; sys.exit('usage: mine')", "raised SystemExit: usage: mine"),
+    "imports": ("import no_such_package_d", "raised ModuleNotFoundError: No module named 'no_such_package_d'"),
+    "recurses": ("return model()", "raised RecursionError"),
+    "asserts": ("assert False", "raised AssertionError"),
+    "returns None": ("return None", "expected a torch.nn.Module, or one and its inputs, found NoneType"),
+    "returns a class": ("return torch.nn.Linear", "expected a torch.nn.Module, or one and its inputs, found type"),
+    "returns three": ("return torch.nn.Linear(2, 2), (), 3", "found tuple"),
+    "inputs are a list": ("return torch.nn.Linear(2, 2), [1]", "a tuple or a dict of example inputs, found list"),
+    "inputs are missing": ("return torch.nn.Linear(2, 2)", "example inputs are missing for input"),
+    "inputs do not fit": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 3),)", "Linear cannot be captured"),
+    "too many inputs": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 2), 1, 2)", "Linear"),
+    "module on meta": ("return torch.nn.Linear(2, 2, device='meta'), (torch.zeros(1, 2),)", "meta"),
+    "data decides": ("return Branch(), (torch.zeros(2),)", "Branch cannot be captured"),
+    "raises while it runs": ("return Bad(), (torch.zeros(2),)", "Bad cannot be captured: not today"),
+}
+
+
+@pytest.mark.parametrize(("body", "says"), FAILURES.values(), ids=FAILURES)
+def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Path) -> None:
+    (user / "net_d.py").write_text(
+        "import torch\n"
+        "class Branch(torch.nn.Module):\n    def forward(self, x):\n        return x if x.sum() > 0 else -x\n"
+        "class Bad(torch.nn.Module):\n    def forward(self, x):\n        raise RuntimeError('not today')\n"
+        f"def model():\n    {body}\n"
+    )
+    done = export("net_d.py:model")
+    assert done.exit_code == 1, done.output
+    assert done.stdout == ""
+    assert done.stderr.startswith("stagepack: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr[:-1].isprintable()
+    assert says in done.stderr
+    assert "a bug in stagepack" not in done.stderr
+    assert [path.name for path in user.iterdir() if path.name != "__pycache__"] == ["net_d.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def model(:\n", "cannot be imported: SyntaxError"),
+        ("import no_such_package_e\n", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package_e'"),
+        ("1 / 0\n", "cannot be imported: ZeroDivisionError"),
+        ("import sys; sys.exit(3)\n", "cannot be imported: SystemExit: 3"),
+        ("model = 3\n", "has no function 'model'"),
+        ("", "has no function 'model'"),
+        ("\0", "cannot be imported: "),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_said_in_one_line(text: str, says: str, user: Path) -> None:
+    (user / "net_e.py").write_text(text)
+    for arguments in (["net_e.py:model"], ["net_e:model"]):
+        done = export(*arguments)
+        sys.modules.pop("net_e", None)
+        assert done.exit_code == 1, done.output
+        assert done.stderr.count("\n") == 1
+        assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("nowhere.py:model", "no such file: nowhere.py"),
+        ("no_such_module_f:model", "No module named 'no_such_module_f'"),
+        ("nowhere.pt2", r"nowhere.pt2: expected a .pt2 file that torch.export.save wrote"),
+        ("./nowhere", "no such folder"),
+        ("empty", "expected a Hugging Face folder with a config.json"),
+        (":model", "expected FILE.py:FUNCTION or package.module:FUNCTION"),
+        ("net:", "cannot be imported"),
+    ],
+)
+def test_a_source_that_is_not_there_is_said_in_one_line(source: str, says: str, user: Path) -> None:
+    (user / "empty").mkdir()
+    done = export(source)
+    assert done.exit_code == 1, done.output
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+    assert not (user / "m.stagepack").exists()
+
+
+def test_a_pt2_file_that_is_something_else_is_said_in_one_line(user: Path) -> None:
+    import torch
+
+    torch.save({"x": 1}, user / "other.pt2")
+    (user / "text.pt2").write_text("text")
+    for name, says in (("other.pt2", "torch.export.load cannot read it"), ("text.pt2", "expected a .pt2 file")):
+        done = export(name)
+        assert done.exit_code == 1, done.output
+        assert done.stderr.count("\n") == 1
+        assert says in done.stderr
+
+
+def test_a_hugging_face_folder_without_transformers_says_what_to_install(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (user / "llama").mkdir()
+    (user / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as Python itself marks a package that must not be found
+    done = export("llama")
+    assert done.exit_code == 1, done.output
+    assert done.stderr == "stagepack: a Hugging Face model needs transformers: pip install 'stagepack[hf]'\n"
+
+
+def test_an_interrupt_ends_the_command_without_a_traceback(user: Path) -> None:
+    (user / "net_g.py").write_text("def model():\n    raise KeyboardInterrupt\n")
+    done = export("net_g.py:model")
+    assert done.exit_code in (1, 130)
+    assert done.output.strip() == "Aborted!"
+    assert not (user / "m.stagepack").exists()
+
+
+@pytest.mark.parametrize("module", ["no_such_module_h", "broken_h", "leaves_h"])
+def test_a_module_to_import_that_fails_is_said_in_one_line(
+    module: str, user: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(user)
+    (user / "broken_h.py").write_text("1 / 0\n")
+    (user / "leaves_h.py").write_text("raise SystemExit(3)\n")
+    for command in (["load", str(sound)], ["verify", "--run", str(sound)]):
+        done = CliRunner().invoke(main, [*command, "--import", module])
+        assert done.exit_code == 1, done.output
+        assert done.stderr.startswith(f"stagepack: --import {module}: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_what_an_imported_module_prints_does_not_mix_with_the_facts(
+    user: Path, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(user)
+    (user / "chatty_i.py").write_text("print('hello')\n")
+    done = CliRunner().invoke(main, ["load", str(sound), "--json", "--import", "chatty_i"])
+    assert json.loads(done.stdout)["difference"] == 0
+    assert done.stderr == "hello\n"
