@@ -52,6 +52,8 @@ def command(
         raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
     if number is not None and len(devices) > 1:
         raise click.UsageError("--stage loads one stage: name one device")
+    if outputs and inputs is None and opened.example is None:
+        fail(f"--outputs: {bundle} has no example to run: pass --inputs")
     import_modules(imports)
     options: dict[str, Any] = {"allow_ops": allow_ops, "verify": not no_verify}
     rows, pipeline = _load(opened, number, list(devices) or ["cpu"], options)
@@ -76,7 +78,7 @@ def command(
         print_line(
             f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}, {facts['seconds']:.3f} s"
         )
-    elif pipeline is not None:
+    elif inputs is not None:
         print_line(f"{inputs}: {facts['outputs']} outputs, {facts['seconds']:.3f} s")
     if outputs:
         print_line(f"wrote {outputs}")

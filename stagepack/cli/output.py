@@ -68,7 +68,7 @@ def import_modules(names: Iterable[str]) -> None:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
                 importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Failure(f"--import {name}: {type(error).__name__}: {error}") from error
 
 

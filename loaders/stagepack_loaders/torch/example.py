@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from stagepack.errors import InputError, StagepackError
+from stagepack.errors import InputError, StagepackError, WriteError
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.manifest import Manifest
 from stagepack.format.reader import Bundle, raise_digest_problems
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, tree_leaves, unflatten
-from stagepack.format.weights import read_index
+from stagepack.format.weights import PADDING, read_index
 from stagepack_loaders.pipeline import Pipeline
 
 INPUT = "input."
@@ -92,7 +92,9 @@ def call(pipeline: Pipeline, given: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def read_inputs(path: Path) -> dict[str, torch.Tensor]:
-    """The inputs in a safetensors file: tensors by edge name, with or without the prefix ``input.``; others are left alone.
+    """The inputs in a safetensors file: tensors by edge name, with or without the prefix ``input.``.
+
+    Outputs and padding are left alone, so that the example of a bundle is such a file too.
 
     Raises:
         InputError: the file is not there, or is no safetensors file.
@@ -102,12 +104,22 @@ def read_inputs(path: Path) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: expected a safetensors file with the inputs: {error}") from None
     # Copies, since what is mapped from a file may begin at any byte, where some kernels add in another order.
-    return {name.removeprefix(INPUT): tensor.clone() for name, tensor in tensors.items() if not name.startswith(OUTPUT)}
+    others = (OUTPUT, PADDING)
+    return {name.removeprefix(INPUT): tensor.clone() for name, tensor in tensors.items() if not name.startswith(others)}
 
 
 def write_outputs(results: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write the results of `call` as a safetensors file."""
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in results.items()}, path)
+    """Write the results of `call` as a safetensors file.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
+    try:
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in results.items()}, path)
+    except (OSError, SafetensorError) as error:
+        raise WriteError(f"{path}: could not be written: {error}") from None
+    except KeyError as error:
+        raise WriteError(f"{path}: could not be written: a safetensors file holds no {error}") from None
 
 
 def _call_of(manifest: Manifest, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,183 @@
+"""The command as a process of its own: pipes, terminals, signals, and machines without torch."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STAGEPACK = str(Path(sys.executable).with_name("stagepack"))
+
+
+def command(
+    *arguments: str, cwd: Path | None = None, stdout: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a pipe."""
+    return subprocess.run(
+        [STAGEPACK, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, cwd=cwd
+    )
+
+
+def test_an_export_is_quiet_in_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef model():\n    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), (torch.ones(1, 4),)\n"
+    )
+    done = command("export", "net.py:model", "-o", "m.stagepack", "--stages", "3", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "captured net.py:model by torch.export.export"
+    assert lines[1].startswith("wrote m.stagepack: 3 stages, ")
+    assert lines[-1] == "loaded it back and ran the example: largest difference from the model 0"
+    assert all(line.isprintable() for line in lines)
+    done = command("load", "m.stagepack", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--json"], ["inspect", "--stage", "1"], ["verify"]])
+def test_facts_are_plain_in_a_pipe(arguments: list[str], sound: Path) -> None:
+    done = command(*arguments, str(sound))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+
+
+def test_nobody_who_reads_on_is_no_error(sound: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = command("inspect", "--json", str(sound), stdout=writer)
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == ""
+
+
+def test_an_output_that_is_full_is_said_in_one_line(sound: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = command("inspect", str(sound), stdout=full.fileno())
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["stagepack: [Errno 28] No space left on device"]
+
+
+def on_a_terminal(*arguments: str) -> tuple[int, str]:
+    """Run the command on a terminal; return its status and all that it showed."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(STAGEPACK, [STAGEPACK, *arguments])  # noqa: S606 - our own command
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # how Linux says that the other end is closed
+            part = b""
+        if not part:
+            break
+        shown += part
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
+
+
+def test_a_terminal_shows_what_goes_on(sound: Path) -> None:
+    status, shown = on_a_terminal("verify", str(sound))
+    assert status == 0
+    assert "\x1b[" in shown
+    assert "verify" in shown
+    assert shown.endswith("\r\n")
+    assert "all rules hold" in shown
+
+
+def test_an_error_on_a_terminal_is_no_traceback_either(sound: Path) -> None:
+    status, shown = on_a_terminal("verify", str(sound.parent))
+    assert status == 1
+    assert "stagepack: " in shown
+    assert "Traceback" not in shown
+
+
+def test_an_interrupt_while_the_model_is_made_leaves_nothing_and_says_little(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import sys, time\ndef model():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    running = subprocess.Popen(
+        [STAGEPACK, "export", "net.py:model", "-o", "m.stagepack"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stderr is not None
+    assert running.stderr.readline() == "ready\n"
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode in (1, 130)
+    assert out == ""
+    assert err.strip() == "Aborted!"
+    assert not (tmp_path / "m.stagepack").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"net.py", "__pycache__"}
+
+
+WITHOUT = """
+import json, sys
+from click.testing import CliRunner
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "transformers", "sympy", "rich", "numpy"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import stagepack
+from stagepack.cli import main
+
+bundle, found = sys.argv[1], {}
+for arguments in json.loads(sys.argv[2]):
+    done = CliRunner().invoke(main, [part.replace("BUNDLE", bundle) for part in arguments])
+    found[" ".join(arguments)] = [done.exit_code, done.stdout, done.stderr]
+opened = stagepack.open(bundle)
+opened.verify()
+found["weights"] = [[weight.names[0] for weight in opened.graph(number).weights] for number in range(len(opened.stages))]
+found["imported"] = sorted({"torch", "transformers", "sympy", "rich", "numpy"} & set(sys.modules))
+print(json.dumps(found))
+"""
+
+
+def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_path: Path) -> None:
+    works = [
+        "inspect BUNDLE",
+        "inspect BUNDLE --json",
+        "inspect BUNDLE --stage 1",
+        "verify BUNDLE",
+        "verify BUNDLE --json",
+    ]
+    lacks = ["load BUNDLE", "load BUNDLE --stage 1", "verify --run BUNDLE", f"export x.py:f -o {tmp_path}/m.stagepack"]
+    helps = ["--help", "export --help", "load --help", "--version"]
+    arguments = json.dumps([line.split() for line in [*works, *lacks, *helps]])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(sound), arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["imported"] == []
+    assert found["weights"][0] == ["embed.weight"]
+    for line in [*works, *helps]:
+        assert (found[line][0], found[line][2]) == (0, ""), line
+    for line in lacks:
+        status, out, err = found[line]
+        assert (status, out) == (1, ""), line
+        assert (
+            err
+            == "stagepack: the package 'torch' is not installed: pip install 'stagepack[hf]' brings torch and transformers\n"
+        )
+
+
+def test_inspecting_imports_no_torch_where_it_is_installed(sound: Path) -> None:
+    code = (
+        "import sys\nfrom stagepack.cli import main\n"
+        "for more in ([], ['--stage', '1'], ['--json']):\n    main(['inspect', sys.argv[1], *more], standalone_mode=False)\n"
+        "main(['verify', sys.argv[1]], standalone_mode=False)\n"
+        "import stagepack\nstagepack.open(sys.argv[1]).verify()\n"
+        "print(sorted({'torch', 'numpy', 'sympy', 'rich', 'transformers', 'safetensors'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(sound)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

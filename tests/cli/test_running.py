@@ -1,0 +1,260 @@
+"""`load` and `verify --run`: what they run, what they compare, and what they say when it does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import stagepack
+from tests.hostile.attack import command_fails, run
+from tests.hostile.forge import Forge, weight_file
+
+IDS = torch.arange(6).reshape(2, 3)
+
+
+@pytest.mark.parametrize("prefix", ["", "input."])
+def test_inputs_and_outputs_are_safetensors_files(prefix: str, sound: Path, tmp_path: Path) -> None:
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    save_file({f"{prefix}ids": ids}, tmp_path / "in.safetensors")
+    done = run(
+        "load", str(sound), "--inputs", str(tmp_path / "in.safetensors"), "--outputs", str(tmp_path / "out.safetensors")
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ""
+    expected = stagepack.load(sound)(ids)
+    found = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(found["output.0"], expected["logits"])
+    assert torch.equal(found["output.1"], expected["calls"])
+
+
+def test_the_recorded_example_can_be_the_inputs(sound: Path, tmp_path: Path) -> None:
+    example = sound / "example.safetensors"
+    done = run("load", str(sound), "--inputs", str(example), "--outputs", str(tmp_path / "out.safetensors"), "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert "difference" not in facts
+    assert facts["outputs"] == 2
+    recorded = {name: tensor for name, tensor in load_file(example).items() if name.startswith("output.")}
+    assert all(torch.equal(tensor, load_file(tmp_path / "out.safetensors")[name]) for name, tensor in recorded.items())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({}, r"expected the inputs ids, found \(none\)"),
+        ({"idz": IDS}, "expected the inputs ids, found idz"),
+        ({"ids": IDS, "more": IDS + 1}, "expected the inputs ids, found "),
+        ({"ids": IDS.float()}, "ids: expected dtype int64, found float32"),
+        ({"ids": IDS[0]}, r"ids: expected 2 dimensions \[batch, 3\], found the shape \[3\]"),
+        ({"ids": IDS[:, :2].contiguous()}, r"ids: dimension 1 is 2, allowed is 3"),
+        ({"ids": torch.zeros(65, 3, dtype=torch.long)}, r"ids: dimension 0 is 65, allowed is 1 to 64 \('batch'\)"),
+        ({"ids": IDS + 100}, "the model fails on these inputs: IndexError: index out of range"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(
+    tensors: dict[str, torch.Tensor], says: str, sound: Path, tmp_path: Path
+) -> None:
+    save_file(tensors, tmp_path / "in.safetensors")
+    out = tmp_path / "out.safetensors"
+    command_fails("load", str(sound), "--inputs", str(tmp_path / "in.safetensors"), "--outputs", str(out), says=says)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"", b"text", b"\xff" * 100, weight_file(b"[]", b""), weight_file(b'{"x": 1}', b"")]
+)
+def test_inputs_that_are_no_safetensors_file_are_said_to_be_none(
+    content: bytes | None, sound: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    command_fails(
+        "load", str(sound), "--inputs", str(path), says=r"in\.safetensors: expected a safetensors file with the inputs"
+    )
+
+
+def test_outputs_that_cannot_be_written_are_said(sound: Path, tmp_path: Path) -> None:
+    for path in (tmp_path / "missing" / "out.safetensors", tmp_path, Path("/proc/out.safetensors")):
+        command_fails("load", str(sound), "--outputs", str(path), says=str(path))
+
+
+class Turning(torch.nn.Module):
+    """Answers with numbers that safetensors has no name for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Make complex numbers."""
+        return torch.complex(x, x)
+
+
+def test_outputs_of_a_type_that_the_file_cannot_hold_are_said(tmp_path: Path) -> None:
+    stagepack.export(Turning(), (torch.ones(2, dtype=torch.float64),), out=tmp_path / "m.stagepack")
+    out = tmp_path / "out.safetensors"
+    command_fails("load", str(tmp_path / "m.stagepack"), "--outputs", str(out), says=r"holds no torch\.complex128")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_one_stage_is_loaded_from_its_own_files(stage: int, sound: Path) -> None:
+    facts = json.loads(run("load", str(sound), "--stage", str(stage), "--device", "cpu", "--json").stdout)
+    (row,) = facts["stages"]
+    bundle = stagepack.open(sound)
+    entry = bundle.stages[stage]
+    assert row["stage"] == stage
+    assert row["device"] == "cpu"
+    assert row["files"] == [entry.graph, *entry.weights]
+    assert row["bytes_read"] == sum(bundle.files[name].size for name in row["files"])
+    assert "difference" not in facts
+
+
+def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(forge: Forge) -> None:
+    forge.flip("stage-1.safetensors", (forge / "stage-1.safetensors").stat().st_size - 2, bit=5)
+    command_fails("load", str(forge.path), says=r"stage-1\.safetensors: the content was changed")
+    done = run("load", str(forge.path), "--no-verify", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["difference"] > 0
+
+
+def without_example(forge: Forge) -> None:
+    """Take the example out of a bundle."""
+    (forge / "example.safetensors").unlink()
+    forge.edit(
+        lambda fields: fields.update(files=[file for file in fields["files"] if file["name"] != "example.safetensors"])
+    )
+
+
+def test_a_bundle_without_an_example_is_loaded_and_not_run(forge: Forge) -> None:
+    without_example(forge)
+    done = run("load", str(forge.path))
+    assert done.exit_code == 0, done.output
+    assert "example" not in done.stdout
+    assert "difference" not in json.loads(run("load", str(forge.path), "--json").stdout)
+    assert run("verify", str(forge.path)).exit_code == 0
+    command_fails("verify", "--run", str(forge.path), says="the bundle has no example to run")
+    command_fails("load", str(forge.path), "--outputs", "out.safetensors", says="has no example to run: pass --inputs")
+
+
+def example(forge: Forge, **tensors: torch.Tensor) -> None:
+    """Change tensors of the example, and list its file so."""
+    held = {
+        name: tensor for name, tensor in load_file(forge / "example.safetensors").items() if not name.startswith("__")
+    }
+    fields: dict[str, Any] = {}
+    data = b""
+    for name, tensor in (held | {name.replace("_", "."): tensor for name, tensor in tensors.items()}).items():
+        data += bytes(-len(data) % 64)
+        content = tensor.contiguous().numpy().tobytes()
+        if fields and (end := max(entry["data_offsets"][1] for entry in fields.values())) != len(data):
+            fields[f"__padding__{len(fields)}"] = {
+                "dtype": "U8",
+                "shape": [len(data) - end],
+                "data_offsets": [end, len(data)],
+            }
+        dtype = {"float32": "F32", "int64": "I64"}[str(tensor.dtype).removeprefix("torch.")]
+        fields[name] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
+        data += content
+    forge.replace("example.safetensors", weight_file(json.dumps(fields).encode(), data))
+
+
+def test_an_example_with_other_numbers_shows_the_difference(forge: Forge) -> None:
+    example(forge, output_1=torch.tensor([5.0]))
+    for command in ("load", "verify"):
+        done = run(command, str(forge.path), *(["--run"] if command == "verify" else []), "--json")
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["difference"] == 4.0
+
+
+@pytest.mark.parametrize("recorded", [torch.ones(1, 1), torch.ones(1, dtype=torch.int64), torch.tensor([float("nan")])])
+def test_an_example_of_another_kind_fails_the_check(recorded: torch.Tensor, forge: Forge) -> None:
+    example(forge, output_1=recorded)
+    command_fails("verify", "--run", str(forge.path), says="answers its example with other shapes, types or values")
+    done = run("verify", "--run", str(forge.path), "--json")
+    assert done.exit_code == 1
+    facts = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert (facts["ok"], facts["difference"]) == (False, None)
+    facts = json.loads(run("load", str(forge.path), "--json").stdout, parse_constant=pytest.fail)
+    assert facts["difference"] is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (IDS + 1000, "the model fails on these inputs: IndexError"),
+        (IDS.float(), "ids: expected dtype int64, found float32"),
+        (IDS[:, :1], "ids: dimension 1 is 1, allowed is 3"),
+    ],
+)
+def test_an_example_whose_inputs_do_not_fit_is_said(ids: torch.Tensor, says: str, forge: Forge) -> None:
+    example(forge, input_ids=ids)
+    for command in (["load"], ["verify", "--run"]):
+        command_fails(*command, str(forge.path), says=says)
+
+
+def test_an_example_that_is_no_weight_file_is_refused(forge: Forge) -> None:
+    for content in (
+        b"",
+        b"text",
+        weight_file(b'{"x": 1}', b""),
+        weight_file(b'{"x":{"dtype":"X","shape":[],"data_offsets":[0,0]}}', b""),
+    ):
+        forge.replace("example.safetensors", content)
+        for command in (["verify"], ["verify", "--run"], ["load"]):
+            command_fails(*command, str(forge.path), says=r"example\.safetensors: ")
+
+
+def test_verify_says_in_json_which_rules_are_broken(forge: Forge) -> None:
+    forge.edit_graph(1, lambda fields: fields["nodes"][0].update(op=9))
+    (forge / "extra").touch()
+    done = run("verify", str(forge.path), "--json")
+    assert done.exit_code == 1
+    facts = json.loads(done.stdout)
+    assert facts["ok"] is False
+    assert [problem["where"] for problem in facts["problems"]] == ["extra"]
+    (forge / "extra").unlink()
+    done = run("verify", str(forge.path), "--json")
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert problem["where"] == "stage-1.msgpack: node 0"
+    assert problem["message"] == "op 9 is not in the table"
+    assert problem["rule"] in done.stderr
+
+
+def test_verify_says_how_many_files_hold_and_the_digest(sound: Path) -> None:
+    done = run("verify", str(sound))
+    bundle = stagepack.open(sound)
+    assert done.stdout == f"{sound}: {len(bundle.files) + 1} files and all rules hold, sha256 {bundle.digest}\n"
+    assert len(bundle.files) + 1 == len(list(sound.iterdir()))
+
+
+def test_inspect_tells_what_the_bundle_tells(sound: Path) -> None:
+    facts = json.loads(run("inspect", str(sound), "--json").stdout)
+    bundle = stagepack.open(sound)
+    assert facts["digest"] == bundle.digest
+    assert facts["version"] == bundle.manifest.version
+    assert facts["symbols"] == {"batch": {"min": 1, "max": 64}}
+    assert [stage["weight_bytes"] for stage in facts["stages"]] == [stage.weight_bytes for stage in bundle.stages]
+    assert [stage["state"] for stage in facts["stages"]] == [[], [], ["calls"]]
+    assert [edge["name"] for edge in facts["edges"] if edge["result"]] == ["div", "mul_1"]
+    assert [(edge["producer"], edge["consumers"]) for edge in facts["edges"]][:2] == [(None, [0]), (0, [1])]
+    assert facts["bytes"] == sum(file.size for file in bundle.manifest.files)
+    text = run("inspect", str(sound)).stdout
+    assert all(edge.name in text for edge in bundle.edges)
+    assert bundle.digest in text
+    assert "stage 2 writes calls" in text
+
+
+def test_inspect_of_a_stage_lists_its_nodes_and_weights(sound: Path) -> None:
+    facts = json.loads(run("inspect", str(sound), "--stage", "2", "--json").stdout)
+    graph = stagepack.open(sound).graph(2)
+    assert [node["op"] for node in facts["nodes"]] == [graph.ops[node.op].name for node in graph.nodes]
+    tied = next(weight for weight in facts["weights"] if weight["also"])
+    assert {tied["name"], *tied["also"]} == {"embed.weight", "head.weight"}
+    text = run("inspect", str(sound), "--stage", "2").stdout
+    assert "aten.add_.Tensor" in text
+    assert "\x1b" not in text

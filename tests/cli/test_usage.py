@@ -1,0 +1,71 @@
+"""Wrong usage ends with status 2 and a hint, before anything is read or imported; help is there for each command."""
+
+import pytest
+from click.testing import CliRunner
+
+from stagepack.cli import main
+
+COMMANDS = ["export", "inspect", "load", "verify"]
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_the_help_lists_the_commands(flag: str) -> None:
+    done = CliRunner().invoke(main, [flag])
+    assert done.exit_code == 0
+    assert all(f"\n  {command} " in done.output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_the_help_of_a_command_describes_its_options(command: str, flag: str) -> None:
+    done = CliRunner().invoke(main, [command, flag], terminal_width=200)
+    assert done.exit_code == 0
+    assert done.output.startswith("Usage: ")
+    options = [line for line in done.output.splitlines() if line.startswith("  -")]
+    assert options
+    assert all(len(line.split("  ", 2)[2].strip()) > 0 or line.endswith("]") for line in options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["--nonsense"], "No such option"),
+        *(([command], "Missing argument") for command in COMMANDS),
+        *(([command, "x", "--nonsense"], "No such option") for command in COMMANDS),
+        *(([command, "x", "y"], "unexpected extra argument") for command in COMMANDS if command != "export"),
+        (["export", "x"], "Missing option '-o' / '--out'"),
+        (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range x>=1"),
+        (["export", "x", "-o", "y", "--stages", "two"], "'two' is not a valid integer"),
+        (["export", "x", "-o", "y", "--stages", "2", "--split-at", "a"], "exclude each other"),
+        (["inspect", "x", "--stage", "one"], "'one' is not a valid integer"),
+        (["load", "x", "--device"], "requires an argument"),
+    ],
+)
+def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(("Usage: ", "Error: "))
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stage", "1", "--inputs", "x"], "leave out --stage"),
+        (["--stage", "1", "--outputs", "x"], "leave out --stage"),
+        (["--stage", "1", "--device", "cpu", "--device", "cpu"], "name one device"),
+    ],
+)
+def test_options_that_exclude_each_other_are_wrong_usage(arguments: list[str], says: str, sound: object) -> None:
+    done = CliRunner().invoke(main, ["load", str(sound), *arguments])
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    from importlib.metadata import version
+
+    assert CliRunner().invoke(main, ["--version"]).output.strip().endswith(version("stagepack"))
