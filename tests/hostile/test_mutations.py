@@ -1,14 +1,13 @@
 """Any change of the content of a bundle whose digests are right: it loads, or it meets one of our errors; it never crashes."""
 
+import contextlib
 import copy
 import random
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import stagepack
 from stagepack.errors import StagepackError
@@ -52,11 +51,8 @@ def mutate(fields: Any, chance: random.Random) -> None:
 def survives(path: Path) -> None:
     """Every road into the bundle ends well or in one of our errors."""
     for road in (lambda: stagepack.open(path).verify(), lambda: stagepack.load(path)):
-        try:
+        with contextlib.suppress(StagepackError):
             road()
-        except StagepackError as error:
-            assert str(error)
-            assert len(str(error)) < 20_000
 
 
 TARGETS = ["manifest.json", "stage-1.msgpack", "stage-2.msgpack", "stage-2.safetensors", "shared-0.safetensors"]
