@@ -74,6 +74,10 @@ class Bundle:
         """The files that the manifest lists, by name."""
         return {file.name: file for file in self.manifest.files}
 
+    @cached_property
+    def _edge(self) -> dict[str, Edge]:
+        return {edge.name: edge for edge in self.edges}
+
     @property
     def example(self) -> Path | None:
         """The file with the example's inputs and results, if the bundle has one."""
@@ -89,8 +93,7 @@ class Bundle:
         name = self.stages[stage].graph
         content = self.read(name)
         graph = decode_graph(content, name, newer=is_newer(self.manifest.version))
-        edges = {edge.name: edge for edge in self.edges}
-        raise_problems(itertools.chain(check_graph(graph, name), check_stage(graph, self.stages[stage], edges)))
+        raise_problems(itertools.chain(check_graph(graph, name), check_stage(graph, self.stages[stage], self._edge)))
         return graph
 
     def read(self, name: str) -> bytes:

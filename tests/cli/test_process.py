@@ -1,5 +1,6 @@
 """The command as a process of its own: pipes, terminals, signals, and machines without torch."""
 
+import contextlib
 import json
 import os
 import pty
@@ -63,20 +64,15 @@ def test_an_output_that_is_full_is_said_in_one_line(sound: Path) -> None:
 
 def on_a_terminal(*arguments: str) -> tuple[int, str]:
     """Run the command on a terminal; return its status and all that it showed."""
-    child, terminal = pty.fork()
-    if child == 0:
-        os.execv(STAGEPACK, [STAGEPACK, *arguments])  # noqa: S606 - our own command
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen([STAGEPACK, *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
     shown = b""
-    while True:
-        try:
-            part = os.read(terminal, 4096)
-        except OSError:  # how Linux says that the other end is closed
-            part = b""
-        if not part:
-            break
-        shown += part
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), shown.decode()
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    return running.wait(), shown.decode()
 
 
 def test_a_terminal_shows_what_goes_on(sound: Path) -> None:

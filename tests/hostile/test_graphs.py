@@ -54,8 +54,22 @@ def operator(name: str, schema: str | None = None) -> Callable[[Forge], None]:
 
 
 def argument(value: Any) -> Callable[[Forge], None]:
-    """Give gelu one more argument."""
-    return put("nodes", GELU, "kwargs", value=[["approximate", "tanh"], ["more", value]])
+    """Give gelu something else for its text."""
+    return put("nodes", GELU, "kwargs", value=[["approximate", value]])
+
+
+def call(positional: int, *names: str) -> Callable[[Forge], None]:
+    """Call gelu with other arguments."""
+
+    def change(fields: dict[str, Any]) -> None:
+        node = fields["nodes"][GELU]
+        node["args"] = [["value", "linear"]] * positional
+        node["kwargs"] = [[name, "tanh"] for name in names]
+        for key in ("args", "kwargs"):
+            if not node[key]:
+                del node[key]
+
+    return graph(change)
 
 
 def context(*contexts: dict[str, Any]) -> Callable[[Forge], None]:
@@ -234,6 +248,30 @@ ATTACKS = [
         "namespaces hidden from the caller",
         put("ops", GELU, "name", value="mylib.evil.default"),
         "the manifest gives the namespaces none",
+    ),
+    *(
+        case(
+            f"call of {positional} {names}",
+            call(positional, *names),
+            "gelu.default takes self, approximate; a node gives it",
+            OperatorError,
+            Seen.LOAD,
+        )
+        for positional, names in [
+            (0, []),
+            (0, ["approximate"]),
+            (2, []),
+            (1, ["self"]),
+            (1, ["more"]),
+            (3, ["approximate"]),
+        ]
+    ),
+    case(
+        "call of a function with too little",
+        operator("operator.add"),
+        "add takes a, b; a node gives it 1",
+        OperatorError,
+        Seen.LOAD,
     ),
     case("operator twice", put("ops", GELU, "name", value="aten.linear.default"), "'aten.linear.default' stands twice"),
     case("operator number", put("nodes", 0, "op", value=9), "op 9 is not in the table"),

@@ -37,6 +37,7 @@ from stagepack.format.graph import (
 )
 from stagepack.format.walk import leaves, values_made, values_used
 from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.ops import check_call
 from stagepack_loaders.torch.regions import run_with_autocast, run_with_grad_mode
 
 
@@ -46,7 +47,7 @@ def build(graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.dev
     `targets` are the operators of the op table; `device` is what the graph calls its own device.
 
     Raises:
-        OperatorError: a dtype, layout or memory format does not exist in this torch.
+        OperatorError: a dtype, layout or memory format does not exist in this torch, or a call does not fit its operator.
         DeviceError: the graph names a device that this machine does not have.
     """
     builder = _Builder(graph, targets, device)
@@ -107,6 +108,7 @@ class _Body:
     def call(self, node: Node) -> None:
         """Append a call, and take a result of several parts apart."""
         target = self.builder.targets[node.op]
+        check_call(self.builder.graph.ops[node.op].name, target, len(node.args), [name for name, _ in node.kwargs])
         args = tuple(map(self.argument, node.args))
         kwargs = {name: self.argument(argument) for name, argument in node.kwargs}
         name = next(iter(values_made(node)), None) if not node.unpack else None

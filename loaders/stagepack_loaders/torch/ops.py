@@ -3,10 +3,12 @@
 Only ATen and prims, the closed sets of Python and higher-order operators, and the namespaces that the caller names.
 """
 
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +37,48 @@ def resolve(ops: Iterable[Op], allow: Collection[str], where: str) -> list[Calla
     if problems:
         raise OperatorError(f"{where}: {'; '.join(problems)}")
     return found
+
+
+def check_call(name: str, target: Callable[..., Any], positional: int, keywords: Collection[str]) -> None:
+    """Refuse a call that the operator's schema does not take; what higher-order operators take, only they can tell.
+
+    Raises:
+        OperatorError: an argument is missing, unknown or given twice, or there are too many by position.
+    """
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return
+    parameters = _parameters(target)
+    by_position = [parameter.name for parameter in parameters if parameter.by_position]
+    given = {*by_position[:positional], *keywords}
+    fits = positional <= len(by_position) and len(given) == positional + len(keywords)
+    fits = fits and {parameter.name for parameter in parameters if parameter.by_name}.issuperset(keywords)
+    if not fits or any(parameter.needed and parameter.name not in given for parameter in parameters):
+        takes = ", ".join(parameter.name for parameter in parameters)
+        found = f"{positional} by position and {sorted(keywords)} by name"
+        raise OperatorError(f"the operator {name} takes {takes}; a node gives it {found}")
+
+
+class _Parameter(NamedTuple):
+    name: str
+    by_position: bool
+    by_name: bool
+    needed: bool
+
+
+@functools.cache
+def _parameters(target: Callable[..., Any]) -> list[_Parameter]:
+    """The parameters of an operator in order."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [
+            _Parameter(argument.name, not argument.kwarg_only, by_name=True, needed=not argument.has_default_value())
+            for argument in target._schema.arguments
+        ]
+    return [
+        _Parameter(
+            parameter.name, True, parameter.kind != parameter.POSITIONAL_ONLY, parameter.default is parameter.empty
+        )
+        for parameter in inspect.signature(target).parameters.values()
+    ]
 
 
 def _find(op: Op, allow: Collection[str]) -> Callable[..., Any]:
