@@ -34,6 +34,12 @@ def fail(message: str) -> NoReturn:
     raise Failure(message)
 
 
+def _drop_output() -> None:
+    """What could not be printed must not be tried again when Python ends, which would change the exit status."""
+    with contextlib.suppress(OSError, ValueError):  # where standard output is no file, nothing is tried again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Turn errors into one line and exit status 1."""
 
@@ -46,6 +52,8 @@ def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
         except BrokenPipeError:
             raise  # click ends the command without a word when nobody reads on
         except OSError as error:
+            if error.filename is None:
+                _drop_output()
             fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except ModuleNotFoundError as error:
             fail(
