@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.format.reader import Bundle as open  # noqa: N813 - `stagepack.open` is the name users look for
     from stagepack.markers import split_here as split_here
+    from stagepack.plan_file import read_plan as read_plan
+    from stagepack.recutter import recut as recut
     from stagepack.split.policy import PolicyNode as PolicyNode
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
@@ -26,10 +28,24 @@ _HOMES = {
     "load": ("stagepack_loaders.load", "load"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
     "open": ("stagepack.format.reader", "Bundle"),
+    "read_plan": ("stagepack.plan_file", "read_plan"),
+    "recut": ("stagepack.recutter", "recut"),
     "split_here": ("stagepack.markers", "split_here"),
 }
 
-__all__ = ["Bundle", "Inputs", "PolicyNode", "errors", "export", "load", "load_stage", "open", "split_here"]
+__all__ = [
+    "Bundle",
+    "Inputs",
+    "PolicyNode",
+    "errors",
+    "export",
+    "load",
+    "load_stage",
+    "open",
+    "read_plan",
+    "recut",
+    "split_here",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,61 +3,30 @@
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 from stagepack.capture import Capture, Inputs, capture_module, capture_program, dimension_names, load_program
-from stagepack.errors import CaptureError, CutError
+from stagepack.errors import CaptureError
 from stagepack.example import SEED, record_example
-from stagepack.format.graph import Graph
 from stagepack.format.manifest import Producer
+from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output
-from stagepack.hugging_face import capture_pretrained, model_files
+from stagepack.hugging_face import capture_pretrained, capture_transformers, is_of_transformers, model_files
 from stagepack.linearize import Linearized, linearize
 from stagepack.linearize.tensors import to_bytes
 from stagepack.pack import Origin, Tensors, pack
-from stagepack.split.cut import cut
-from stagepack.split.policy import Assignment, Policy, at_modules, at_positions, by_policy, evenly
+from stagepack.split.assemble import whole
+from stagepack.split.costs import costs_of
+from stagepack.split.cut import Cut, Sharing
+from stagepack.split.policy import Policy
+from stagepack.where import Where
 
 # Called with one line that says which part of the export begins.
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """Where to cut: one of the four, or none of them for the marks in the model's code, else one stage."""
-
-    stages: int | None = None
-    split_at: Sequence[str] = ()
-    policy: Policy | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse more than one way to cut."""
-        given = [
-            name
-            for name, value in (("stages", self.stages), ("split_at", self.split_at), ("policy", self.policy))
-            if value
-        ]
-        if len(given) > 1:
-            raise CutError(f"expected one way to cut, found {' and '.join(given)}: choose one")
-
-    def assign(self, graph: Graph, marks: Sequence[int], stored_bytes: Mapping[str, int]) -> Assignment:
-        """The stage of each node.
-
-        Raises:
-            CutError: the graph cannot be cut so.
-        """
-        if self.policy is not None:
-            return by_policy(graph, self.policy)
-        if self.split_at:
-            return at_modules(graph, self.split_at)
-        if self.stages is not None:
-            return evenly(graph, self.stages, stored_bytes)
-        return at_positions(graph, marks)
 
 
 def export(
@@ -69,6 +38,10 @@ def export(
     stages: int | None = None,
     split_at: Sequence[str] = (),
     policy: Policy | None = None,
+    plan: Plan | None = None,
+    memory: Sequence[int | str] = (),
+    speeds: Sequence[float] = (),
+    shared: Sharing = "replicate",
     dynamic_shapes: Any = None,
     overwrite: bool = False,
 ) -> Bundle:
@@ -79,9 +52,14 @@ def export(
         args: example inputs by position, as ``torch.export.export`` takes them.
         kwargs: example inputs by name.
         out: the folder to write; it must not exist unless `overwrite` is true.
-        stages: cut into this many stages of about equal weight bytes.
+        stages: cut into this many stages, so that the slowest is as fast as possible.
         split_at: names of modules; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
+        plan: a plan: of another bundle, or read by `stagepack.read_plan`.
+        memory: with `stages`: what the device of each stage has, in bytes or as ``"24GiB"``.
+        speeds: with `stages`: how fast the device of each stage is, relative to the others.
+        shared: a weight that several stages use is held by each of them ("replicate"), or held by the first and sent at each
+            call ("transmit").
         dynamic_shapes: the sizes that may change, as ``torch.export.export`` takes them.
         overwrite: replace a bundle that is there.
 
@@ -96,11 +74,18 @@ def export(
         WriteError: the disk is full or the like.
     """
     check_output(out, overwrite=overwrite)
+    where = Where(
+        stages=stages,
+        split_at=split_at,
+        policy=policy,
+        plan=plan,
+        memory=memory,
+        speeds=speeds,
+        shared=shared,
+    )
     inputs = Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
     capture = capture_source(model, inputs)
-    return export_capture(
-        capture, out=out, where=Where(stages=stages, split_at=split_at, policy=policy), overwrite=overwrite
-    )
+    return export_capture(capture, out=out, where=where, overwrite=overwrite)
 
 
 def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[str], inputs: Inputs) -> Capture:
@@ -110,7 +95,7 @@ def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[
         CaptureError: it cannot be captured.
     """
     if isinstance(model, torch.nn.Module):
-        return capture_module(model, inputs)
+        return capture_transformers(model, inputs) if is_of_transformers(model) else capture_module(model, inputs)
     if isinstance(model, ExportedProgram):
         return capture_program(model, inputs)
     if isinstance(model, str | os.PathLike):
@@ -131,16 +116,36 @@ def export_capture(
     """Write a captured model as a bundle; see `export`."""
     check_output(out, overwrite=overwrite)
     progress("linearize")
-    forward = capture.model.forward if capture.model is not None else None
-    linear = linearize(capture.program, dimension_names(capture), forward)
+    linear = _linearize(capture)
     progress("cut")
-    stored_bytes = {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()}
-    stages = cut(linear.graph, where.assign(linear.graph, linear.marks, stored_bytes))
+    stages, plan = _cut(linear, where)
     progress("run the example")
     example = record_example(capture, linear.signature)
     progress("write")
-    pack(out, stages, _tensors(linear), example, _origin(linear, model_files(capture.model)), overwrite=overwrite)
+    origin = _origin(linear, plan, model_files(capture.model))
+    pack(out, stages, _tensors(linear), example, origin, overwrite=overwrite)
     return Bundle(out)
+
+
+def plan_capture(capture: Capture, where: Where) -> tuple[Cut, Plan]:
+    """The cut that `export_capture` would write, and what it costs.
+
+    Raises:
+        UnsupportedError: the capture holds something that a bundle cannot hold.
+        CutError: the model cannot be cut as asked.
+    """
+    return _cut(_linearize(capture), where)
+
+
+def _linearize(capture: Capture) -> Linearized:
+    forward = capture.model.forward if capture.model is not None else None
+    return linearize(capture.program, dimension_names(capture), forward)
+
+
+def _cut(linear: Linearized, where: Where) -> tuple[Cut, Plan]:
+    graph = whole(linear.graph)
+    costs = costs_of(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()})
+    return where.cut(graph, costs, linear.marks)
 
 
 def _tensors(linear: Linearized) -> Tensors:
@@ -150,12 +155,13 @@ def _tensors(linear: Linearized) -> Tensors:
     )
 
 
-def _origin(linear: Linearized, files: Mapping[str, bytes]) -> Origin:
+def _origin(linear: Linearized, plan: Plan, files: Mapping[str, bytes]) -> Origin:
     producer = Producer(stagepack=importlib.metadata.version("stagepack"), torch=str(torch.__version__).split("+")[0])
     return Origin(
         signature=linear.signature,
         symbols=linear.graph.symbols,
         producer=producer,
+        plan=plan,
         device=linear.device,
         seed=SEED,
         files=files,

@@ -52,10 +52,31 @@ def capture_pretrained(source: str, inputs: Inputs) -> Capture:
     raise CaptureError(f"{source}: {'; '.join(dict.fromkeys(reasons))}")
 
 
-def model_files(model: torch.nn.Module | None) -> dict[str, bytes]:
-    """The configuration files with which stock ``from_pretrained`` opens a bundle; none for a model that is not of transformers."""
+def capture_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
+    """Capture a model of transformers: by ``torch.export.export`` as it stands, or where that fails by transformers' own exporter.
+
+    Raises:
+        CaptureError: neither way works; the message has both reasons.
+    """
+    try:
+        return capture_module(model, inputs)
+    except CaptureError as error:
+        reason = error
+    try:
+        return _capture(model, inputs, _PATCHED)
+    except CaptureError as error:
+        raise CaptureError(f"{reason}; {_PATCHED}: {error}") from error
+
+
+def is_of_transformers(model: object) -> bool:
+    """Whether a module is a model of transformers, which is not imported to find out."""
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def model_files(model: Any) -> dict[str, bytes]:
+    """The configuration files with which stock ``from_pretrained`` opens a bundle; none for a model that is not of transformers."""
+    if not is_of_transformers(model):
         return {}
     fields = {
         **model.config.to_diff_dict(),

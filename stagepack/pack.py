@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZEROS
-from stagepack.format.graph import Graph
 from stagepack.format.manifest import Manifest, Producer, Signature, Stage
 from stagepack.format.operators import NAMESPACES, namespace
+from stagepack.format.plan import Plan
 from stagepack.format.reader import EXAMPLE_NAME
 from stagepack.format.shapes import Symbol
 from stagepack.format.validate import check_graph, raise_problems
@@ -21,7 +21,7 @@ from stagepack.format.version import VERSION
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter, Pieces
 from stagepack.split.bonds import written_weights
-from stagepack.split.cut import Cut
+from stagepack.split.cut import Cut, CutStage
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -39,6 +39,7 @@ class Origin:
     """What a bundle says of the model besides its stages.
 
     Attributes:
+        plan: how the model is cut.
         device: the type of the device that it was captured on.
         files: further files to keep, by name, such as ``config.json``.
     """
@@ -46,6 +47,7 @@ class Origin:
     signature: Signature
     symbols: tuple[Symbol, ...]
     producer: Producer
+    plan: Plan
     device: str
     seed: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -61,7 +63,9 @@ def pack(
         OutputExistsError: `out` exists, and is not to be or cannot be overwritten.
         WriteError: the disk is full or the like.
     """
-    stored = [dict.fromkeys(weight.stored for weight in stage.weights) for stage in cut.stages]
+    stored = [
+        dict.fromkeys(weight.stored for weight in stage.graph.weights if not weight.zeros) for stage in cut.stages
+    ]
     users: dict[str, list[int]] = {}
     for number, names in enumerate(stored):
         for name in names:
@@ -69,8 +73,8 @@ def pack(
     placed = _place(users)
     with BundleWriter(out, overwrite=overwrite) as writer:
         stages = []
-        for number, graph in enumerate(cut.stages):
-            name = f"stage-{number}.msgpack"
+        for number, stage in enumerate(cut.stages):
+            name, graph = f"stage-{number}.msgpack", stage.graph
             raise_problems(check_graph(graph, name))
             writer.write(name, [encode_graph(graph)])
             files = dict.fromkeys(
@@ -78,9 +82,7 @@ def pack(
                     (placed[tensor] for tensor in stored[number]), key=lambda file: (file.startswith("shared"), file)
                 )
             )
-            stages.append(
-                _stage(graph, name, tuple(files), sum(weights.specs[tensor].nbytes for tensor in stored[number]))
-            )
+            stages.append(_entry(stage, name, tuple(files), weights))
         for file in dict.fromkeys(placed.values()):
             writer.write_tensors(file, (weights.specs[name] for name in placed if placed[name] == file), weights.read)
         if example.specs:
@@ -99,6 +101,7 @@ def pack(
                 files=(),
                 sha256=ZEROS,
                 device=origin.device,
+                plan=origin.plan,
                 symbols=origin.symbols,
                 seed=origin.seed,
             )
@@ -117,23 +120,29 @@ def _place(users: Mapping[str, list[int]]) -> dict[str, str]:
     return placed
 
 
-def _stage(graph: Graph, name: str, files: tuple[str, ...], weight_bytes: int) -> Stage:
+def _entry(stage: CutStage, name: str, files: tuple[str, ...], weights: Tensors) -> Stage:
+    graph = stage.graph
+    held = dict.fromkeys(weight.stored for weight in graph.weights)
     return Stage(
         graph=name,
         weights=files,
         inputs=tuple(value.name for value in graph.inputs),
         outputs=graph.outputs,
         nodes=len(graph.nodes),
-        weight_bytes=weight_bytes,
+        weight_bytes=sum(weights.specs[name].nbytes for name in held),
         flops=sum(node.cost.flops for node in graph.nodes),
         namespaces=tuple(sorted({namespace(op.name) for op in graph.ops} - NAMESPACES)),
         state=written_weights(graph),
+        added=stage.added,
+        places=stage.places,
     )
 
 
 def _index(cut: Cut, placed: Mapping[str, str], weights: Tensors) -> dict[str, bytes]:
     """The index that makes a bundle a plain sharded checkpoint: the parameters and persistent buffers, and their files."""
-    kinds = {weight.stored: weight.kind for stage in cut.stages for weight in stage.weights if weight.base is None}
+    kinds = {
+        weight.stored: weight.kind for stage in cut.stages for weight in stage.graph.weights if weight.base is None
+    }
     listed = {name: file for name, file in placed.items() if kinds.get(name) in ("parameter", "buffer")}
     if not listed:
         return {}

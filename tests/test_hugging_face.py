@@ -11,7 +11,8 @@ import transformers
 import stagepack
 from stagepack.capture import Inputs
 from stagepack.errors import CaptureError
-from stagepack.exporter import Where, export_capture
+from stagepack.exporter import export_capture
+from stagepack.where import Where
 from stagepack.hugging_face import capture_pretrained, model_files
 from stagepack_loaders.torch.example import replay
 from tests.cases import Case, minilm_folder, transformers_cases

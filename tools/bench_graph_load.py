@@ -15,8 +15,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stagepack.capture import Inputs, capture_module
-from stagepack.exporter import Where, export_capture
+from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
+from stagepack.where import Where
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.ops import resolve
 

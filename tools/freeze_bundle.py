@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from stagepack.capture import Inputs, capture_module
-from stagepack.exporter import Where, export_capture
+from stagepack.exporter import export_capture
 from stagepack.format.version import VERSION
+from stagepack.where import Where
 
 FROZEN = Path(__file__).parents[1] / "schema" / "frozen"
 

@@ -51,7 +51,7 @@ def load_stages(
         DigestError, FormatError, DeviceError, OperatorError: see `load`.
     """
     named = [devices] if isinstance(devices, str | torch.device) else devices
-    placed = place([stage.weight_bytes for stage in bundle.stages], [parse_device(device) for device in named])
+    placed = place(bundle.manifest, [parse_device(device) for device in named])
     # What is wrong with any stage is said before a weight of the first one is read.
     prepared = [prepare_stage(bundle, number, device, allow_ops=allow_ops) for number, device in enumerate(placed)]
     cache = WeightCache()

@@ -14,6 +14,9 @@ class LoadedStage(Protocol):
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage on values in the order of its inputs; return the outputs in theirs."""
 
+    def reset_state(self) -> None:
+        """Give the buffers that calls write the content that they were loaded with."""
+
     def state_dict(self) -> dict[str, Any]:
         """The parameters and persistent buffers by the model's own names."""
 
@@ -60,6 +63,11 @@ class Pipeline:
             return values[found.name] if isinstance(found, ValueLeaf) else constant(found)
 
         return unflatten(self.manifest.signature.result, leaf, self._types)
+
+    def reset_state(self) -> None:
+        """Give all buffers that calls write, such as key-value caches and counters, the content that they were loaded with."""
+        for stage in self.stages:
+            stage.reset_state()
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters and persistent buffers of all stages, by the model's own names."""

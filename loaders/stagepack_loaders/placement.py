@@ -4,30 +4,49 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from stagepack.errors import DeviceError
+from stagepack.format.manifest import Manifest
+from stagepack.format.sizes import bytes_of, example_sizes
+from stagepack.partition import Row, Shared, sending_time, split
 
 Device = TypeVar("Device")
 
 
-def place(weight_bytes: Sequence[int], devices: Sequence[Device]) -> list[Device]:
-    """One device a stage; with fewer devices than stages, consecutive stages share one, by weight bytes.
+def place(manifest: Manifest, devices: Sequence[Device]) -> list[Device]:
+    """One device a stage; with fewer devices than stages, consecutive stages share one, so that the slowest device is fastest.
+
+    The times of the stages are those of the bundle's plan, without a plan their bytes of weights.
 
     Raises:
         DeviceError: no device, or more devices than stages.
     """
-    stages = len(weight_bytes)
-    if not 1 <= len(devices) <= stages:
-        raise DeviceError(f"expected 1 to {stages} devices for {stages} stages, found {len(devices)}")
-    placed: list[Device] = []
-    left = sum(weight_bytes)
-    held = 0
-    current = 0
-    for number, size in enumerate(weight_bytes):
-        stages_left, devices_left = stages - number, len(devices) - current
-        full = held + size / 2 > left / devices_left
-        if placed and placed[-1] is devices[current] and devices_left > 1 and (full or stages_left < devices_left):
-            left -= held
-            held = 0
-            current += 1
-        placed.append(devices[current])
-        held += size
-    return placed
+    stages = manifest.stages
+    if not 1 <= len(devices) <= len(stages):
+        raise DeviceError(f"expected 1 to {len(stages)} devices for {len(stages)} stages, found {len(devices)}")
+    starts = split(_row(manifest), [1.0] * len(devices), [None] * len(devices))
+    assert starts is not None  # without limits of memory there is always a split
+    ends = [*starts, len(stages)]
+    return [devices[next(n for n, end in enumerate(ends) if stage < end)] for stage in range(len(stages))]
+
+
+def _row(manifest: Manifest) -> Row:
+    """The stages as items to split."""
+    if manifest.plan is None:
+        times = [stage.weight_bytes for stage in manifest.stages]
+    else:
+        times = [stage.picoseconds for stage in manifest.plan.stages]
+    sizes = example_sizes(manifest.symbols)
+    return Row(
+        times=[max(1, time) for time in times],
+        sent=[
+            Shared(
+                cost=sending_time(bytes_of(edge, sizes)),
+                uses=edge.consumers,
+                maker=-1 if edge.producer is None else edge.producer,
+            )
+            for edge in manifest.edges
+            if edge.consumers
+        ],
+        held=[],
+        working=[0] * len(times),
+        places=range(1, len(times)),
+    )

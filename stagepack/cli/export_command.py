@@ -7,9 +7,10 @@ import time
 import click
 
 from stagepack.cli.facts import bundle_facts, print_stages
-from stagepack.cli.output import fail, finite, print_json, print_line, progress, readable_bytes, reports_errors
+from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output
+from stagepack.quantities import readable_bytes
 
 
 @click.command("export")
@@ -40,8 +41,9 @@ def command(
     started = time.perf_counter()
     # What the model's own code prints goes to standard error: standard output is for our facts alone.
     with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.exporter import Where, export_capture  # noqa: PLC0415 - torch, after the arguments are checked
+        from stagepack.exporter import export_capture  # noqa: PLC0415 - torch, after the arguments are checked
         from stagepack.source import capture_named  # noqa: PLC0415 - the same
+        from stagepack.where import Where  # noqa: PLC0415 - the same
 
         now("capture")
         capture = capture_named(source, inputs)

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from stagepack.cli.output import print_line, print_table, readable_bytes, readable_flops
+from stagepack.cli.output import print_line, print_table
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_range, format_shape
 from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack.quantities import readable_bytes, readable_flops
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from typing import Any
 import click
 
 from stagepack.cli.facts import bundle_facts, print_facts
-from stagepack.cli.output import fail, print_json, print_table, readable_flops, reports_errors
+from stagepack.cli.output import fail, print_json, print_table, reports_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
+from stagepack.quantities import readable_flops
 
 
 @click.command("inspect")

@@ -14,10 +14,10 @@ from stagepack.cli.output import (
     print_line,
     print_table,
     progress,
-    readable_bytes,
     reports_errors,
 )
 from stagepack.format.reader import Bundle
+from stagepack.quantities import readable_bytes
 
 
 @click.command("load")

@@ -114,26 +114,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         click.echo(click.style(text, dim=True) if number == 0 else text)
 
 
-def readable_bytes(count: int) -> str:
-    """A number of bytes for people: ``90.3 MB``."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def readable_flops(count: int) -> str:
-    """A number of floating-point operations for people: ``1.2 GFLOP``."""
-    size = float(count)
-    for unit in ("", "k", "M", "G", "T"):
-        if size < 1000:
-            return f"{size:.1f} {unit}FLOP"
-        size /= 1000
-    return f"{size:.1f} PFLOP"
-
-
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
     """Show on a terminal what is going on; in a pipe nothing is printed. Gives a function that says what begins now."""

@@ -11,7 +11,17 @@ from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge, Signature
-from stagepack.format.shapes import Dim, Expr, Symbol, evaluate, format_dim, format_range, format_shape, symbols_in
+from stagepack.format.shapes import (
+    Dim,
+    Expr,
+    Symbol,
+    evaluate,
+    format_dim,
+    format_range,
+    format_shape,
+    is_within,
+    symbols_in,
+)
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, flatten, tree_leaves
 
 _PYTHON: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
@@ -76,7 +86,7 @@ def check_values(
         left = len(derived)
         derived = [entry for entry in derived if not _check_derived(*entry, sizes, origin)]
     for symbol in symbols:
-        if symbol.name in sizes and not _within(symbol, sizes[symbol.name]):
+        if symbol.name in sizes and not is_within(symbol, sizes[symbol.name]):
             found = f"{origin[symbol.name]} is {sizes[symbol.name]}"
             raise InputError(f"{found}, allowed is {format_range(symbol)} ({symbol.name!r})")
     return sizes
@@ -162,7 +172,3 @@ def _solve(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, int] | N
     if dim.op == "add":
         return _solve(rest[0], size - number, sizes)
     return _solve(rest[0], size // number, sizes) if number else None
-
-
-def _within(symbol: Symbol, size: int) -> bool:
-    return (symbol.min is None or size >= symbol.min) and (symbol.max is None or size <= symbol.max)

@@ -35,6 +35,9 @@ STORED_NAME: Final[Mapping[str, str]] = MappingProxyType(
 )
 STORED_SIZE: Final[Mapping[str, int]] = MappingProxyType({stored: size for stored, (_, size) in _STORED.items()})
 
+# The torch name of what a header names; a tensor that is stored as bytes is of bytes.
+STORED_AS: Final[Mapping[str, str]] = MappingProxyType({stored: name for stored, (name, _) in _STORED.items()})
+
 # Symbolic scalars travel as Python numbers, not as tensors.
 SCALARS: Final = frozenset({"symint", "symfloat", "symbool"})
 

@@ -38,6 +38,7 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
         strides: in elements, when the tensor in memory is not contiguous; in the file it always is.
         base: the stored tensor on whose memory this one is a view (`strides`, `offset`), when it has no bytes of its own.
         offset: in elements of `dtype` from the start of `base`.
+        zeros: every bit is zero, so no file holds it.
     """
 
     value: str
@@ -49,10 +50,11 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
     strides: tuple[Int64, ...] | None = None
     base: str | None = None
     offset: Int64 = 0
+    zeros: bool = False
 
     @property
     def stored(self) -> str:
-        """The name of the tensor in a weight file that holds the bytes."""
+        """The name of the tensor that holds the bytes: in a weight file, unless it is all zeros."""
         return self.names[0] if self.base is None else self.base
 
 

@@ -1,8 +1,9 @@
-"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M11)."""
+"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M13)."""
 
 from msgspec import Struct
 
 from stagepack.format.limits import Int64
+from stagepack.format.plan import Plan, Run
 from stagepack.format.shapes import Dim, Symbol
 from stagepack.format.tree import Tree
 
@@ -58,10 +59,13 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
         graph: the name of its graph file.
         weights: the names of the weight files it reads; its own first.
         nodes: the number of nodes of its graph.
-        weight_bytes: bytes of the stored tensors that it uses.
+        weight_bytes: bytes of the weights that it uses, each stored tensor once.
         flops: floating-point operations of one call at the sizes of the example.
         namespaces: namespaces of operators that the caller must allow, beyond ATen and the like.
         state: names of the buffers that it writes.
+        added: how many nodes, at the begin of its graph, stand in no other: they read sizes off its inputs.
+        places: where its other nodes stand in the list of nodes of the whole model, as runs (first, count). A node that several
+            stages compute has one place.
     """
 
     graph: str
@@ -73,6 +77,8 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     flops: Int64 = 0
     namespaces: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
+    added: Int64 = 0
+    places: tuple[Run, ...] = ()
 
 
 class File(Struct, frozen=True, kw_only=True):
@@ -88,6 +94,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         device: the type of the device that the model was captured on.
+        plan: how the model was cut, and what the stages were expected to cost.
         seed: the seed of the random generators under which the example was recorded.
         sha256: stands last, so that its place in the file is known.
     """
@@ -101,6 +108,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: tuple[File, ...]
     device: str
     features: tuple[str, ...] = ()
+    plan: Plan | None = None
     symbols: tuple[Symbol, ...] = ()
     seed: Int64 = 0
     sha256: str

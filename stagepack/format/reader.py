@@ -215,6 +215,12 @@ def _changed(file: File, found: str) -> Problem:
 def _check_weight(weight: Weight, found: dict[str, tuple[Path, StoredTensor]], where: str) -> Iterator[Problem]:
     """The disagreements of a weight of the graph with the tensor that holds its bytes (W7)."""
     name = weight.names[0][:80]
+    if weight.zeros:
+        if weight.stored in found:
+            yield Problem(
+                rule="W7", where=where, message=f"the weight {name!r} is all zeros, but a weight file holds it"
+            )
+        return
     if weight.stored not in found:
         yield Problem(rule="W7", where=where, message=f"the weight {name!r} is in none of the stage's weight files")
         return

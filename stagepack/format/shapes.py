@@ -13,11 +13,16 @@ from stagepack.format.limits import Int64
 
 
 class Symbol(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A size that the caller chooses, in the closed range ``[min, max]``; None means no bound on that side."""
+    """A size that the caller chooses, in the closed range ``[min, max]``; None means no bound on that side.
+
+    Attributes:
+        example: its size in the example, at which costs are given; None for a size that only the data tells.
+    """
 
     name: str
     min: Int64 | None = None
     max: Int64 | None = None
+    example: Int64 | None = None
 
 
 class Expr(Struct, frozen=True, kw_only=True):
@@ -88,6 +93,11 @@ def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, str):
         return sizes[dim]
     return OPERATIONS[dim.op](*(evaluate(arg, sizes) for arg in dim.args))
+
+
+def is_within(symbol: Symbol, size: int) -> bool:
+    """Whether a size lies in the range of a symbol."""
+    return (symbol.min is None or size >= symbol.min) and (symbol.max is None or size <= symbol.max)
 
 
 def format_dim(dim: Dim) -> str:

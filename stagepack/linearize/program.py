@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -21,6 +22,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import Node as FxNode
+from torch.utils import _pytree as pytree
 
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, Graph, Value, ValueArg
@@ -62,7 +64,8 @@ def linearize(program: ExportedProgram, names: Mapping[str, str], forward: Calla
         UnsupportedError: the program holds something that a bundle cannot hold; it is named.
     """
     weights = weight_table(_tensors(program))
-    tables = Tables(SymbolTable(program.range_constraints, names), _device(program), weights.values.values())
+    symbols = SymbolTable(program.range_constraints, names, _hints(program))
+    tables = Tables(symbols, _device(program), weights.values.values())
     body = Body(tables, program.graph_module)
     inputs, given = _inputs(program, body, weights)
     body.convert()
@@ -82,6 +85,16 @@ def linearize(program: ExportedProgram, names: Mapping[str, str], forward: Calla
     return Linearized(
         graph=graph, signature=signature, weights=weights, marks=tuple(tables.marks), device=tables.device
     )
+
+
+def _hints(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
+    """The sizes of the example by torch's symbols."""
+    for node in program.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+                if isinstance(size, torch.SymInt):
+                    return dict(size.node.shape_env.backed_var_to_val)
+    return {}
 
 
 def _inputs(program: ExportedProgram, body: Body, weights: WeightTable) -> tuple[list[Value], list[Leaf]]:

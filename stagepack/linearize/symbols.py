@@ -27,9 +27,15 @@ _OPERATIONS = {
 class SymbolTable:
     """The symbols of one program. A symbol is named by the caller's ``Dim``, else ``s0``, ``s1`` ... by first use."""
 
-    def __init__(self, ranges: Mapping[sympy.Symbol, object], names: Mapping[str, str]) -> None:
-        """`ranges` are torch's value ranges; `names` maps torch's symbols to the caller's names."""
+    def __init__(
+        self,
+        ranges: Mapping[sympy.Symbol, object],
+        names: Mapping[str, str],
+        hints: Mapping[sympy.Symbol, sympy.Integer],
+    ) -> None:
+        """`ranges` are torch's value ranges; `names` maps torch's symbols to the caller's names, `hints` to the example's sizes."""
         self._ranges = ranges
+        self._hints = hints
         self._names = names
         self._found: dict[sympy.Expr, Symbol] = {}
 
@@ -71,9 +77,18 @@ class SymbolTable:
             if not is_identifier(name) or name in taken:
                 name = next(f"s{number}" for number in range(len(taken) + 1) if f"s{number}" not in taken)
             bounds = self._ranges.get(expression)
-            lower, upper = getattr(bounds, "lower", None), getattr(bounds, "upper", None)
-            self._found[expression] = Symbol(name=name, min=_bound(lower), max=_bound(upper))
+            lower, upper = _bound(getattr(bounds, "lower", None)), _bound(getattr(bounds, "upper", None))
+            self._found[expression] = Symbol(
+                name=name, min=lower, max=upper, example=self._example(expression, lower, upper)
+            )
         return self._found[expression].name
+
+    def _example(self, expression: sympy.Expr, lower: int | None, upper: int | None) -> int | None:
+        """The size in the example, unless only the data tells it."""
+        size = expression.xreplace(dict(self._hints))
+        if not size.is_Integer or not (lower or 0) <= int(size) <= (int(size) if upper is None else upper):
+            return None
+        return int(size)
 
 
 def _bound(bound: object) -> int | None:

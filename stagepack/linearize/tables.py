@@ -71,6 +71,8 @@ class Tables:
         if not stack:
             return self._scopes.setdefault(Scope(path=""), len(self._scopes))
         key, (path, cls) = list(stack.items())[-1]
+        if path.startswith("_empty_nn_module_stack"):  # torch's mark of a node that no module has made
+            path = ""
         call = key.rpartition("@")[2] if "@" in key else ""
         name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
         return self._scopes.setdefault(Scope(path=f"{path}@{call}" if call else path, type=name), len(self._scopes))

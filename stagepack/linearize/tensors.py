@@ -86,6 +86,7 @@ def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTabl
                 strides=tuple(tensor.stride()) if strided else None,
                 base=base.name if base is not None and on_base else None,
                 offset=_offset(tensor, base.tensor) if base is not None and on_base else 0,
+                zeros=base is None and kind != "parameter" and _is_all_zeros(tensor),
             )
         )
         values.update(dict.fromkeys(names, f"w{number}"))
@@ -94,6 +95,12 @@ def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTabl
             name, (TensorSpec(name=name, dtype=_dtype(source), shape=tuple(source.shape)), source.detach().contiguous)
         )
     return WeightTable(weights=tuple(weights), values=values, stored=stored)
+
+
+def _is_all_zeros(tensor: torch.Tensor) -> bool:
+    """Whether every bit is zero; -0.0 has one that is not."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return not bool(flat.view(torch.uint8).any())
 
 
 def to_bytes(tensor: torch.Tensor) -> memoryview:

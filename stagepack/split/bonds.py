@@ -6,7 +6,7 @@ nodes that touch the class are bound together; for an activation those up to the
 is final.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stagepack.format.graph import Graph, Node, Subgraph
@@ -21,9 +21,39 @@ class Bond:
     nodes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Which values of a graph may share memory.
+
+    Attributes:
+        of: for each value that may share memory with others, a value that stands for all of them.
+        written: those that stand for memory which a node writes.
+    """
+
+    of: Mapping[str, str]
+    written: frozenset[str]
+
+    def is_written(self, name: str) -> bool:
+        """Whether a node writes the memory of a value."""
+        return self.of.get(name, name) in self.written
+
+
+def memory_of(graph: Graph) -> Memory:
+    """Which values of a graph share memory, and which memory is written."""
+    classes = _Classes(graph)
+    written: set[str] = set()
+    for node in graph.nodes:
+        classes.add(graph, node)
+        written.update(_written(graph, node))
+    return Memory(
+        of={name: classes.root(name) for name in classes.names},
+        written=frozenset(map(classes.root, written)),
+    )
+
+
 def bonds(graph: Graph) -> list[Bond]:
     """The bonds of a graph, by the first node of each."""
-    classes = _Classes()
+    classes = _Classes(graph)
     writes: dict[str, int] = {}
     for number, node in enumerate(graph.nodes):
         classes.add(graph, node)
@@ -53,10 +83,18 @@ def written_weights(graph: Graph) -> tuple[str, ...]:
 
 
 class _Classes:
-    """Classes of values that may share memory (union-find; values are their own class at first)."""
+    """Classes of values that may share memory (union-find): weights on one stored tensor at first, else each value its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Graph) -> None:
         self._parent: dict[str, str] = {}
+        lies_on: dict[str, str] = {}
+        for weight in graph.weights:
+            self._parent[weight.value] = lies_on.setdefault(weight.stored, weight.value)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values that were seen to share memory."""
+        return tuple({**self._parent, **dict.fromkeys(self._parent.values())})
 
     def root(self, name: str) -> str:
         path = []
@@ -91,7 +129,7 @@ def _writes_input(graph: Graph, subgraph: Subgraph) -> bool:
 
 def _written_among(graph: Graph, nodes: Iterable[Node], names: Iterable[str]) -> set[str]:
     """Those of the named values whose memory the nodes write."""
-    classes = _Classes()
+    classes = _Classes(graph)
     written: set[str] = set()
     for node in nodes:
         classes.add(graph, node)

@@ -1,135 +1,137 @@
-"""`stages=N`: cut into N consecutive stages so that the heaviest holds few weight bytes.
-
-It holds at most a sixteenth more than the best cut's heaviest stage. Within that bound the most even cut is taken, with a
-preference for few values crossing: an exact minimum would tear a layer apart for a few bytes.
-"""
+"""`stages=N`: cut into N consecutive stages so that the slowest is as fast as possible, and say what any cut costs."""
 
 import itertools
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
 
 from stagepack.errors import CutError
+from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Graph
+from stagepack.format.plan import Plan, PlannedStage
 from stagepack.format.walk import values_made, values_used
-from stagepack.split.bonds import bonds
+from stagepack.partition import Row, Shared, least_excess, measure, sending_time, split
+from stagepack.split.assemble import runs
+from stagepack.split.bonds import bonds, memory_of
+from stagepack.split.costs import Costs, working_bytes
+from stagepack.split.policy import Assignment
+from stagepack.split.rematerialize import recipes
 
 
-def balanced(graph: Graph, stages: int, stored_bytes: Mapping[str, int]) -> list[int]:
+def balanced(
+    graph: Graph, costs: Costs, stages: int, *, memory: Sequence[int] = (), speeds: Sequence[float] = ()
+) -> list[int]:
     """Positions of the cuts: each is the number of the node that starts the next stage.
 
-    `stored_bytes` gives the size of each stored tensor in bytes. Where there are fewer places to cut at than asked for, the
-    last stages are empty: their positions are the end of the graph.
+    Of all cuts into consecutive stages that tear no bond, the one whose slowest stage is fastest; the time of a stage is
+    that of its nodes on a device of its speed, and of what it receives. Where there are fewer places to cut at than asked
+    for, the last stages are empty: their positions are the end of the graph.
+
+    Args:
+        graph: a whole model.
+        costs: of its nodes, values and weights.
+        stages: how many.
+        memory: bytes that the device of each stage has; none for no limits.
+        speeds: of the device of each stage, relative to the others; none for equal ones.
 
     Raises:
-        CutError: `stages` is less than 1.
+        CutError: `stages` is less than 1, `memory` or `speeds` are of another number, or no cut fits into the memory.
     """
     if stages < 1:
         raise CutError(f"stages: expected at least 1, found {stages}")
-    every = _places(graph, stored_bytes)
-    places = _best_by_weight(every)
-    if len(places) - 1 < stages:
-        places = every
-    filled = max(1, min(stages, len(places) - 1))
-    least = _least_ceiling([place.before for place in places], filled)
-    return _best(places, filled, least + least // _SLACK) + [len(graph.nodes)] * (stages - filled)
+    for name, given in (("memory", memory), ("speeds", speeds)):
+        if given and len(given) != stages:
+            raise CutError(f"{name}: expected {stages} numbers, one a stage, found {len(given)}")
+        if any(number <= 0 for number in given):
+            raise CutError(f"{name}: expected numbers above 0, found {list(given)}")
+    if not graph.nodes:
+        return [0] * (stages - 1)
+    row = row_of(graph, costs)
+    filled = min(stages, len(row.places) + 1)
+    limits: list[int | None] = [*memory] or [None] * filled
+    found = split(row, list(speeds or [1.0] * stages)[:filled], limits[:filled])
+    if found is None:
+        raise CutError(_lack(row, limits[:filled]))
+    return found + [len(graph.nodes)] * (stages - filled)
 
 
-_SLACK = 16  # the heaviest stage may exceed the least possible by one part in this many
-_CROSSING = 0.02  # what a value that crosses costs, where a stage of even weight costs 1
+def _lack(row: Row, limits: Sequence[int | None]) -> str:
+    """Which stage lacks how many bytes, in the cut that lacks least."""
+    ends = [0, *least_excess(row, limits), len(row.times)]
+    parts = [measure(row, start, end) for start, end in itertools.pairwise(ends)]
+    worst = max(range(len(parts)), key=lambda number: parts[number].memory - (limits[number] or parts[number].memory))
+    part, limit = parts[worst], limits[worst]
+    assert limit is not None
+    return (
+        f"memory: no cut fits: in the nearest one, stage {worst} needs {part.memory} bytes "
+        f"({part.held} of weights, {part.memory - part.held} for activations at the example's sizes), {part.memory - limit} more than "
+        f"its device's {limit}: give more memory, or more stages"
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    position: int
-    before: int  # bytes of the weights whose first use stands before the place
-    crossing: int  # values that cross it
+def sent_values(graph: Graph, costs: Costs) -> set[str]:
+    """The values that a stage receives when it needs them and does not make them: those that are not computed again; no numbers."""
+    again = recipes(graph, costs)
+    values = (*graph.inputs, *(value for node in graph.nodes for value in node.outputs if value is not None))
+    return {value.name for value in values if value.name not in again and value.dtype not in SCALARS}
 
 
-def _places(graph: Graph, stored_bytes: Mapping[str, int]) -> list[_Place]:
-    """The places where a cut tears no bond, with both ends of the graph; a graph without weights weighs one byte a node."""
-    last_use: dict[str, int] = {}
+def row_of(graph: Graph, costs: Costs) -> Row:
+    """The nodes of a graph as items to split, where no bond is torn."""
+    uses: dict[str, list[int]] = defaultdict(list)
+    maker = {value.name: -1 for value in graph.inputs}
     for number, node in enumerate(graph.nodes):
-        last_use.update(dict.fromkeys(values_used(node), number))
-    last_use.update(dict.fromkeys(graph.outputs, len(graph.nodes)))
+        maker.update(dict.fromkeys(values_made(node), number))
+        for name in dict.fromkeys(values_used(node)):
+            uses[name].append(number)
+    sent = sent_values(graph, costs)
+    stored: dict[str, tuple[int, set[int]]] = {}
+    for weight in graph.weights:
+        stored.setdefault(weight.stored, (costs.weights[weight.value], set()))[1].update(uses[weight.value])
+    forbidden = {place for bond in bonds(graph) for place in range(bond.nodes[0] + 1, bond.nodes[-1] + 1)}
+    return Row(
+        times=costs.times,
+        sent=[
+            Shared(cost=sending_time(costs.values[name]), uses=tuple(uses[name]), maker=made)
+            for name, made in maker.items()
+            if name in sent and uses[name]
+        ],
+        held=[Shared(cost=size, uses=tuple(sorted(found))) for size, found in stored.values() if found],
+        working=working_bytes(graph, costs, memory_of(graph).of),
+        places=[place for place in range(1, len(graph.nodes)) if place not in forbidden],
+    )
+
+
+def plan_of(
+    graph: Graph, costs: Costs, assignment: Assignment, *, memory: Sequence[int] = (), speeds: Sequence[float] = ()
+) -> Plan:
+    """What a cut costs, stage by stage; see `balanced` for the arguments."""
+    nodes: list[list[int]] = [[] for _ in range(assignment.stages)]
+    for number, stage in enumerate(assignment.stage_of):
+        nodes[stage].append(number)
+    sent = sent_values(graph, costs)
+    working = working_bytes(graph, costs, memory_of(graph).of)
     stored = {weight.value: weight.stored for weight in graph.weights}
-    weightless = not any(stored_bytes.values())
-    forbidden: set[int] = set()
-    for bond in bonds(graph):
-        forbidden.update(range(bond.nodes[0] + 1, bond.nodes[-1] + 1))
-    live: dict[str, int] = {}
-    seen: set[str] = set()
-    total = 0
-    places = [_Place(0, 0, 0)]
-    for number, node in enumerate(graph.nodes):
-        if number and number not in forbidden:
-            live = {name: use for name, use in live.items() if use >= number}
-            places.append(_Place(number, total, len(live)))
-        fresh = {stored[name] for name in values_used(node) if name in stored} - seen
-        seen |= fresh
-        total += 1 if weightless else sum(stored_bytes[name] for name in fresh)
-        live.update({name: last_use.get(name, -1) for name in values_made(node)})
-    return [*places, _Place(len(graph.nodes), total, 0)] if graph.nodes else places
-
-
-def _best_by_weight(places: list[_Place]) -> list[_Place]:
-    """Of the places between which no weight comes up, the last one with the fewest crossings; both ends stay."""
-    best: dict[int, _Place] = {}
-    for place in places[1:-1]:
-        known = best.get(place.before)
-        if known is None or place.crossing <= known.crossing:
-            best[place.before] = place
-    inner = [place for place in best.values() if 0 < place.before < places[-1].before]
-    return [places[0], *inner, places[-1]]
-
-
-def _least_ceiling(before: list[int], stages: int) -> int:
-    """The least bytes that the heaviest of `stages` parts can have, by bisection."""
-    low, high = 0, before[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if _parts_needed(before, middle) <= stages:
-            high = middle
-        else:
-            low = middle + 1
-    return high
-
-
-def _parts_needed(before: list[int], ceiling: int) -> float:
-    parts, start = 1, before[0]
-    for here, after in itertools.pairwise(before):
-        if after - here > ceiling:
-            return math.inf
-        if after - start > ceiling:
-            parts, start = parts + 1, here
-    return parts
-
-
-def _best(places: list[_Place], stages: int, ceiling: int) -> list[int]:
-    """Cut into exactly `stages` parts of at most `ceiling` bytes at the least cost (dynamic programming over the places).
-
-    A part costs the square of its share of the bytes, 1 when it has its even share, and each value that crosses costs a
-    little, so that of cuts about as even the one at the end of a layer is taken.
-    """
-    even = max(1, places[-1].before) / stages
-    least: list[float] = [0.0] + [math.inf] * (len(places) - 1)
-    choice: list[list[int]] = []
-    for _ in range(stages):
-        following: list[float] = [math.inf] * len(places)
-        come_from = [0] * len(places)
-        for end in range(1, len(places)):
-            for start in range(end - 1, -1, -1):
-                size = places[end].before - places[start].before
-                if size > ceiling:
-                    break
-                cost = least[start] + (size / even) ** 2 + _CROSSING * places[end].crossing
-                if cost < following[end]:
-                    following[end], come_from[end] = cost, start
-        least = following
-        choice.append(come_from)
-    cuts = []
-    here = len(places) - 1
-    for come_from in reversed(choice[1:]):
-        here = come_from[here]
-        cuts.append(places[here].position)
-    return cuts[::-1]
+    size = {weight.stored: costs.weights[weight.value] for weight in graph.weights}
+    limits: list[int | None] = [*memory] or [None] * assignment.stages
+    stages = []
+    for number, mine in enumerate(nodes):
+        used = dict.fromkeys(name for index in mine for name in values_used(graph.nodes[index]))
+        made = {name for index in mine for name in values_made(graph.nodes[index])}
+        held = sum(size[name] for name in dict.fromkeys(stored[name] for name in used if name in stored))
+        received = [costs.values[name] for name in used if name in sent and name not in made]
+        stages.append(
+            PlannedStage(
+                nodes=runs(mine),
+                module=graph.scopes[graph.nodes[mine[0]].scope].path if mine else "",
+                picoseconds=sum(costs.times[index] for index in mine),
+                receiving=sum(map(sending_time, received)),
+                flops=sum(graph.nodes[index].cost.flops for index in mine),
+                bytes=sum(graph.nodes[index].cost.bytes for index in mine),
+                weight_bytes=held,
+                received=sum(received),
+                memory=held + max((working[index] for index in mine), default=0),
+                memory_limit=limits[number],
+                speed=float(speeds[number]) if speeds else 1.0,
+            )
+        )
+    return Plan(stages=tuple(stages))

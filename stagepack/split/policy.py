@@ -5,15 +5,16 @@ No value flows from a later stage to an earlier one.
 
 import difflib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
+from stagepack.format.plan import Plan
 from stagepack.format.walk import values_made, values_used
 from stagepack.split.bonds import Bond, bonds, torn
-from stagepack.split.plan import balanced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +47,47 @@ class Assignment(NamedTuple):
     stages: int
 
 
-def evenly(graph: Graph, stages: int, stored_bytes: Mapping[str, int]) -> Assignment:
-    """Cut into a number of stages of about equal weight; see `plan.balanced`.
+def consecutive(graph: Graph, positions: Sequence[int]) -> Assignment:
+    """Cut before the nodes with these numbers; stages may be empty."""
+    starts = Counter(positions)
+    return Assignment(
+        list(itertools.accumulate(starts[number] for number in range(len(graph.nodes)))), len(positions) + 1
+    )
+
+
+def by_plan(graph: Graph, plan: Plan) -> Assignment:
+    """Give each stage the nodes that a plan says.
 
     Raises:
-        CutError: `stages` is less than 1.
+        CutError: the plan is of another model, a node stands in no stage or in two, a value would flow to an earlier stage, or
+            state would be torn.
     """
-    return Assignment(_stage_of(graph, balanced(graph, stages, stored_bytes)), stages)
+    stage_of: dict[int, int] = {}
+    for stage, planned in enumerate(plan.stages):
+        for first, count in planned.nodes:
+            if first < 0 or count < 1 or first + count > len(graph.nodes):
+                there = f"stage {stage} has {count} nodes from {first} on, the model has {len(graph.nodes)}"
+                raise CutError(f"plan: {there}: is the plan of another model?")
+            for number in range(first, first + count):
+                if number in stage_of:
+                    raise CutError(f"plan: node {number} stands in stage {stage_of[number]} and in stage {stage}")
+                stage_of[number] = stage
+    missing = [number for number in range(len(graph.nodes)) if number not in stage_of]
+    if missing:
+        raise CutError(f"plan: {len(missing)} nodes stand in no stage, the first is {missing[0]}")
+    stages = [stage_of[number] for number in range(len(graph.nodes))]
+    maker: dict[str, int] = {}
+    for number, node in enumerate(graph.nodes):
+        for name in values_used(node):
+            if name in maker and stages[maker[name]] > stages[number]:
+                maker_stage = f"node {maker[name]} of stage {stages[maker[name]]} makes"
+                raise CutError(
+                    f"plan: node {number} of stage {stages[number]} uses {name!r}, which {maker_stage}: "
+                    "values flow to later stages only"
+                )
+        maker.update(dict.fromkeys(values_made(node), number))
+    _refuse_torn(graph, stages)
+    return Assignment(stages, len(plan.stages))
 
 
 def at_positions(graph: Graph, positions: Iterable[int]) -> Assignment:
@@ -66,13 +101,9 @@ def at_positions(graph: Graph, positions: Iterable[int]) -> Assignment:
     if cuts and any(before >= after for before, after in itertools.pairwise(ends)):
         message = f"the cuts stand before the operators {cuts} of {len(graph.nodes)}"
         raise CutError(f"a stage would be empty: {message}: leave out what stands at an end of the model, or twice")
-    stages = _stage_of(graph, cuts)
-    _refuse_torn(graph, stages)
-    return Assignment(stages, len(cuts) + 1)
-
-
-def _stage_of(graph: Graph, cuts: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(int(number in set(cuts)) for number in range(len(graph.nodes))))
+    assignment = consecutive(graph, cuts)
+    _refuse_torn(graph, assignment.stage_of)
+    return assignment
 
 
 def at_modules(graph: Graph, names: Sequence[str]) -> Assignment:

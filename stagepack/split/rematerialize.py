@@ -1,93 +1,195 @@
-"""Compute sizes again where they are used, so that no symbolic integer crosses an edge beside a tensor that has the size.
+"""Compute values again where they are used, when that is cheaper than to send them: masks, rotary tables, position ids, sizes.
 
-The copy of a node keeps the names of its values: joining the stages finds each value once more and drops the copy.
+A copy of a node is the node itself, in a second stage: joining the stages finds it at one place of the whole model and keeps
+it once. A size is read off a tensor that the stage has anyway, where there is one; such a node is no copy of anything.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
+from stagepack.format.dtypes import SCALARS
+from stagepack.format.graph import Argument, Graph, Node, Op, Value, ValueArg
 from stagepack.format.operators import namespace
+from stagepack.format.shapes import symbols_in
 from stagepack.format.walk import values_made, values_used
+from stagepack.partition import transfer_time
+from stagepack.split.bonds import memory_of
+from stagepack.split.costs import Costs
 
-_SIZE_OF = "aten.sym_size.int"
-
-
-def rematerialize_sizes(graph: Graph, parts: Sequence[Sequence[Node]]) -> list[list[Node]]:
-    """Put nodes that compute sizes in front of the stages that would receive them; `parts` are the nodes of each stage."""
-    size_of = next((index for index, op in enumerate(graph.ops) if op.name == _SIZE_OF), None)
-    if size_of is None:
-        return [list(part) for part in parts]
-    made = {value.name: value for node in graph.nodes for value in node.outputs if value is not None}
-    makers = {name: node for node in graph.nodes for name in values_made(node)}
-    known = {value.name: value for value in graph.inputs} | made
-    return [_Sizes(graph, size_of, makers, known, part).front() + list(part) for part in parts]
+SIZE_OF = Op(
+    name="aten.sym_size.int", schema="aten::sym_size.int(Tensor self, int dim) -> SymInt", parameters=("self", "dim")
+)
+_UNSET = ("empty", "new_empty", "resize")  # operators that begin so leave memory as it was
+_LONGEST = 64  # nodes computed again for one value
+_FLOPS_AN_ELEMENT = 4  # a node that computes more is not cheap, whatever its result weighs
 
 
-class _Sizes:
-    """The sizes that one stage can compute from the tensors that it receives."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The nodes of one stage.
 
-    def __init__(
-        self, graph: Graph, size_of: int, makers: Mapping[str, Node], known: Mapping[str, Value], part: Sequence[Node]
-    ) -> None:
-        self.graph = graph
-        self.size_of = size_of
-        self.makers = makers
-        own = {name for node in part for name in values_made(node)}
-        received = [
-            known[name]
-            for name in dict.fromkeys(name for node in part for name in values_used(node))
-            if name in known and name not in own
-        ]
-        self.wanted = [value for value in received if value.dtype == "symint"]
-        self.tensors = [value for value in received if value.dtype not in ("symint", "symfloat", "symbool")]
-        self.nodes: list[Node] = []
-        self.here: set[str] = set()
+    Attributes:
+        added: nodes that stand in no other stage, which run first.
+        nodes: numbers of nodes of the whole graph, ascending.
+    """
 
-    def front(self) -> list[Node]:
-        for value in self.wanted:
-            self._compute(value)
-        return self.nodes
+    added: tuple[Node, ...] = ()
+    nodes: tuple[int, ...]
 
-    def _compute(self, value: Value) -> bool:
-        """Append the nodes that make a size here; False when the stage must receive it."""
-        if value.name in self.here:
-            return True
-        node = self._read(value) or self._copy(value)
-        if node is not None:
-            self.nodes.append(node)
-            self.here.update(values_made(node))
-        return node is not None
 
-    def _read(self, value: Value) -> Node | None:
-        """A node that reads the size off a tensor, when one has it."""
-        if value.expr is None:
-            return None
-        for tensor in self.tensors:
-            if value.expr in tensor.shape:
-                args: tuple[Argument, ...] = (ValueArg(tensor.name), tensor.shape.index(value.expr))
-                return Node(
-                    op=self.size_of,
-                    args=args,
-                    outputs=(value,),
-                    scope=self.makers[value.name].scope if value.name in self.makers else 0,
-                )
-        return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How to compute a value from inputs of the model, weights and sizes: the nodes, and what they begin with."""
 
-    def _copy(self, value: Value) -> Node | None:
-        """The node of Python arithmetic that makes the size, when all it is given can be made here."""
-        node = self.makers.get(value.name)
-        if node is None or namespace(self.graph.ops[node.op].name) not in ("operator", "math", "torch"):
-            return None
-        given = (
-            [
-                output
-                for name in values_used(node)
-                for output in self.makers[name].outputs
-                if output is not None and output.name == name
-            ]
-            if all(name in self.makers for name in values_used(node))
-            else None
+    nodes: frozenset[int] = frozenset()
+    inputs: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
+
+    def __or__(self, other: "Recipe") -> "Recipe":
+        """Both together."""
+        return Recipe(
+            nodes=self.nodes | other.nodes, inputs=self.inputs | other.inputs, weights=self.weights | other.weights
         )
-        if given is None or not all(self._compute(part) for part in given):
-            return None
-        return node
+
+
+def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
+    """The values that are cheaper to compute again than to send, and how."""
+    memory = memory_of(graph)
+    known = {value.name: Recipe(inputs=frozenset({value.name})) for value in graph.inputs}
+    known |= {weight.value: Recipe(weights=frozenset({weight.value})) for weight in graph.weights}
+    known = {name: recipe for name, recipe in known.items() if not memory.is_written(name)}
+    numbers = {value.name for value in graph.inputs if value.dtype in SCALARS}
+    found: dict[str, Recipe] = {}
+    unknown_sizes = {symbol.name for symbol in graph.symbols if symbol.example is None}
+    for number, node in enumerate(graph.nodes):
+        made = [value for value in node.outputs if value is not None]
+        numbers.update(value.name for value in made if value.dtype in SCALARS)
+        used = [name for name in values_used(node) if name not in numbers]
+        if not _is_pure(graph, node) or not all(name in known for name in used):
+            continue
+        from_data = any(symbol in unknown_sizes for value in made for dim in value.shape for symbol in symbols_in(dim))
+        cheap = node.cost.flops <= _FLOPS_AN_ELEMENT * sum(costs.values[value.name] for value in made)
+        if from_data or not cheap or any(memory.is_written(value.name) for value in made):
+            continue
+        recipe = Recipe(nodes=frozenset({number}))
+        for name in used:
+            recipe |= known[name]
+        if len(recipe.nodes) > _LONGEST:
+            continue
+        for value in made:
+            known[value.name] = recipe
+            if value.dtype not in SCALARS and _price(recipe, costs) < transfer_time(costs.values[value.name]):
+                found[value.name] = recipe
+    return found
+
+
+def _is_pure(graph: Graph, node: Node) -> bool:
+    """Whether a node gives the same values whenever and wherever it runs, and does nothing else."""
+    op = graph.ops[node.op]
+    space, _, rest = op.name.partition(".")
+    if space not in ("aten", "prims") or op.mutates or op.random or rest.startswith(_UNSET):
+        return False
+    return all(value is None or value.dtype not in SCALARS for value in node.outputs)
+
+
+def _price(recipe: Recipe, costs: Costs) -> int:
+    """What it takes to compute a value again, in picoseconds; weights that are held twice count like bytes that are sent."""
+    fetched = sum(costs.values[name] for name in recipe.inputs) + sum(costs.weights[name] for name in recipe.weights)
+    return sum(costs.times[number] for number in recipe.nodes) + transfer_time(fetched)
+
+
+def rematerialize(graph: Graph, stage_of: Sequence[int], stages: int, costs: Costs) -> list[Part]:
+    """The nodes of each stage, with copies of those that make what it would else receive; what only others need is left out.
+
+    The op table of the graph must hold `SIZE_OF`.
+    """
+    recipe_of = recipes(graph, costs)
+    maker = {name: number for number, node in enumerate(graph.nodes) for name in values_made(node)}
+    assigned: list[list[int]] = [[] for _ in range(stages)]
+    for number, stage in enumerate(stage_of):
+        assigned[stage].append(number)
+    parts = [_Stage(graph, maker, recipe_of, numbers).part() for numbers in assigned]
+    return _without_idle(graph, parts)
+
+
+@dataclass
+class _Stage:
+    """One stage while it is put together."""
+
+    graph: Graph
+    maker: Mapping[str, int]
+    recipe_of: Mapping[str, Recipe]
+    assigned: Sequence[int]
+    nodes: set[int] = field(default_factory=set)
+    added: list[Node] = field(default_factory=list)
+    sizes: set[str] = field(default_factory=set)
+
+    def part(self) -> Part:
+        """The nodes of the stage."""
+        self.nodes = set(self.assigned)
+        for name in self._wanted(self.assigned):
+            if name in self.recipe_of:
+                self.nodes |= self.recipe_of[name].nodes
+        values = {value.name: value for value in self.graph.inputs}
+        values |= {v.name: v for node in self.graph.nodes for v in node.outputs if v is not None}
+        wanted = [values[name] for name in self._wanted(sorted(self.nodes)) if name in values]
+        tensors = [value for value in wanted if value.dtype not in SCALARS]
+        for value in wanted:
+            if value.dtype == "symint":
+                self._size(value, tensors, values)
+        return Part(added=tuple(self.added), nodes=tuple(sorted(self.nodes)))
+
+    def _wanted(self, numbers: Sequence[int]) -> list[str]:
+        """The values that nodes use and none of them makes, in the order of their making."""
+        made = {name for number in numbers for name in values_made(self.graph.nodes[number])}
+        used = dict.fromkeys(name for number in numbers for name in values_used(self.graph.nodes[number]))
+        return sorted((name for name in used if name not in made), key=lambda name: self.maker.get(name, -1))
+
+    def _size(self, value: Value, tensors: Sequence[Value], values: Mapping[str, Value]) -> bool:
+        """Make a size here, by a node that reads it off a tensor or by its own node; False when the stage must receive it."""
+        number = self.maker.get(value.name)
+        if value.name in self.sizes or number is None or number in self.nodes:
+            return value.name in self.sizes or number is not None
+        node = self.graph.nodes[number]
+        op = self.graph.ops[node.op].name
+        have = {tensor.name for tensor in tensors}
+        holder = next((tensor for tensor in tensors if value.expr is not None and value.expr in tensor.shape), None)
+        if op == SIZE_OF.name and have.issuperset(values_used(node)):
+            self.nodes.add(number)
+        elif holder is not None:
+            args: tuple[Argument, ...] = (ValueArg(holder.name), holder.shape.index(value.expr))
+            self.added.append(Node(op=self.graph.ops.index(SIZE_OF), args=args, outputs=(value,), scope=node.scope))
+        elif namespace(op) in ("operator", "math", "torch") and all(
+            self._size(values[name], tensors, values) for name in values_used(node)
+        ):
+            self.nodes.add(number)
+        else:
+            return False
+        self.sizes.add(value.name)
+        return True
+
+
+def _without_idle(graph: Graph, parts: list[Part]) -> list[Part]:
+    """Leave out of a stage the nodes whose values only other stages need, which compute them on their own."""
+    copies = [0] * len(graph.nodes)
+    for part in parts:
+        for number in part.nodes:
+            copies[number] += 1
+    kept = list(parts)
+    needed: set[str] = set(graph.outputs)  # by later stages, and by the caller
+    for stage in reversed(range(len(parts))):
+        here: list[int] = []
+        used: set[str] = set()
+        for number in reversed(parts[stage].nodes):
+            made = set(values_made(graph.nodes[number]))
+            if made and copies[number] > 1 and not made & (used | needed):
+                copies[number] -= 1
+            else:
+                here.append(number)
+                used.update(values_used(graph.nodes[number]))
+        added = tuple(node for node in parts[stage].added if used.intersection(values_made(node)))
+        kept[stage] = Part(added=added, nodes=tuple(reversed(here)))
+        used.update(name for node in added for name in values_used(node))
+        made_here = {name for number in here for name in values_made(graph.nodes[number])}
+        needed |= used - made_here - {name for node in added for name in values_made(node)}
+    return kept

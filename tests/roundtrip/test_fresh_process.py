@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 from stagepack.capture import Inputs
-from stagepack.exporter import Where, export_capture
+from stagepack.exporter import export_capture
 from stagepack.format.contract import bind
 from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack.where import Where
 from tests.cases import Case, exportdb_cases, other_size, transformers_cases
 
 CASES = [*exportdb_cases(), *transformers_cases()]

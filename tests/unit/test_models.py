@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.capture import Capture, Inputs, capture_module, capture_program
-from stagepack.exporter import Where, export_capture
+from stagepack.exporter import export_capture
+from stagepack.where import Where
 from stagepack_loaders.torch.build import named
 
 Build = Callable[[], tuple[torch.nn.Module, Inputs]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import stagepack
-from stagepack.errors import UnsupportedError
+from stagepack.errors import CutError, UnsupportedError
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.validate import check_graph
@@ -247,13 +247,14 @@ class Tied(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write through one name, read through the other."""
+        hidden = self.middle(self.embed(ids))
         self.row.add_(1)
-        return self.head(self.middle(self.embed(ids))), self.wide * 1
+        return self.head(hidden + self.row), self.wide * 1
 
 
 def test_a_loaded_model_shares_what_the_model_shares(tmp_path: Path) -> None:
     model, ids = Tied(), torch.arange(6)
-    bundle = stagepack.export(model, (ids,), out=tmp_path / "m.stagepack", split_at=["middle", "head"])
+    bundle = stagepack.export(model, (ids,), out=tmp_path / "m.stagepack", stages=3)
     pipe = stagepack.load(bundle)
     state = pipe.state_dict()
     assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
@@ -265,3 +266,10 @@ def test_a_loaded_model_shares_what_the_model_shares(tmp_path: Path) -> None:
             for found, expected in zip(pipe(ids), model(ids), strict=True):
                 assert torch.equal(found, expected)
     assert pipe(ids)[1][1].tolist() == [3.0] * 4
+    pipe.reset_state()
+    assert pipe(ids)[1][1].tolist() == [1.0] * 4
+
+
+def test_a_cut_between_two_views_of_written_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CutError, match="'wide' is written, so all that touches it must stay in one stage"):
+        stagepack.export(Tied(), (torch.arange(6),), out=tmp_path / "m.stagepack", split_at=["head"])

@@ -35,8 +35,9 @@ class Stage(torch.nn.Module):
         graph_module: torch.fx.GraphModule,
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
+        state: Collection[str] = (),
     ) -> None:
-        """`tensors` holds the weights by the name of their value."""
+        """`tensors` holds the weights by the name of their value; `state` names those that a call writes."""
         super().__init__()
         self.graph = graph
         self.device = device
@@ -45,6 +46,7 @@ class Stage(torch.nn.Module):
         self._held = (graph_module,)
         # All attributes come before the weights: torch refuses one that has the name of a parameter or buffer.
         self._slots: list[tuple[dict[str, Any], str]] = []
+        self._initial = _written(graph, state, tensors)
         for weight in graph.weights:
             self._slots.append(_register(self, weight, tensors[weight.value]))
 
@@ -71,6 +73,12 @@ class Stage(torch.nn.Module):
         moved = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
         outputs: tuple[Any, ...] = self.graph_module(*moved, *(held[name] for held, name in self._slots))
         return outputs
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        """Give the buffers that calls write the content that they were loaded with."""
+        for octets, initial in self._initial:
+            octets.copy_(initial)
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = dict(zip(self._inputs, args, strict=False)) | dict(kwargs)
@@ -122,7 +130,7 @@ def finish_stage(prepared: Prepared, *, verify: bool, cache: WeightCache) -> Sta
         _verify(prepared.bundle, prepared.entry)
     weights = prepared.graph.weights
     tensors = {weight.value: cache.read(weight, prepared.places, prepared.device) for weight in weights}
-    return Stage(prepared.graph, prepared.module, tensors, prepared.device)
+    return Stage(prepared.graph, prepared.module, tensors, prepared.device, prepared.entry.state)
 
 
 def _verify(bundle: Bundle, stage: StageEntry) -> None:
@@ -131,6 +139,19 @@ def _verify(bundle: Bundle, stage: StageEntry) -> None:
         raise_digest_problems(
             [problem for problems in pool.map(bundle.check_digest, stage.weights) for problem in problems]
         )
+
+
+def _written(
+    graph: Graph, state: Collection[str], tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The memory of the weights that a call writes, as bytes, each with a copy of what it holds now; of zeros one is enough."""
+    found = {}
+    for weight in graph.weights:
+        if not set(state).isdisjoint(weight.names):
+            storage = tensors[weight.value].untyped_storage()
+            octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            found[storage.data_ptr()] = (octets, octets.new_zeros(()) if weight.zeros else octets.clone())
+    return list(found.values())
 
 
 def _register(root: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> tuple[dict[str, Any], str]:

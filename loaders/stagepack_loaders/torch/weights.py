@@ -29,7 +29,10 @@ class WeightCache:
         """
         key = (weight.names[0], device)
         if key not in self._weights:
-            tensor = self._lay_out(weight, self._read(weight.stored, places[weight.stored][0], device))
+            if weight.zeros:
+                tensor = _zeros(weight, device)
+            else:
+                tensor = self._lay_out(weight, self._read(weight.stored, places[weight.stored][0], device))
             if weight.kind == "parameter":
                 tensor = torch.nn.Parameter(tensor, requires_grad=weight.trainable)
             elif weight.trainable:
@@ -59,3 +62,10 @@ class WeightCache:
         if weight.strides is None:
             return stored
         return torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=stored.device).copy_(stored)
+
+
+def _zeros(weight: Weight, device: torch.device) -> torch.Tensor:
+    """A weight of zeros, which lies in no file."""
+    dtype: torch.dtype = named(weight.dtype, torch.dtype)
+    zeros = torch.zeros(weight.shape, dtype=dtype, device=device)
+    return zeros if weight.strides is None else zeros.new_empty_strided(weight.shape, weight.strides).zero_()

@@ -142,8 +142,8 @@ def _layout(weight: Weight, where: str) -> Iterator[Fault]:
         yield "G9", where, "the strides do not fit the shape"
     elif weight.base is None and (weight.offset or not _is_dense(weight)):
         yield "G9", where, "a tensor with bytes of its own has an offset, or strides that leave gaps or overlap"
-    elif weight.base is not None and weight.strides is None:
-        yield "G9", where, "a view has no strides"
+    elif weight.base is not None and (weight.strides is None or weight.zeros):
+        yield "G9", where, "a view has no strides, or no bytes"
 
 
 def _is_dense(weight: Weight) -> bool:

@@ -1,11 +1,13 @@
-"""The rules on the manifest (SPEC M1 to M11, T1 to T4)."""
+"""The rules on the manifest (SPEC M1 to M13, T1 to T4)."""
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.manifest import File, Manifest
+from stagepack.format.manifest import File, Manifest, Stage
+from stagepack.format.plan import Plan, Run
 from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf, children, tree_leaves
 from stagepack.format.validate.names import (
     FILE_NAME,
@@ -38,6 +40,9 @@ def _manifest(manifest: Manifest) -> Iterator[Fault]:
                 yield "M6", f"stage {number}", f"uses {name[:80]!r}, which is not among the files"
         if min(stage.nodes, stage.weight_bytes, stage.flops) < 0:
             yield "M7", f"stage {number}", "nodes, weight_bytes or flops is negative"
+    yield from _places(manifest.stages)
+    if manifest.plan is not None:
+        yield from _plan(manifest.plan, len(manifest.stages))
     yield from check_symbols(manifest.symbols)
     if any(_too_deep(tree) for tree in _trees(manifest)):
         yield "L2", "signature", f"containers are nested deeper than {limits.DEPTH}"
@@ -46,6 +51,55 @@ def _manifest(manifest: Manifest) -> Iterator[Fault]:
         yield from _signature(manifest)
     if not WORD.fullmatch(manifest.device):
         yield "M11", "device", f"{manifest.device[:80]!r} is not a device type"
+
+
+def _places(stages: tuple[Stage, ...]) -> Iterator[Fault]:
+    for number, stage in enumerate(stages):
+        where = f"stage {number}"
+        if not _ascends(stage.places) or stage.added < 0:
+            yield "M12", where, "the places are not runs that ascend, or added is negative"
+        elif stage.places and stage.added + sum(count for _, count in stage.places) != stage.nodes:
+            yield "M12", where, f"added and the places do not make {stage.nodes} nodes"
+    placed = [run for stage in stages for run in stage.places]
+    if placed and any(not stage.places and stage.nodes > stage.added for stage in stages):
+        yield "M12", "stages", "some stages have places and others do not"
+    end = 0
+    for first, count in sorted(placed):
+        if first > end:
+            yield "M12", "stages", f"the node at place {end} of the whole model is in no stage"
+            break
+        end = max(end, first + count)
+
+
+def _plan(plan: Plan, stages: int) -> Iterator[Fault]:
+    if len(plan.stages) != stages:
+        yield "M13", "plan", f"has {len(plan.stages)} stages, the bundle {stages}"
+    for number, stage in enumerate(plan.stages):
+        costs = (
+            stage.picoseconds,
+            stage.flops,
+            stage.bytes,
+            stage.weight_bytes,
+            stage.received,
+            stage.receiving,
+            stage.memory,
+        )
+        if not _ascends(stage.nodes) or min(*costs, stage.memory_limit or 0) < 0:
+            yield "M13", f"plan, stage {number}", "the nodes are not runs that ascend, or a cost is negative"
+        if not 0 < stage.speed < math.inf or len(stage.module) > limits.NAME_CHARACTERS:
+            yield "M13", f"plan, stage {number}", "the speed is not above 0, or the name of the module is too long"
+    end = 0
+    for first, count in sorted(run for stage in plan.stages for run in stage.nodes):
+        if first != end:
+            yield "M13", "plan", f"node {min(first, end)} is in no stage or in two"
+            break
+        end = first + count
+
+
+def _ascends(runs: tuple[Run, ...]) -> bool:
+    """Whether runs are not empty, ascend, and are apart."""
+    known = all(first >= 0 and count >= 1 for first, count in runs)
+    return known and all(a + count < b for (a, count), (b, _) in itertools.pairwise(runs))
 
 
 def _files(files: tuple[File, ...]) -> Iterator[Fault]:

@@ -8,7 +8,7 @@ from stagepack.format.graph import (
     Value,
 )
 from stagepack.format.manifest import Edge
-from stagepack.format.shapes import OPERATIONS, Dim, Expr, Symbol
+from stagepack.format.shapes import OPERATIONS, Dim, Expr, Symbol, format_range, is_within
 from stagepack.format.validate.names import WORD, is_identifier
 from stagepack.format.validate.problems import Fault
 
@@ -24,6 +24,9 @@ def check_symbols(symbols: tuple[Symbol, ...]) -> Iterator[Fault]:
         seen.add(symbol.name)
         if symbol.min is not None and symbol.max is not None and symbol.min > symbol.max:
             yield "S1", f"symbol {symbol.name[:80]}", f"min {symbol.min} is over max {symbol.max}"
+        if symbol.example is not None and not is_within(symbol, symbol.example):
+            message = f"the example's {symbol.example} is not {format_range(symbol)}"
+            yield "S1", f"symbol {symbol.name[:80]}", message
 
 
 def check_dim(dim: Dim, symbols: set[str], where: str, depth: int = 0) -> Iterator[Fault]:

@@ -1,0 +1,136 @@
+"""A bundle -> the same model in other stages. Needs no torch, nor the model.
+
+The stages are joined to the graph of the whole model, which is cut again: the new bundle has the bytes that an export with the
+new cut would have.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagepack.format.dtypes import STORED_AS
+from stagepack.format.graph import Graph, Weight
+from stagepack.format.plan import Plan
+from stagepack.format.reader import EXAMPLE_NAME, Bundle, raise_digest_problems
+from stagepack.format.validate import check_graph, raise_problems
+from stagepack.format.weights import StoredTensor, TensorSpec, read_index
+from stagepack.format.writer import check_output
+from stagepack.pack import INDEX_NAME, Origin, Tensors, pack
+from stagepack.split.costs import costs_of
+from stagepack.split.cut import Cut, Sharing
+from stagepack.split.join import join
+from stagepack.split.policy import Policy
+from stagepack.where import Where
+
+_PIECE = 8 * 2**20  # bytes that are copied at a time
+
+
+def recut(
+    bundle: str | os.PathLike[str] | Bundle,
+    *,
+    out: str | os.PathLike[str],
+    stages: int | None = None,
+    split_at: Sequence[str] = (),
+    policy: Policy | None = None,
+    plan: Plan | None = None,
+    memory: Sequence[int | str] = (),
+    speeds: Sequence[float] = (),
+    shared: Sharing = "replicate",
+    overwrite: bool = False,
+) -> Bundle:
+    """Write the model of a bundle in other stages; the result has the same bytes as an export with this cut.
+
+    Args:
+        bundle: its folder, or what `stagepack.open` gave.
+        out: the folder to write; it may be the bundle itself when `overwrite` is true.
+        stages: cut into this many stages; this and the further ones are those of `stagepack.export`. None of them: one stage.
+        split_at: names of modules; each starts a stage.
+        policy: a function from `PolicyNode` to a stage number.
+        plan: a plan: of another bundle, or read by `stagepack.read_plan`.
+        memory: with `stages`: what the device of each stage has, in bytes or as ``"24GiB"``.
+        speeds: with `stages`: how fast the device of each stage is, relative to the others.
+        shared: "replicate" or "transmit".
+        overwrite: replace a bundle that is there.
+
+    Returns:
+        The new bundle, opened.
+
+    Raises:
+        NotABundleError, VersionError: there is no bundle that this stagepack reads.
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        CutError: the model cannot be cut as asked.
+        OutputExistsError: `out` exists.
+        WriteError: the disk is full or the like.
+    """
+    check_output(out, overwrite=overwrite)
+    where = Where(
+        stages=stages, split_at=split_at, policy=policy, plan=plan, memory=memory, speeds=speeds, shared=shared
+    )
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    raise_digest_problems([problem for name in opened.files for problem in opened.check_digest(name)])
+    whole = _join(opened)
+    cut, made = _cut(whole, where)
+    manifest = opened.manifest
+    own = {name for stage in manifest.stages for name in (stage.graph, *stage.weights)} | {EXAMPLE_NAME, INDEX_NAME}
+    origin = Origin(
+        signature=manifest.signature,
+        symbols=manifest.symbols,
+        producer=manifest.producer,
+        plan=made,
+        device=manifest.device,
+        seed=manifest.seed,
+        files={name: opened.read(name) for name in opened.files if name not in own},
+    )
+    pack(out, cut, whole.weights, _example(opened), origin, overwrite=overwrite)
+    return Bundle(out)
+
+
+def plan_bundle(bundle: Bundle, where: Where) -> tuple[Cut, Plan]:
+    """The cut that `recut` would write, and what it costs. Reads no weights.
+
+    Raises:
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        CutError: the model cannot be cut as asked.
+    """
+    return _cut(_join(bundle), where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole:
+    graph: Graph
+    weights: Tensors
+
+
+def _join(bundle: Bundle) -> _Whole:
+    graphs = [bundle.graph(stage) for stage in range(len(bundle.stages))]
+    graph = join(bundle.manifest, graphs)
+    raise_problems(check_graph(graph, f"{bundle.path.name}, joined"))
+    places: dict[str, tuple[Path, StoredTensor]] = {}
+    for number, stage in enumerate(graphs):
+        places.update(bundle.tensors(number, stage))
+    return _Whole(graph=graph, weights=_tensors(places, graph.weights))
+
+
+def _cut(whole: _Whole, where: Where) -> tuple[Cut, Plan]:
+    costs = costs_of(whole.graph, {name: spec.nbytes for name, spec in whole.weights.specs.items()})
+    return where.cut(whole.graph, costs)
+
+
+def _example(bundle: Bundle) -> Tensors:
+    path = bundle.example
+    return _tensors({} if path is None else {name: (path, tensor) for name, tensor in read_index(path).items()})
+
+
+def _tensors(places: dict[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> Tensors:
+    """Tensors that lie in files, and weights of zeros that lie in none."""
+    specs = {name: TensorSpec(name=name, dtype=STORED_AS[t.dtype], shape=t.shape) for name, (_, t) in places.items()}
+    specs |= {w.stored: TensorSpec(name=w.stored, dtype=w.dtype, shape=w.shape) for w in weights if w.zeros}
+    return Tensors(specs=specs, read=lambda name: _pieces(*places[name]))
+
+
+def _pieces(path: Path, tensor: StoredTensor) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(tensor.start)
+        for position in range(tensor.start, tensor.end, _PIECE):
+            yield file.read(min(_PIECE, tensor.end - position))
