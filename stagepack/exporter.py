@@ -14,6 +14,7 @@ from stagepack.example import SEED, record_example
 from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Symbol
 from stagepack.format.writer import check_output
 from stagepack.hugging_face import capture_pretrained, capture_transformers, is_of_transformers, model_files
 from stagepack.linearize import Linearized, linearize
@@ -127,14 +128,15 @@ def export_capture(
     return Bundle(out)
 
 
-def plan_capture(capture: Capture, where: Where) -> tuple[Cut, Plan]:
-    """The cut that `export_capture` would write, and what it costs.
+def plan_capture(capture: Capture, where: Where) -> tuple[Cut, Plan, tuple[Symbol, ...]]:
+    """The cut that `export_capture` would write, what it costs, and the sizes that may change.
 
     Raises:
         UnsupportedError: the capture holds something that a bundle cannot hold.
         CutError: the model cannot be cut as asked.
     """
-    return _cut(_linearize(capture), where)
+    linear = _linearize(capture)
+    return *_cut(linear, where), linear.graph.symbols
 
 
 def _linearize(capture: Capture) -> Linearized:

@@ -63,11 +63,15 @@ def recut(
         OutputExistsError: `out` exists.
         WriteError: the disk is full or the like.
     """
-    check_output(out, overwrite=overwrite)
     where = Where(
         stages=stages, split_at=split_at, policy=policy, plan=plan, memory=memory, speeds=speeds, shared=shared
     )
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    return recut_at(bundle if isinstance(bundle, Bundle) else Bundle(bundle), out=out, where=where, overwrite=overwrite)
+
+
+def recut_at(opened: Bundle, *, out: str | os.PathLike[str], where: Where, overwrite: bool = False) -> Bundle:
+    """Write the model of a bundle in other stages; see `recut`."""
+    check_output(out, overwrite=overwrite)
     raise_digest_problems([problem for name in opened.files for problem in opened.check_digest(name)])
     whole = _join(opened)
     cut, made = _cut(whole, where)

@@ -9,6 +9,8 @@ _COMMANDS = {
     "export": "Write a model as a bundle of pipeline stages.",
     "inspect": "Show what a bundle holds, without torch.",
     "load": "Load a bundle or one stage, and run it.",
+    "plan": "Show a cut: bytes, compute, traffic, balance.",
+    "recut": "Write a bundle in other stages, without torch.",
     "verify": "Check the digests and rules of a bundle.",
 }
 

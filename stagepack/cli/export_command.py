@@ -3,9 +3,12 @@
 import contextlib
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import click
 
+from stagepack.cli.cutting import cut_options
 from stagepack.cli.facts import bundle_facts, print_stages
 from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
 from stagepack.format.reader import Bundle
@@ -16,8 +19,7 @@ from stagepack.quantities import readable_bytes
 @click.command("export")
 @click.argument("source")
 @click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write.")
-@click.option("--stages", type=click.IntRange(min=1), help="Cut into this many stages of about equal weight.")
-@click.option("--split-at", multiple=True, metavar="MODULE", help="Start a stage at this module; may be repeated.")
+@cut_options
 @click.option("--inputs", metavar="FILE.py:FUNCTION", help="A function that returns the example inputs.")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -25,8 +27,7 @@ from stagepack.quantities import readable_bytes
 def command(
     source: str,
     out: str,
-    stages: int | None,
-    split_at: tuple[str, ...],
+    where: Callable[[], Any] | None,
     inputs: str | None,
     overwrite: bool,
     as_json: bool,
@@ -35,8 +36,6 @@ def command(
 
     SOURCE is file.py:factory, package.module:factory, a .pt2 file, or a Hugging Face folder or hub name.
     """
-    if stages is not None and split_at:
-        raise click.UsageError("--stages and --split-at exclude each other")
     check_output(out, overwrite=overwrite)
     started = time.perf_counter()
     # What the model's own code prints goes to standard error: standard output is for our facts alone.
@@ -48,7 +47,7 @@ def command(
         now("capture")
         capture = capture_named(source, inputs)
         bundle = export_capture(
-            capture, out=out, where=Where(stages=stages, split_at=split_at), overwrite=overwrite, progress=now
+            capture, out=out, where=Where() if where is None else where(), overwrite=overwrite, progress=now
         )
         now("load it back and run the example")
         difference = _check(bundle)

@@ -27,6 +27,17 @@ _COMPOSITE = frozenset(
     }
 )
 
+# Operators that read, of their first argument, only what they give back.
+_GATHERS = frozenset(
+    {
+        torch.ops.aten.embedding,
+        torch.ops.aten.gather,
+        torch.ops.aten.index,
+        torch.ops.aten.index_select,
+        torch.ops.aten.take,
+    }
+)
+
 
 class CostModel:
     """Costs of nodes, remembered by operator and sizes, since layers repeat."""
@@ -43,6 +54,8 @@ class CostModel:
         made = [meta for meta in _flat(node.meta.get("val")) if isinstance(meta, torch.Tensor)]
         given = (source.meta.get("val") for source in node.all_input_nodes)
         used = [meta for meta in given if isinstance(meta, torch.Tensor)]
+        if target.overloadpacket in _GATHERS:
+            used[:1] = made
         if target.is_view:
             return Cost()
         elements = sum(map(_elements, made))

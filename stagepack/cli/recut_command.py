@@ -1,0 +1,40 @@
+"""`stagepack recut`."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from stagepack.cli.cutting import cut_options
+from stagepack.cli.facts import bundle_facts, print_stages
+from stagepack.cli.output import print_json, print_line, progress, reports_errors
+from stagepack.format.reader import Bundle
+from stagepack.format.writer import check_output
+from stagepack.quantities import readable_bytes
+
+
+@click.command("recut")
+@click.argument("bundle", type=click.Path())
+@click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write.")
+@cut_options
+@click.option("--overwrite", is_flag=True, help="Replace a bundle that is there; it may be BUNDLE itself.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def command(bundle: str, out: str, where: Callable[[], Any] | None, overwrite: bool, as_json: bool) -> None:
+    """Write the model of BUNDLE in other stages, with the bytes that an export with this cut has. Needs no torch."""
+    if where is None:
+        raise click.UsageError("say how to cut: --stages, --split-at or --plan")
+    check_output(out, overwrite=overwrite)
+    started = time.perf_counter()
+    with progress("recut"):
+        from stagepack.recutter import recut_at  # noqa: PLC0415 - numpy, after the arguments are checked
+
+        made = recut_at(Bundle(bundle), out=out, where=where(), overwrite=overwrite)
+    seconds = time.perf_counter() - started
+    if as_json:
+        print_json(bundle_facts(made) | {"seconds": round(seconds, 3)})
+        return
+    size = readable_bytes(sum(file.size for file in made.manifest.files))
+    print_line(f"wrote {out}: {len(made.stages)} stages, {size}, in {seconds:.1f} s")
+    print_stages(made)

@@ -1,0 +1,151 @@
+"""Cutting a bundle again gives the bytes of a direct export, whatever the first cut was."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import CutError, DigestError, OutputExistsError, WriteError
+from stagepack.exporter import export_capture
+from stagepack.split.policy import PolicyNode
+from stagepack.where import Where
+from tests.cases import llama, transformers_cases
+from tests.unit.test_models import BUILDS, Lambda, captured
+
+CASES = [*BUILDS, "llama-tied", "t5", "mixtral"]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of every file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_cut_from_every_cut(name: str, tmp_path: Path) -> None:
+    if name in BUILDS:
+        capture = captured(name)
+    else:
+        capture = next(case for case in transformers_cases() if case.name == name).capture()
+    cuts = [
+        Where(),
+        Where(stages=2),
+        Where(stages=5, shared="transmit"),
+        Where(stages=3, speeds=[1, 3, 2], memory=["1GiB", "24GB", 10**9]),
+    ]
+    direct = [tmp_path / f"{number}.stagepack" for number in range(len(cuts))]
+    for where, path in zip(cuts, direct, strict=True):
+        export_capture(capture, out=path, where=where)
+    for source in direct:
+        for where, wanted in zip(cuts, direct, strict=True):
+            again = stagepack.recut(
+                source,
+                out=tmp_path / "again.stagepack",
+                stages=where.stages,
+                shared=where.shared,
+                speeds=where.speeds,
+                memory=where.memory,
+                overwrite=True,
+            )
+            assert files(again.path) == files(wanted), (source.name, wanted.name)
+
+
+def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_path: Path) -> None:
+    def run(self: Lambda, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.a(x), self.b(x)
+        first, second = self.c(first), self.d(second)
+        return first * second, self.a(second)
+
+    def policy(node: PolicyNode) -> int:
+        return {"a": 0, "c": 0, "b": 1, "d": 1}[node.scope] if node.scope in {"a", "b", "c", "d"} else 2
+
+    model = Lambda(run, **{name: torch.nn.Linear(4, 4) for name in "abcd"})
+    x = (torch.randn(2, 4),)
+    direct = stagepack.export(model, x, out=tmp_path / "direct.stagepack", stages=2)
+    crossed = stagepack.export(model, x, out=tmp_path / "crossed.stagepack", policy=policy)
+    assert [stage.places for stage in crossed.stages] == [((0, 1), (2, 1)), ((1, 1), (3, 1)), ((4, 2),)]
+    assert files(stagepack.recut(crossed, out=tmp_path / "a.stagepack", stages=2).path) == files(direct.path)
+    assert files(stagepack.recut(direct, out=tmp_path / "b.stagepack", policy=policy).path) == files(crossed.path)
+    again = stagepack.recut(direct, out=tmp_path / "c.stagepack", plan=crossed.manifest.plan)
+    assert files(again.path) == files(crossed.path)
+
+
+def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
+    from stagepack.plan_file import write_plan
+
+    capture = llama(4).capture()
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=2))
+    path = tmp_path / "plan.json"
+    assert bundle.manifest.plan is not None
+    write_plan(bundle.manifest.plan, path)
+    assert stagepack.read_plan(path) == bundle.manifest.plan
+    same = stagepack.recut(bundle, out=tmp_path / "same.stagepack", plan=stagepack.read_plan(path))
+    assert files(same.path) == files(bundle.path)
+    fields = json.loads(path.read_text())
+    (first,), (second,) = (stage["nodes"] for stage in fields["stages"])
+    path.write_text(json.dumps({"stages": [{"nodes": [[0, 30]]}, {"nodes": [[30, first[1] + second[1] - 30]]}]}))
+    edited = stagepack.recut(bundle, out=tmp_path / "edited.stagepack", plan=stagepack.read_plan(path))
+    assert edited.manifest.plan is not None
+    assert [stage.nodes for stage in edited.manifest.plan.stages] == [((0, 30),), ((30, first[1] + second[1] - 30),)]
+    direct = export_capture(capture, out=tmp_path / "direct.stagepack", where=Where(plan=stagepack.read_plan(path)))
+    assert files(edited.path) == files(direct.path)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([[[0, 3]], [[4, 1]]], "1 nodes stand in no stage, the first is 3"),
+        ([[[0, 3]], [[2, 3]]], "node 2 stands in stage 0 and in stage 1"),
+        ([[[0, 3]], [[3, 9]]], "stage 1 has 9 nodes from 3 on, the model has 5"),
+        ([[[0, 3]], [[3, -1]]], "stage 1 has -1 nodes"),
+        ([[[2, 3]], [[0, 2]]], "node 2 of stage 0 uses '.*', which node 1 of stage 1 makes"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(stages: list[list[list[int]]], message: str, tmp_path: Path) -> None:
+    model = Lambda(lambda _, x: x.sin().cos().tan().exp().neg())
+    bundle = stagepack.export(model, (torch.randn(2),), out=tmp_path / "m.stagepack")
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"stages": [{"nodes": nodes} for nodes in stages]}))
+    with pytest.raises(CutError, match=message):
+        stagepack.recut(bundle, out=tmp_path / "again.stagepack", plan=stagepack.read_plan(path))
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"stages": [{}]}', '{"stages": [{"nodes": [[0]]}]}', "\xff"])
+def test_a_file_that_is_no_plan_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(CutError, match="expected a plan, as `stagepack plan -o` writes it"):
+        stagepack.read_plan(path)
+    with pytest.raises(CutError, match="expected a plan"):
+        stagepack.read_plan(tmp_path / "absent.json")
+
+
+def test_recut_takes_no_output_that_is_there_and_no_damaged_input(tmp_path: Path) -> None:
+    bundle = export_capture(captured("tied_at_both_ends"), out=tmp_path / "m.stagepack", where=Where(stages=2))
+    with pytest.raises(OutputExistsError):
+        stagepack.recut(bundle, out=bundle.path, stages=3)
+    with pytest.raises(WriteError):
+        stagepack.recut(bundle, out=tmp_path / "none" / "m.stagepack", stages=3)
+    other = stagepack.recut(bundle, out=bundle.path, stages=3, overwrite=True)
+    assert len(other.stages) == 3
+    stagepack.load(other)
+    weights = bundle.path / "shared-0.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(DigestError, match=r"shared-0.safetensors.*\[D2\]"):
+        stagepack.recut(other, out=tmp_path / "again.stagepack", stages=2)
+    assert not (tmp_path / "again.stagepack").exists()
+
+
+def test_a_transmitted_weight_lives_in_one_stage_and_travels(tmp_path: Path) -> None:
+    capture = captured("tied_at_both_ends")
+    bundle = export_capture(
+        capture, out=tmp_path / "m.stagepack", where=Where(split_at=["middle", "head"], shared="transmit")
+    )
+    assert [stage.weights for stage in bundle.stages] == [("stage-0.safetensors",), ("stage-1.safetensors",), ()]
+    (edge,) = [edge for edge in bundle.edges if edge.shape == (16, 4)]
+    assert (edge.producer, edge.consumers) == (0, (2,))
+    pipe = stagepack.load(bundle)
+    assert torch.equal(pipe(*capture.inputs.args), capture.program.module()(*capture.inputs.args))
