@@ -4,13 +4,14 @@ This is the only place that runs the user's code.
 """
 
 import contextlib
+import copy
 import inspect
 import io
 import itertools
 import os
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,16 +134,36 @@ def quiet() -> Iterator[None]:
     sys.stderr.write(held.getvalue())
 
 
+def ask(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Iterable[torch.Tensor] = ()) -> Any:
+    """What a model answers, without gradients; the model and the inputs stay as they are.
+
+    Args:
+        model: a module.
+        inputs: what to call it with.
+        seed: of the random numbers.
+        written: tensors that it writes besides its buffers.
+    """
+    args, kwargs = _copied((tuple(inputs.args), dict(inputs.kwargs)))
+    with unchanged(model, written), torch.no_grad():
+        torch.manual_seed(seed)
+        return _copied(model(*args, **kwargs))
+
+
+def _copied(given: Any) -> Any:
+    """A copy of tensors in containers, without their gradients' history."""
+    return copy.deepcopy(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given))
+
+
 @contextlib.contextmanager
-def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Give a module back as it was: its attributes, and the content of its buffers."""
-    modules = list(model.modules())
-    attributes = [
-        {name: dict(held) if isinstance(held, dict) else held for name, held in vars(module).items()}
-        for module in modules
-    ]
+def unchanged(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Give a module back as it was: its attributes, and the content of its buffers and of the tensors `written`."""
+    attributes = [vars(module) for module in model.modules()]
+    held = [inner for outer in attributes for inner in (outer, *outer.values()) if isinstance(inner, dict)]
+    kept = [(inner, dict(inner)) for inner in held]
     plain = [
-        buffer.untyped_storage() for buffer in model.buffers() if buffer.layout == torch.strided and not buffer.is_meta
+        tensor.untyped_storage()
+        for tensor in (*model.buffers(), *written)
+        if tensor.layout == torch.strided and not tensor.is_meta
     ]
     storages = {storage.data_ptr(): storage for storage in plain}
     contents = [(storage, storage.clone()) for storage in storages.values()]
@@ -153,9 +174,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
         torch.set_rng_state(random)
         for storage, content in contents:
             storage.copy_(content)
-        for module, kept in zip(modules, attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(kept)
+        for inner, before in kept:
+            inner.clear()
+            inner.update(before)
 
 
 def _required_parameters(model: torch.nn.Module) -> list[str]:
@@ -175,6 +196,10 @@ def _given(model: torch.nn.Module, inputs: Inputs) -> dict[str, Any]:
     return {**bound.arguments, **inputs.kwargs}
 
 
+def _children(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else pytree.tree_leaves(value)
+
+
 def _complete(model: torch.nn.Module, inputs: Inputs) -> Any:
     """The dynamic shapes with None for the parameters that they leave out, as ``torch.export`` wants them."""
     if not isinstance(inputs.dynamic_shapes, Mapping):
@@ -189,8 +214,8 @@ def _dims_of_leaves(value: Any, spec: Any) -> Iterator[Mapping[int, Any]]:
     elif isinstance(value, Mapping) and isinstance(spec, Mapping):
         for key, part in value.items():
             yield from _dims_of_leaves(part, spec.get(key))
-    elif isinstance(value, list | tuple) and isinstance(spec, list | tuple):
-        for part, inner in zip(value, spec, strict=True):
+    elif isinstance(spec, list | tuple):  # of a list or a tuple, or of an object: one for each child
+        for part, inner in zip(_children(value), spec, strict=True):
             yield from _dims_of_leaves(part, inner)
     else:
         yield from ({} for _ in pytree.tree_leaves(value))

@@ -21,6 +21,7 @@ from stagepack.linearize import Linearized, linearize
 from stagepack.linearize.tensors import to_bytes
 from stagepack.pack import Origin, Tensors, pack
 from stagepack.split.assemble import whole
+from stagepack.split.bonds import written_weights
 from stagepack.split.costs import costs_of
 from stagepack.split.cut import Cut, Sharing
 from stagepack.split.policy import Policy
@@ -121,7 +122,8 @@ def export_capture(
     progress("cut")
     stages, plan = _cut(linear, where)
     progress("run the example")
-    example = record_example(capture, linear.signature)
+    written = [linear.weights.tensors[name] for name in written_weights(linear.graph)]
+    example = record_example(capture, linear.signature, written)
     progress("write")
     origin = _origin(linear, plan, model_files(capture.model))
     pack(out, stages, _tensors(linear), example, origin, overwrite=overwrite)

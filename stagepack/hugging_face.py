@@ -1,6 +1,5 @@
 """A Hugging Face folder or hub name -> a captured model. transformers is imported when it is needed, not before."""
 
-import copy
 import importlib
 import inspect
 import itertools
@@ -17,7 +16,7 @@ import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from stagepack.capture import Capture, Inputs, capture_module, quiet, readable, unchanged
+from stagepack.capture import Capture, Inputs, ask, capture_module, quiet, readable, unchanged
 from stagepack.errors import CaptureError
 from stagepack.format.weights import ALIGNMENT
 
@@ -200,12 +199,9 @@ def _left_to_torch(shapes: Any) -> Any:
 def _answers_alike(capture: Capture) -> bool:
     """Whether the program gives on the example what the model gives, bit for bit."""
     assert capture.model is not None
-    answers = []
-    for run in (capture.model, capture.program.module()):
-        args, kwargs = copy.deepcopy((tuple(capture.inputs.args), dict(capture.inputs.kwargs)))
-        with unchanged(run), torch.no_grad():
-            torch.manual_seed(0)
-            answers.append(copy.deepcopy(pytree.tree_leaves(run(*args, **kwargs))))
+    answers = [
+        pytree.tree_leaves(ask(run, capture.inputs, seed=0)) for run in (capture.model, capture.program.module())
+    ]
     return len(answers[0]) == len(answers[1]) and all(map(_same, *answers))
 
 

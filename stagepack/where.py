@@ -1,5 +1,6 @@
 """Where to cut: what the caller asks for -> the stage of each node, and the plan that says what that costs."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from stagepack.format.plan import Plan
 from stagepack.quantities import read_bytes
 from stagepack.split.costs import Costs
 from stagepack.split.cut import Cut, Sharing, cut
+from stagepack.split.order import late_keys
 from stagepack.split.plan import balanced, plan_of
 from stagepack.split.policy import Assignment, Policy, at_modules, at_positions, by_plan, by_policy, consecutive
 
@@ -76,11 +78,19 @@ class Where:
             return by_plan(graph, self.plan)
         if self.policy is not None:
             return by_policy(graph, self.policy)
+        keys = late_keys(graph)
+        order = sorted(range(len(keys)), key=lambda number: (keys[number], number))
+        stage_of, stages = self._assign_in_a_row(
+            replace(graph, nodes=tuple(graph.nodes[number] for number in order)),
+            dataclasses.replace(costs, times=tuple(costs.times[number] for number in order)),
+            [sum(key < mark for key in keys) for mark in marks],
+        )
+        return Assignment([stage for _, stage in sorted(zip(order, stage_of, strict=True))], stages)
+
+    def _assign_in_a_row(self, graph: Graph, costs: Costs, marks: Sequence[int]) -> Assignment:
         if self.split_at:
             return at_modules(graph, self.split_at)
         if self.stages is not None:
-            return consecutive(graph, self._balanced(graph, costs, self.stages))
+            positions = balanced(graph, costs, self.stages, memory=self._memory_in_bytes, speeds=self.speeds)
+            return consecutive(graph, positions)
         return at_positions(graph, marks)
-
-    def _balanced(self, graph: Graph, costs: Costs, stages: int) -> list[int]:
-        return balanced(graph, costs, stages, memory=self._memory_in_bytes, speeds=self.speeds)

@@ -91,7 +91,7 @@ def constant(leaf: ConstantLeaf | NonFiniteLeaf) -> bool | float | str | None:
 def flatten(tree: Tree, given: Any, where: str) -> Iterator[tuple[str, ValueLeaf | ConstantLeaf | NonFiniteLeaf, Any]]:
     """Match an object against a tree; yield (place, leaf, what was given there) from left to right.
 
-    Objects are read by field: a named tuple or dataclass by attribute, a mapping by key.
+    Objects are read by field: a mapping by key; a named tuple, a dataclass, or what is of the recorded class by attribute.
 
     Raises:
         InputError: the containers differ.
@@ -115,8 +115,8 @@ def unflatten(
 ) -> Any:
     """Build the object that a tree describes; `leaf` gives the object of each leaf.
 
-    An object whose class is among `types` is built from its fields by that class; any other is given back as a
-    dict of its fields.
+    An object whose class is among `types` is built from its fields: a named tuple, a dataclass or a mapping by calling the class,
+    others by setting attributes. An object of another class is given back as a dict of its fields.
 
     Raises:
         InputError: a class of `types` does not take the fields that are recorded.
@@ -142,9 +142,13 @@ def unflatten(
 
 def _build(cls: type, fields: Mapping[str, Any]) -> Any:
     try:
-        return cls(**fields)
+        if dataclasses.is_dataclass(cls) or issubclass(cls, tuple | Mapping):
+            return cls(**fields)
+        built = cls.__new__(cls)
+        vars(built).update(fields)
     except TypeError as error:
         raise InputError(f"{type_name(cls)} cannot be built from the fields {list(fields)}: {error}") from error
+    return built
 
 
 def _require(holds: bool, expected: str, given: Any, where: str) -> None:
@@ -166,6 +170,6 @@ def _flatten_keys(
 def _fields(tree: ObjectTree, given: Any, where: str) -> Mapping[str, Any]:
     if isinstance(given, Mapping):
         return given
-    if dataclasses.is_dataclass(given) or hasattr(given, "_fields"):
+    if dataclasses.is_dataclass(given) or isinstance(given, tuple) or type_name(type(given)) == tree.class_name:
         return {name: getattr(given, name) for name, _ in tree.fields if hasattr(given, name)}
     raise InputError(f"{where}: expected {tree.class_name} or a dict of its fields, found {type(given).__name__}")

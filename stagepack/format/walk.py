@@ -2,7 +2,18 @@
 
 from collections.abc import Iterator
 
-from stagepack.format.graph import Argument, DictArg, ListArg, Node, Op, SliceArg, SubgraphArg, TupleArg, ValueArg
+from stagepack.format.graph import (
+    Argument,
+    DictArg,
+    Graph,
+    ListArg,
+    Node,
+    Op,
+    SliceArg,
+    SubgraphArg,
+    TupleArg,
+    ValueArg,
+)
 
 
 def parts(argument: Argument) -> Iterator[Argument]:
@@ -47,8 +58,18 @@ def values_made(node: Node) -> Iterator[str]:
     return (value.name for value in node.outputs if value is not None)
 
 
+def is_random(graph: Graph, node: Node) -> bool:
+    """Whether a node draws random numbers, or a subgraph that it calls."""
+    inner = (other for index in subgraphs_used(node) for other in graph.subgraphs[index].nodes)
+    return graph.ops[node.op].random or any(is_random(graph, other) for other in inner)
+
+
+def given(node: Node, op: Op, parameter: str) -> Argument:
+    """What a node gives to one parameter of its operator; None when it leaves the parameter out."""
+    position = op.parameters.index(parameter)
+    return node.args[position] if position < len(node.args) else dict(node.kwargs).get(parameter)
+
+
 def bound(node: Node, op: Op, parameter: str) -> Iterator[str]:
     """Yield the names of the values given to one parameter of an operator."""
-    position = op.parameters.index(parameter)
-    given = node.args[position] if position < len(node.args) else dict(node.kwargs).get(parameter)
-    return (leaf.name for leaf in leaves(given) if isinstance(leaf, ValueArg))
+    return (leaf.name for leaf in leaves(given(node, op, parameter)) if isinstance(leaf, ValueArg))

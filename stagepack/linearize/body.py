@@ -29,9 +29,12 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.walk import parts
+from stagepack.linearize.operators import seen_aliases
 from stagepack.linearize.tables import Tables
+from stagepack.linearize.tensors import inner_name
 
 _MARKS = ("stagepack.split_here.default", "pippy._pipe_split.default")
+_INNER = "export.access_subclass_inner_tensor.default"
 _SCALARS = {
     torch.SymInt: "symint",
     torch.SymFloat: "symfloat",
@@ -50,6 +53,9 @@ class Body:
         self.module = module
         self.inner = inner
         self.env: dict[FxNode, Argument | list[Argument]] = {}
+        self.wrapped: dict[
+            FxNode, str
+        ] = {}  # weights of a tensor subclass, by name: only the tensors inside are values
         self.nodes: list[Node] = []
         self.result: Argument = None
 
@@ -86,6 +92,11 @@ class Body:
 
     def argument(self, given: object, node: FxNode) -> Argument:
         """One argument of a node as data."""
+        if given in self.wrapped:
+            raise UnsupportedError(
+                f"{node.target} takes the weight {self.wrapped[given]!r} as one tensor of its class: quantize it in a way that "
+                "torch.export traces into, or make it a plain tensor"
+            )
         if isinstance(given, FxNode):
             found = self.env[given]
             return ListArg(tuple(found)) if isinstance(found, list) else found
@@ -129,12 +140,28 @@ class Body:
             self.env[node] = whole[node.args[1]]  # type: ignore[index]
         elif _is_region(node):
             self.env[node] = self._open(module, node, context)
+        elif str(node.target) == _INNER:
+            self._unwrap(node)
         elif str(node.target) in _MARKS:
             if self.inner:
                 raise UnsupportedError(f"{node.target} stands inside a branch or a loop, where no stage can begin")
             self.tables.marks.append(len(self.nodes))
         else:
             self._append(node, context)
+
+    def give_weight(self, node: FxNode, name: str) -> None:
+        """Say that a node stands for a weight, by its fully qualified name."""
+        value = self.tables.weights.get(name)
+        if value is None:
+            self.wrapped[node] = name
+        else:
+            self.env[node] = ValueArg(value)
+
+    def _unwrap(self, node: FxNode) -> None:
+        """A tensor inside a weight of a tensor subclass."""
+        outer, attribute = node.args
+        assert isinstance(outer, FxNode)
+        self.give_weight(node, inner_name(self.wrapped[outer], str(attribute)))
 
     def _open(self, module: GraphModule, node: FxNode, context: int | None) -> list[Argument]:
         """The nodes of a grad mode or autocast region, here."""
@@ -153,9 +180,11 @@ class Body:
         outputs = self._outputs(node, list(meta) if unpack else [meta])
         args = tuple(self.argument(given, node) for given in node.args)
         kwargs = tuple((name, self.argument(given, node)) for name, given in node.kwargs.items())
+        op = self.tables.op(node.target)
+        self.tables.add_aliases(op, seen_aliases(node))
         self.nodes.append(
             Node(
-                op=self.tables.op(node.target),
+                op=op,
                 args=args,
                 kwargs=kwargs,
                 outputs=tuple(outputs),

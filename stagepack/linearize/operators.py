@@ -2,15 +2,26 @@
 
 import builtins
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import HigherOrderOperator
+from torch.fx import Node as FxNode
+from torch.utils import _pytree as pytree
 
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Op
 from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, is_denied
+
+# They give their input back when they do not train; neither their schemas nor their traces show it.
+_GIVE_BACK = (
+    "aten.dropout.default",
+    "aten.alpha_dropout.default",
+    "aten.feature_dropout.default",
+    "aten.feature_alpha_dropout.default",
+)
 
 
 def describe(target: Callable[..., Any]) -> Op:
@@ -50,6 +61,8 @@ def _overload(target: torch._ops.OpOverload) -> Op:
         # `Tensor(a -> *)` says nothing at its result: split and chunk, whose items are views of the input.
         sets = (found.before_set or places) if found is not None else ()
         aliases += [(index, name) for place in sorted(sets) for name in places.get(place, [])]
+    if str(target) in _GIVE_BACK:
+        aliases.append((0, schema.arguments[0].name))
     return Op(
         name=str(target),
         schema=str(schema),
@@ -58,6 +71,37 @@ def _overload(target: torch._ops.OpOverload) -> Op:
         aliases=tuple(aliases),
         random=torch.Tag.nondeterministic_seeded in target.tags,
     )
+
+
+def seen_aliases(node: FxNode) -> Iterator[tuple[int, str]]:
+    """Yield which results of a call lie in the memory of what was given to it: result number, parameter.
+
+    Some schemas keep silent on it: those of einsum and meshgrid, which give views.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    given = {parameter.name: value for parameter, value in zip(node.target._schema.arguments, node.args, strict=False)}
+    lies_in = {
+        storage: name
+        for name, value in (given | node.kwargs).items()
+        for storage in _storages(fx.map_arg(value, _meta))
+    }
+    meta: Any = node.meta.get("val")
+    for index, result in enumerate(meta if len(node.target._schema.returns) > 1 else [meta]):
+        for storage in _storages(result):
+            if storage in lies_in:
+                yield index, lies_in[storage]
+
+
+def _meta(node: FxNode) -> Any:
+    return node.meta.get("val")
+
+
+def _storages(value: object) -> Iterator[int]:
+    """Yield what tells the storages of the tensors in a value apart."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            yield leaf.untyped_storage()._cdata  # noqa: SLF001 - what copy.deepcopy of torch goes by, too
 
 
 def _python_name(target: Callable[..., Any]) -> str:

@@ -21,6 +21,7 @@ from torch.export.graph_signature import (
     SymIntArgument,
     TensorArgument,
 )
+from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 from torch.utils import _pytree as pytree
 
@@ -32,7 +33,7 @@ from stagepack.linearize.body import Body, constant
 from stagepack.linearize.signature import Leaf, signature_of
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.linearize.tables import Tables
-from stagepack.linearize.tensors import Kind, WeightTable, weight_table
+from stagepack.linearize.tensors import Kind, WeightTable, plain_tensors, weight_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,12 @@ def linearize(program: ExportedProgram, names: Mapping[str, str], forward: Calla
     Raises:
         UnsupportedError: the program holds something that a bundle cannot hold; it is named.
     """
+    program = _without_vmap(program)
     weights = weight_table(_tensors(program))
     symbols = SymbolTable(program.range_constraints, names, _hints(program))
-    tables = Tables(symbols, _device(program), weights.values.values())
+    tables = Tables(symbols, _device(program), weights.values)
     body = Body(tables, program.graph_module)
-    inputs, given = _inputs(program, body, weights)
+    inputs, given = _inputs(program, body)
     body.convert()
     results = _results(program, body)
     graph = Graph(
@@ -87,6 +89,15 @@ def linearize(program: ExportedProgram, names: Mapping[str, str], forward: Calla
     )
 
 
+def _without_vmap(program: ExportedProgram) -> ExportedProgram:
+    """A program without what ``torch.vmap`` leaves in it: calls that enter and leave levels of torch's interpreter."""
+    modules = (module for module in program.graph_module.modules() if isinstance(module, GraphModule))
+    targets = (node.target for module in modules for node in module.graph.nodes if node.op == "call_function")
+    if any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets):
+        program = program.run_decompositions({})
+    return program
+
+
 def _hints(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
     """The sizes of the example by torch's symbols."""
     for node in program.graph.nodes:
@@ -97,13 +108,13 @@ def _hints(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
     return {}
 
 
-def _inputs(program: ExportedProgram, body: Body, weights: WeightTable) -> tuple[list[Value], list[Leaf]]:
+def _inputs(program: ExportedProgram, body: Body) -> tuple[list[Value], list[Leaf]]:
     """Name what the program is given: the inputs of the graph, and the leaves of the model's call."""
     inputs: list[Value] = []
     leaves: list[Leaf] = []
     for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            body.env[node] = ValueArg(weights.values[str(spec.target)])
+            body.give_weight(node, str(spec.target))
         elif spec.kind != InputKind.USER_INPUT:
             raise UnsupportedError(f"the input {node.name} is a {spec.kind.name}, which a bundle cannot hold")
         elif isinstance(spec.arg, ConstantArgument):
@@ -155,16 +166,20 @@ def _placeholders(program: ExportedProgram) -> dict[str, FxNode]:
 def _tensors(program: ExportedProgram) -> dict[str, tuple[Kind, torch.Tensor]]:
     """The parameters, buffers and constants of a program by fully qualified name, in the model's order."""
     tensors: dict[str, tuple[Kind, torch.Tensor]] = {}
+    kind: Kind
     for spec in program.graph_signature.input_specs:
         name = str(spec.target)
         if spec.kind == InputKind.PARAMETER:
-            tensors[name] = "parameter", program.state_dict[name]
+            kind, tensor = "parameter", program.state_dict[name]
         elif spec.kind == InputKind.BUFFER and spec.persistent:
-            tensors[name] = "buffer", program.state_dict[name]
+            kind, tensor = "buffer", program.state_dict[name]
         elif spec.kind == InputKind.BUFFER:
-            tensors[name] = "non_persistent_buffer", _constant_tensor(program, name)
+            kind, tensor = "non_persistent_buffer", _constant_tensor(program, name)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
-            tensors[name] = "constant", _constant_tensor(program, name)
+            kind, tensor = "constant", _constant_tensor(program, name)
+        else:
+            continue
+        tensors |= {inner: (kind, plain) for inner, plain in plain_tensors(name, tensor)}
     return tensors
 
 

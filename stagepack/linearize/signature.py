@@ -24,6 +24,8 @@ from stagepack.format.tree import (
     type_name,
 )
 
+_TAG = "_t"
+_IMPLIED = ("dtype", "device", "layout", "type")  # what an object holds besides: its tensors tell
 # A leaf is the name of a value, or a constant.
 Leaf = str | ConstantArgument
 
@@ -121,15 +123,39 @@ def _tree(spec: pytree.TreeSpec, leaves: Iterator[Leaf], where: str) -> Tree:
     if cls is collections.namedtuple:  # noqa: PYI024 - pytree's mark of named tuples
         cls = context
     assert cls is not None
+    if isinstance(context, dict) and _TAG in context:
+        return _recorded(context, items, where)
     return ObjectTree(
         class_name=type_name(cls), fields=tuple(zip(_fields(cls, context, len(items)), items, strict=True))
     )
 
 
+def _recorded(held: Any, items: Sequence[Tree], where: str) -> Tree:
+    """The tree of an object that transformers has registered, such as a cache.
+
+    Its context describes all that the object holds, by tags, with numbers for what is a child of the node.
+    """
+    if isinstance(held, list):
+        return SequenceTree(kind="list", items=tuple(_recorded(part, items, where) for part in held))
+    if not isinstance(held, dict):
+        return _leaf(ConstantArgument(name=where, value=held), where)
+    tag = held.get(_TAG)
+    if tag in ("tensor", "sym"):
+        return items[held["i"]]
+    if tag not in (None, "obj", "map", "items"):
+        raise UnsupportedError(f"{where} holds a {tag} ({held.get('p', held)}), which a bundle cannot hold")
+    inside = held if tag is None else dict(held["s" if tag == "obj" else "v"])
+    known = {key: part for key, part in inside.items() if not isinstance(part, dict) or part.get(_TAG) not in _IMPLIED}
+    trees = [_recorded(part, items, where) for part in known.values()]
+    if tag == "obj":
+        return ObjectTree(class_name=held["p"].replace(":", "."), fields=tuple(zip(known, trees, strict=True)))
+    return DictTree(kind="dict", items=_pairs(list(known), trees, where))
+
+
 def _fields(cls: type, context: Any, count: int) -> list[str]:
     """The names of the fields of an object, from what its registration as a pytree tells; else their numbers."""
-    if hasattr(cls, "_fields"):
-        return list(cls._fields)
+    if issubclass(cls, tuple) and len(getattr(cls, "__match_args__", ())) == count:
+        return list(cls.__match_args__)  # type: ignore[attr-defined]
     for names in (context, context[0] if isinstance(context, list | tuple) and context else None):
         if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
             return list(names)

@@ -1,8 +1,9 @@
 """The tables of a graph while it grows: operators, scopes, contexts, subgraphs, and the names that are taken."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
 from torch.fx import Node as FxNode
 
 from stagepack.format.graph import Context, Op, Scope, Subgraph
@@ -20,11 +21,12 @@ class Tables:
         device: the type of the device that the program was captured on.
         subgraphs: the bodies of higher-order operators, those that others use first.
         marks: the numbers of the nodes before which ``split_here`` stood.
+        weights: the names of the values that stand for weights, by the fully qualified names of these.
     """
 
-    def __init__(self, symbols: SymbolTable, device: str, taken: Iterable[str]) -> None:
-        """`taken` are the names of the values that stand for weights."""
+    def __init__(self, symbols: SymbolTable, device: str, weights: Mapping[str, str]) -> None:
         self.symbols = symbols
+        self.weights = weights
         self.costs = CostModel()
         self.device = device
         self.subgraphs: list[Subgraph] = []
@@ -33,7 +35,7 @@ class Tables:
         self._ops: dict[Any, int] = {}
         self._scopes: dict[Scope, int] = {}
         self._contexts: dict[Context, int] = {}
-        self._taken = set(taken)
+        self._taken = set(weights.values())
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -60,6 +62,11 @@ class Tables:
             self._ops[target] = len(self._rows)
             self._rows.append(describe(target))
         return self._ops[target]
+
+    def add_aliases(self, op: int, aliases: Iterable[tuple[int, str]]) -> None:
+        """Say that results of an operator, by their numbers, may share memory with what is given to some of its parameters."""
+        row = self._rows[op]
+        self._rows[op] = replace(row, aliases=tuple(dict.fromkeys((*row.aliases, *aliases))))
 
     def context(self, context: Context) -> int:
         """The index of a context."""

@@ -7,10 +7,11 @@ views become one stored tensor, the base, and entries that lie on it.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Literal
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
@@ -30,11 +31,13 @@ class WeightTable:
         weights: the entries, in the order of the model.
         values: each fully qualified name -> the name of the value that stands for it.
         stored: the tensors to write, by stored name; each is given contiguous when it is asked for.
+        tensors: the tensors of the model by fully qualified name, where they are.
     """
 
     weights: tuple[Weight, ...]
     values: Mapping[str, str]
     stored: Mapping[str, tuple[TensorSpec, Callable[[], torch.Tensor]]]
+    tensors: Mapping[str, torch.Tensor]
 
 
 def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTable:
@@ -82,7 +85,7 @@ def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTabl
                 kind=kind,
                 dtype=_dtype(tensor),
                 shape=tuple(tensor.shape),
-                trainable=tensor.requires_grad,
+                trainable=tensor.requires_grad and tensor.is_leaf,
                 strides=tuple(tensor.stride()) if strided else None,
                 base=base.name if base is not None and on_base else None,
                 offset=_offset(tensor, base.tensor) if base is not None and on_base else 0,
@@ -94,7 +97,22 @@ def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTabl
         stored.setdefault(
             name, (TensorSpec(name=name, dtype=_dtype(source), shape=tuple(source.shape)), source.detach().contiguous)
         )
-    return WeightTable(weights=tuple(weights), values=values, stored=stored)
+    plain = {name: tensor for name, (_, tensor) in tensors.items()}
+    return WeightTable(weights=tuple(weights), values=values, stored=stored, tensors=plain)
+
+
+def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a weight consists of, with their names: itself, or for a tensor subclass those that it wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(inner_name(name, attribute), getattr(tensor, attribute))
+
+
+def inner_name(name: str, attribute: str) -> str:
+    """The name of a tensor that lies in an attribute of a weight of a tensor subclass."""
+    return f"{name}.{attribute}"
 
 
 def _is_all_zeros(tensor: torch.Tensor) -> bool:

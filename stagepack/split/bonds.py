@@ -10,7 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stagepack.format.graph import Graph, Node, Subgraph
-from stagepack.format.walk import bound, subgraphs_used, values_made, values_used
+from stagepack.format.walk import bound, given, subgraphs_used, values_made, values_used
+
+# Norms that write their running statistics when they train, which their schemas do not say -> the argument that says whether.
+_TRAINS = {
+    "aten.batch_norm.default": "training",
+    "aten._batch_norm_impl_index.default": "training",
+    "aten.native_batch_norm.default": "training",
+    "aten.cudnn_batch_norm.default": "training",
+    "aten.miopen_batch_norm.default": "training",
+    "aten.instance_norm.default": "use_input_stats",
+}
+_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +121,18 @@ class _Classes:
             # An operator that returns one list names it as result 0; every item may be a view.
             outputs = node.outputs if node.unpack else node.outputs[index : index + 1]
             for output in filter(None, outputs):
-                for given in bound(node, op, parameter):
-                    self._parent[self.root(output.name)] = self.root(given)
+                for name in bound(node, op, parameter):
+                    self._parent[self.root(output.name)] = self.root(name)
 
 
 def _written(graph: Graph, node: Node) -> Iterable[str]:
-    """The values that a node writes: by its operator's schema, or all it is given when a branch or loop body writes an input."""
+    """The values that a node writes; when a branch or loop body writes an input, all that the node is given."""
     op = graph.ops[node.op]
     for parameter in op.mutates:
         yield from bound(node, op, parameter)
+    if {_TRAINS.get(op.name), *_STATISTICS} <= {*op.parameters} and given(node, op, _TRAINS[op.name]):
+        for parameter in _STATISTICS:
+            yield from bound(node, op, parameter)
     if any(_writes_input(graph, graph.subgraphs[index]) for index in subgraphs_used(node)):
         yield from values_used(node)
 

@@ -44,7 +44,12 @@ def costs_of(graph: Graph, stored_bytes: Mapping[str, int]) -> Costs:
 
 def time_of(node: Node) -> int:
     """How long a node takes, in picoseconds."""
-    return max(-(-node.cost.flops // _FLOPS_PER_PICOSECOND), -(-node.cost.bytes // _BYTES_PER_PICOSECOND), 1)
+    return max(-(-node.cost.flops // _FLOPS_PER_PICOSECOND), memory_time(node.cost.bytes), 1)
+
+
+def memory_time(count: int) -> int:
+    """How long it takes to read or write so many bytes of memory, in picoseconds."""
+    return -(-count // _BYTES_PER_PICOSECOND)
 
 
 def last_uses(graph: Graph) -> dict[str, int]:

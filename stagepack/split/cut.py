@@ -81,30 +81,32 @@ def _made(graph: Graph) -> Iterator[Value]:
 
 
 def _weights(graph: Graph, nodes: Sequence[Sequence[Node]]) -> list[list[Weight]]:
-    """The weights of each stage in the order of their first use; one that nobody uses goes to the stage of its nearest module.
+    """The weights of each stage in the order of their first use.
 
-    That is the first stage that uses a weight of the module, or of the nearest module around it.
+    One that nobody uses goes to the first stage that uses its bytes by another weight, else a weight of its module, or of the nearest
+    module around it.
     """
     weights = {weight.value: weight for weight in graph.weights}
     stages: list[list[Weight]] = []
-    home: dict[str, int] = {}
+    home: dict[tuple[str, str], int] = {}
     for number, part in enumerate(nodes):
         used = dict.fromkeys(name for node in part for name in values_used(node) if name in weights)
         stages.append([weights[name] for name in used])
         for name in used:
-            for module in _modules(weights[name]):
-                home.setdefault(module, number)
+            for place in _places(weights[name]):
+                home.setdefault(place, number)
     used_somewhere = {weight.value for stage in stages for weight in stage}
     for weight in graph.weights:
         if weight.value not in used_somewhere:
-            stages[next((home[module] for module in _modules(weight) if module in home), 0)].append(weight)
+            stages[next((home[place] for place in _places(weight) if place in home), 0)].append(weight)
     return stages
 
 
-def _modules(weight: Weight) -> Iterator[str]:
-    """Yield the paths of the modules that hold a weight, the innermost first."""
+def _places(weight: Weight) -> Iterator[tuple[str, str]]:
+    """Yield where a weight lies: in a stored tensor, and in the modules that hold it, the innermost first."""
+    yield "stored", weight.stored
     parts = weight.names[0].split(".")[:-1]
-    return (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+    yield from (("module", ".".join(parts[:length])) for length in range(len(parts), -1, -1))
 
 
 def _send_shared(graph: Graph, stage_of: Sequence[int], weights: Sequence[list[Weight]]) -> None:
@@ -114,8 +116,9 @@ def _send_shared(graph: Graph, stage_of: Sequence[int], weights: Sequence[list[W
         for name in values_used(node):
             if name in users:
                 users[name].add(stage)
+    home: dict[str, int] = {}
     for number, held in enumerate(weights):
-        held[:] = [w for w in held if number not in users[w.value] or number == min(users[w.value])]
+        held[:] = [w for w in held if number not in users[w.value] or number == home.setdefault(w.value, number)]
 
 
 def _edges(graph: Graph, nodes: Sequence[Sequence[Node]], weights: Sequence[Sequence[Weight]]) -> Iterator[Edge]:

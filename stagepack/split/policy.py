@@ -6,14 +6,14 @@ No value flows from a later stage to an earlier one.
 import difflib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
-from stagepack.format.walk import values_made, values_used
+from stagepack.format.walk import is_random, values_made, values_used
 from stagepack.split.bonds import Bond, bonds, torn
 
 
@@ -76,16 +76,12 @@ def by_plan(graph: Graph, plan: Plan) -> Assignment:
     if missing:
         raise CutError(f"plan: {len(missing)} nodes stand in no stage, the first is {missing[0]}")
     stages = [stage_of[number] for number in range(len(graph.nodes))]
-    maker: dict[str, int] = {}
-    for number, node in enumerate(graph.nodes):
-        for name in values_used(node):
-            if name in maker and stages[maker[name]] > stages[number]:
-                maker_stage = f"node {maker[name]} of stage {stages[maker[name]]} makes"
-                raise CutError(
-                    f"plan: node {number} of stage {stages[number]} uses {name!r}, which {maker_stage}: "
-                    "values flow to later stages only"
-                )
-        maker.update(dict.fromkeys(values_made(node), number))
+    for number, needed, what in _needs(graph):
+        if stages[needed] > stages[number]:
+            raise CutError(
+                f"plan: node {number} of stage {stages[number]} needs {what!r}, which node {needed} of stage {stages[needed]} "
+                "makes: values flow to later stages only"
+            )
     _refuse_torn(graph, stages)
     return Assignment(stages, len(plan.stages))
 
@@ -167,15 +163,12 @@ def by_policy(graph: Graph, policy: Policy) -> Assignment:
 
 def _order(graph: Graph, asked: list[int]) -> dict[int, int]:
     """The stages asked for -> their numbers: the smallest first among those whose inputs are ready."""
-    maker: dict[str, int] = {}
     needs: dict[int, dict[int, str]] = {
         stage: {} for stage in sorted(set(asked))
-    }  # stage -> stage it needs -> by which value
-    for stage, node in zip(asked, graph.nodes, strict=True):
-        for name in values_used(node):
-            if name in maker and maker[name] != stage:
-                needs[stage].setdefault(maker[name], name)
-        maker.update(dict.fromkeys(values_made(node), stage))
+    }  # stage -> stage it needs -> what of it
+    for number, needed, what in _needs(graph):
+        if asked[needed] != asked[number]:
+            needs[asked[number]].setdefault(asked[needed], what)
     order: dict[int, int] = {}
     while len(order) < len(needs):
         ready = [stage for stage, sources in needs.items() if stage not in order and order.keys() >= sources.keys()]
@@ -183,6 +176,24 @@ def _order(graph: Graph, asked: list[int]) -> dict[int, int]:
             raise CutError(f"policy: the stages depend on each other in a cycle: {_cycle(needs, order)}")
         order[min(ready)] = len(order)
     return order
+
+
+def _needs(graph: Graph) -> Iterator[tuple[int, int, str]]:
+    """Yield, for each node, the earlier nodes that must not run after it, and the name of what they make for it.
+
+    Besides values these are random numbers: all are drawn from one generator, so their order is part of the model.
+    """
+    maker: dict[str, int] = {}
+    last_draw: int | None = None
+    for number, node in enumerate(graph.nodes):
+        for name in values_used(node):
+            if name in maker:
+                yield number, maker[name], name
+        if is_random(graph, node):
+            if last_draw is not None:
+                yield number, last_draw, "random numbers"
+            last_draw = number
+        maker.update(dict.fromkeys(values_made(node), number))
 
 
 def _cycle(needs: dict[int, dict[int, str]], done: dict[int, int]) -> str:

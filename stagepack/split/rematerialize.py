@@ -11,16 +11,21 @@ from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Argument, Graph, Node, Op, Value, ValueArg
 from stagepack.format.operators import namespace
 from stagepack.format.shapes import symbols_in
+from stagepack.format.sizes import bytes_of, example_sizes
 from stagepack.format.walk import values_made, values_used
 from stagepack.partition import transfer_time
 from stagepack.split.bonds import memory_of
-from stagepack.split.costs import Costs
+from stagepack.split.costs import Costs, memory_time
 
 SIZE_OF = Op(
     name="aten.sym_size.int", schema="aten::sym_size.int(Tensor self, int dim) -> SymInt", parameters=("self", "dim")
 )
 _UNSET = ("empty", "new_empty", "resize")  # operators that begin so leave memory as it was
 _LONGEST = 64  # nodes computed again for one value
+_LARGE = 512  # what a size that may change counts as at least
+_HELD_TWICE = (
+    2**20
+)  # bytes of weights that may be held twice for one value, and no more than it has at the example's sizes
 _FLOPS_AN_ELEMENT = 4  # a node that computes more is not cheap, whatever its result weighs
 
 
@@ -53,8 +58,12 @@ class Recipe:
 
 
 def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
-    """The values that are cheaper to compute again than to send, and how."""
+    """The values that are cheaper to compute again than to send, and how.
+
+    That is judged where the sizes that may change are large: examples are small, and a mask outgrows what it is made of.
+    """
     memory = memory_of(graph)
+    weigh = _Scale(graph, costs)
     known = {value.name: Recipe(inputs=frozenset({value.name})) for value in graph.inputs}
     known |= {weight.value: Recipe(weights=frozenset({weight.value})) for weight in graph.weights}
     known = {name: recipe for name, recipe in known.items() if not memory.is_written(name)}
@@ -78,7 +87,10 @@ def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
             continue
         for value in made:
             known[value.name] = recipe
-            if value.dtype not in SCALARS and _price(recipe, costs) < transfer_time(costs.values[value.name]):
+            held_twice = sum(costs.weights[name] for name in recipe.weights)
+            if value.dtype in SCALARS or held_twice > min(costs.values[value.name], _HELD_TWICE):
+                continue
+            if weigh.price(recipe) < transfer_time(weigh.bytes[value.name]):
                 found[value.name] = recipe
     return found
 
@@ -92,10 +104,25 @@ def _is_pure(graph: Graph, node: Node) -> bool:
     return all(value is None or value.dtype not in SCALARS for value in node.outputs)
 
 
-def _price(recipe: Recipe, costs: Costs) -> int:
-    """What it takes to compute a value again, in picoseconds; weights that are held twice count like bytes that are sent."""
-    fetched = sum(costs.values[name] for name in recipe.inputs) + sum(costs.weights[name] for name in recipe.weights)
-    return sum(costs.times[number] for number in recipe.nodes) + transfer_time(fetched)
+class _Scale:
+    """The bytes of all inputs, weights and values at large sizes."""
+
+    def __init__(self, graph: Graph, costs: Costs) -> None:
+        large = {name: max(size, _LARGE) for name, size in example_sizes(graph.symbols).items()}
+        sizes = {
+            symbol.name: large[symbol.name] if symbol.max is None else min(large[symbol.name], symbol.max)
+            for symbol in graph.symbols
+        }
+        made = (value for node in graph.nodes for value in node.outputs if value is not None)
+        self.bytes = {value.name: bytes_of(value, sizes) for value in (*graph.inputs, *made)} | dict(costs.weights)
+        self._graph = graph
+
+    def price(self, recipe: Recipe) -> int:
+        """What it takes to compute a value again, in picoseconds; inputs of the model and weights count as sent."""
+        nodes = [self._graph.nodes[number] for number in recipe.nodes]
+        moved = sum(self.bytes[name] for node in nodes for name in (*values_used(node), *values_made(node)))
+        fetched = sum(self.bytes[name] for name in recipe.inputs | recipe.weights)
+        return memory_time(moved) + transfer_time(fetched)
 
 
 def rematerialize(graph: Graph, stage_of: Sequence[int], stages: int, costs: Costs) -> list[Part]:

@@ -1,0 +1,51 @@
+"""Stages as they are in processes of their own: what one hands to another is copied, and no memory is shared."""
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from stagepack.format.reader import Bundle
+from stagepack_loaders.load import load_stage
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.torch.stage import Stage
+
+
+class Apart:
+    """A stage that other stages give copies to."""
+
+    def __init__(self, stage: Stage, copied: Sequence[bool]) -> None:
+        """`copied` says which inputs come from other stages."""
+        self._stage = stage
+        self._copied = copied
+
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        return self._stage.run(
+            [_copy(value) if copied else value for value, copied in zip(values, self._copied, strict=True)]
+        )
+
+    def reset_state(self) -> None:
+        self._stage.reset_state()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._stage.state_dict()
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return self._stage.parameters()
+
+
+def load_apart(bundle: Bundle, *, types: Collection[type], allow_ops: Collection[str]) -> Pipeline:
+    """Load each stage of a bundle on its own."""
+    given = {edge.name for edge in bundle.manifest.edges if edge.producer is None}
+    stages = [
+        Apart(load_stage(bundle, number, allow_ops=allow_ops), [name not in given for name in entry.inputs])
+        for number, entry in enumerate(bundle.stages)
+    ]
+    return Pipeline(bundle.manifest, stages, types)
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.is_conj() or value.is_neg():
+        return value  # a copy would lose the bit
+    return copy.deepcopy(value.detach())

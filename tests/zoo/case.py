@@ -1,0 +1,81 @@
+"""A model of the zoo, and the answers that it must keep giving."""
+
+import copy
+import pkgutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from stagepack.capture import Capture, Inputs
+from stagepack.exporter import capture_source
+
+Build = Callable[[], tuple[torch.nn.Module, Inputs]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model to export.
+
+    Attributes:
+        name: unique in the zoo.
+        row: what it stands for: a row of `docs/coverage.md`.
+        build: makes the model with its example inputs, always with the same random weights.
+        operators: the module that registers the custom operators it uses; their namespace is its package.
+        types: classes that its results are built of, those of transformers by name, ``module:class``.
+    """
+
+    name: str
+    row: str
+    build: Build
+    operators: str = ""
+    types: Collection[type | str] = field(default=())
+
+    def capture(self) -> Capture:
+        """Build and capture the model."""
+        torch.manual_seed(0)
+        return capture_source(*self.build())
+
+    def classes(self) -> list[type]:
+        """The classes of `types`."""
+        return [pkgutil.resolve_name(cls) if isinstance(cls, str) else cls for cls in self.types]
+
+
+def answers(run: Callable[..., Any], calls: list[Inputs]) -> list[list[Any]]:
+    """The leaves of the answers of one module to several calls in a row, with those of the inputs after each call.
+
+    Calls with the same `Inputs` get the same tensors, so that what a model writes into them adds up.
+    """
+    given = {id(inputs): copy.deepcopy((tuple(inputs.args), dict(inputs.kwargs))) for inputs in calls}
+    found = []
+    for inputs in calls:
+        args, kwargs = given[id(inputs)]
+        torch.manual_seed(0)
+        with torch.no_grad():
+            result = run(*args, **kwargs)
+        leaves = pytree.tree_leaves((result, args, kwargs))
+        found.append([copy.deepcopy(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf) for leaf in leaves])
+    return found
+
+
+def tensors_of(program: ExportedProgram) -> list[torch.Tensor]:
+    """All that a program may write."""
+    held = (*program.state_dict.values(), *program.constants.values())
+    return [tensor for tensor in held if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def assert_equal(found: list[list[Any]], expected: list[list[Any]]) -> None:
+    """Assert that answers are the same bit for bit."""
+    for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for leaf, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            where = f"call {call}, leaf {leaf}"
+            assert type(mine) is type(other), where
+            if isinstance(mine, torch.Tensor):
+                assert (mine.dtype, mine.shape) == (other.dtype, other.shape), where
+                assert mine.stride() == other.stride(), where
+                assert torch.allclose(mine, other, rtol=0, atol=0, equal_nan=True), where
+            else:
+                assert mine == other, where

@@ -1,0 +1,253 @@
+"""Memory that several values share, and that is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.zoo.case import Case
+from tests.zoo.rows.build import Lambda, Model, given, linears, rows
+
+CASES: list[Case] = []
+row = rows(CASES, "aliasing")
+_ACROSS = "an in-place operator on a value whose views lie across the cut"
+_INPUTS = "inputs mutated in place"
+
+
+@row(_INPUTS)
+def inputs_written() -> Model:
+    def run(self: Any, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        state.add_(1)
+        return self.b(y) + state
+
+    return Lambda(run, **linears("ab")), given(torch.randn(2, 4), torch.zeros(4))
+
+
+@row(_INPUTS)
+def input_read_early_and_written_late() -> Model:
+    def run(self: Any, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = self.b(self.a(x) + state)
+        z = self.d(self.c(y))
+        state.copy_(z.sum(0))
+        return z
+
+    return Lambda(run, **linears("abcd")), given(torch.randn(2, 4), torch.zeros(4))
+
+
+@row(_INPUTS)
+def input_written_and_returned() -> Model:
+    def run(self: Any, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        early = state[1:]
+        y = self.b(self.a(x))
+        state.add_(y.sum(0))
+        return self.c(y), state, early, state.view(2, 2)
+
+    return Lambda(run, **linears("abc")), given(torch.randn(2, 4), torch.zeros(4))
+
+
+@row(_INPUTS)
+def input_written_by_a_slice() -> Model:
+    def run(self: Any, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        state[:, 1:3] = y[:, :2]
+        z = self.b(y)
+        state[0] *= 2
+        return self.c(z) + state
+
+    return Lambda(run, **linears("abc")), given(torch.randn(2, 4), torch.zeros(2, 4))
+
+
+@row(_INPUTS)
+def several_inputs_written_in_several_layers() -> Model:
+    def run(self: Any, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+        for layer, state in zip((self.a, self.b, self.c), states, strict=True):
+            x = layer(x)
+            state.add_(x.sum(0))
+            x = x + state
+        return x
+
+    return Lambda(run, **linears("abc")), given(torch.randn(2, 4), [torch.zeros(4) for _ in range(3)])
+
+
+@row(_ACROSS)
+def activation_written_in_place() -> Model:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        view = y[:, :2]
+        z = self.b(y)
+        view.mul_(2)
+        return self.c(z) + y
+
+    return Lambda(run, **linears("abc")), given()
+
+
+@row(_ACROSS)
+def activation_written_after_it_crossed() -> Model:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = self.c(self.b(y))
+        y.add_(z)
+        return self.d(z) * y
+
+    return Lambda(run, **linears("abcd")), given()
+
+
+@row(_ACROSS)
+def views_of_views_written() -> Model:
+    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.a(x)
+        turned = y.t()
+        left, right = turned[:2], turned.narrow(0, 2, 2)
+        z = self.b(x)
+        left.add_(1)
+        right[0].mul_(z.sum())
+        return self.c(y) + self.d(turned.t()), right
+
+    return Lambda(run, **linears("abcd")), given()
+
+
+def _aliased_unsaid(alias: Callable[[torch.Tensor], torch.Tensor]) -> Model:
+    """A model that writes what an operator gave; it is a value it was given, or a view, which its schema may not say."""
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        same = alias(y)
+        z = self.b(x)
+        same.add_(z)
+        return self.d(self.c(z)) + y
+
+    return Lambda(run, **linears("abcd")).eval(), given()
+
+
+@row(_ACROSS)
+def dropout_that_does_nothing() -> Model:
+    return _aliased_unsaid(lambda y: torch.nn.functional.dropout(y, 0.5, training=False))
+
+
+@row(_ACROSS)
+def einsum_that_is_a_view() -> Model:
+    return _aliased_unsaid(lambda y: torch.einsum("ij->ji", y).t())
+
+
+@row(_ACROSS)
+def type_as_that_does_nothing() -> Model:
+    return _aliased_unsaid(lambda y: y.type_as(torch.ones(1)))
+
+
+@row(_ACROSS)
+def atleast_that_does_nothing() -> Model:
+    return _aliased_unsaid(torch.atleast_2d)
+
+
+@row(_ACROSS)
+def broadcast_that_is_a_view() -> Model:
+    return _aliased_unsaid(lambda y: torch.broadcast_tensors(y, y.new_ones(4))[0].view(2, 4))
+
+
+@row(_ACROSS)
+def meshgrid_that_is_a_view() -> Model:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        wide, _ = torch.meshgrid(y[0], x[:, 0], indexing="ij")
+        z = self.b(x)
+        wide[:, 0].add_(z[0])
+        return self.d(self.c(z)) + y
+
+    return Lambda(run, **linears("abcd")).requires_grad_(False), given()
+
+
+@row(_ACROSS)
+def conversion_that_does_nothing() -> Model:
+    return _aliased_unsaid(lambda y: y.to(torch.float32).contiguous().reshape(2, 4))
+
+
+@row(_ACROSS)
+def mask_filled_in_place() -> Model:
+    """Cheap to make and written after it was made: every layer needs what was written."""
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(2, 4)
+        mask[:, 1:] = 0.5
+        mask.add_(torch.arange(4))
+        for layer in (self.a, self.b, self.c, self.d):
+            x = layer(x) + mask
+        return x
+
+    return Lambda(run, **linears("abcd")), given()
+
+
+@row(_ACROSS)
+def mask_written_between_layers() -> Model:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(4)
+        for layer in (self.a, self.b, self.c, self.d):
+            x = layer(x) + mask
+            mask.mul_(2)
+        return x
+
+    return Lambda(run, **linears("abcd")), given()
+
+
+@row(_ACROSS)
+def cheap_view_of_a_value_written_later() -> Model:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        copied = y[:, :1] * 1
+        z = self.b(y)
+        y.zero_()
+        return self.d(self.c(z) + copied) + y
+
+    return Lambda(run, **linears("abcd")), given()
+
+
+@row(_ACROSS)
+def several_written_at_once() -> Model:
+    """One operator writes a list of values."""
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y, z = self.a(x), self.b(x)
+        part = y[:, 2:]
+        torch._foreach_mul_([y, z], 3.0)
+        return self.c(z) + self.d(y) + part.sum()
+
+    return Lambda(run, **linears("abcd")), given()
+
+
+@row(_ACROSS)
+def shape_changed_in_place() -> Model:
+    """The value has another shape when it crosses than when it was made."""
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        z = self.b(y)
+        y.t_()
+        return self.d(self.c(z)) @ y
+
+    return Lambda(run, **linears("abcd")).requires_grad_(False), given(torch.randn(3, 4))
+
+
+@row(_ACROSS)
+def written_as_out() -> Model:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(2, 4)
+        view = room.t()
+        y = self.a(x)
+        torch.add(y, x, out=room)
+        return self.c(self.b(y)) + view.t()
+
+    with_no_gradient = Lambda(run, **linears("abc")).requires_grad_(False)
+    return with_no_gradient, given()
+
+
+@row(_INPUTS)
+def one_tensor_given_twice() -> Model:
+    """Two inputs that are one tensor: what is written through one is read through the other."""
+
+    def run(self: Any, x: torch.Tensor, state: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        state.add_(1)
+        return self.c(self.b(y)) + same
+
+    state = torch.zeros(4)
+    return Lambda(run, **linears("abc")), given(torch.randn(2, 4), state, state)
