@@ -3,12 +3,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint typecheck schema-check smoke unit clean
+.PHONY: help demo test lint typecheck schema-check smoke unit test-zoo coverage clean
 
 help:
-	@echo "make demo   export, verify and run a real model"
-	@echo "make test   everything that CI checks: lint typecheck schema-check smoke unit, each a target too"
-	@echo "make clean  remove what the others made"
+	@echo "make demo      export, verify and run a real model"
+	@echo "make test      everything that CI checks: lint typecheck schema-check smoke unit, each a target too"
+	@echo "make test-zoo  every model of the zoo; make test runs a third of the architectures"
+	@echo "make coverage  write docs/coverage.md anew: an hour"
+	@echo "make clean     remove what the others made"
 
 demo: .venv/ready
 	$(BIN)/python tools/demo.py
@@ -31,7 +33,13 @@ smoke: .venv/ready
 	$(BIN)/python tools/smoke_test.py
 
 unit: .venv/ready
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-zoo: .venv/ready
+	$(BIN)/pytest -n 2 tests/zoo
+
+coverage: .venv/ready
+	$(BIN)/python -m tools.coverage
 
 # Made anew when the stamp `ready` is missing or older than what it depends on, so that a half-made one is never used.
 # torch comes first and by exact version: resolved as a dependency, it would bring its CUDA packages along.

@@ -143,7 +143,9 @@ def plan_capture(capture: Capture, where: Where) -> tuple[Cut, Plan, tuple[Symbo
 
 def _linearize(capture: Capture) -> Linearized:
     forward = capture.model.forward if capture.model is not None else None
-    return linearize(capture.program, dimension_names(capture), forward)
+    # Stock from_pretrained looks for every persistent buffer in the files.
+    store_zeros = is_of_transformers(capture.model)
+    return linearize(capture.program, dimension_names(capture), forward, store_zeros=store_zeros)
 
 
 def _cut(linear: Linearized, where: Where) -> tuple[Cut, Plan]:

@@ -12,12 +12,27 @@ import stagepack
 from stagepack.capture import Inputs
 from stagepack.errors import CaptureError
 from stagepack.exporter import export_capture
-from stagepack.where import Where
 from stagepack.hugging_face import capture_pretrained, model_files
+from stagepack.where import Where
 from stagepack_loaders.torch.example import replay
-from tests.cases import Case, minilm_folder, transformers_cases
+from tests.zoo.architectures.encoders import minilm_folder
+from tests.zoo.case import Case
+from tests.zoo.cases import named
 
-CASES = {case.name: case for case in transformers_cases() if case.name != "minilm"}
+CASES = {
+    case.name: case
+    for case in named(
+        "decoders-llama",
+        "decoders-llama-tied",
+        "decoders-gpt2",
+        "encoders-bert",
+        "encoder-decoders-t5",
+        "vision-vit",
+        "vision-resnet",
+        "mixture-of-experts-mixtral",
+        "audio-whisper",
+    )
+}
 
 
 def saved(case: Case, folder: Path) -> torch.nn.Module:
@@ -78,7 +93,7 @@ def test_the_real_minilm_equals_the_eager_model_at_other_sizes(tmp_path: Path) -
 
 
 def test_a_model_in_memory_keeps_its_configuration(tmp_path: Path) -> None:
-    model, inputs = CASES["gpt2"].build()
+    model, inputs = CASES["decoders-gpt2"].build()
     bundle = stagepack.export(model, (), inputs.kwargs, out=tmp_path / "m.stagepack")
     fields = json.loads(bundle.read("config.json"))
     assert fields["architectures"] == ["GPT2LMHeadModel"]
@@ -90,7 +105,7 @@ def test_a_model_in_memory_keeps_its_configuration(tmp_path: Path) -> None:
 
 
 def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp_path: Path) -> None:
-    saved(CASES["llama"], tmp_path / "model")
+    saved(CASES["decoders-llama"], tmp_path / "model")
     ids = torch.randint(0, 128, (2, 8))
     capture = capture_pretrained(str(tmp_path / "model"), Inputs(kwargs={"input_ids": ids}))  # answers with a cache
     assert capture.method == "transformers.exporters.DynamoExporter"
@@ -125,7 +140,7 @@ def test_what_is_no_model_says_so(prepare: Any, message: str, tmp_path: Path) ->
 
 
 def test_a_damaged_folder_says_so(tmp_path: Path) -> None:
-    saved(CASES["gpt2"], tmp_path / "model")
+    saved(CASES["decoders-gpt2"], tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(CaptureError, match="transformers cannot load it: Error no file named"):
         stagepack.export(tmp_path / "model", out=tmp_path / "m.stagepack")

@@ -55,17 +55,26 @@ class Linearized:
     device: str
 
 
-def linearize(program: ExportedProgram, names: Mapping[str, str], forward: Callable[..., Any] | None) -> Linearized:
+def linearize(
+    program: ExportedProgram,
+    names: Mapping[str, str],
+    forward: Callable[..., Any] | None,
+    *,
+    store_zeros: bool = False,
+) -> Linearized:
     """Turn a program into data.
 
-    `names` gives names to torch's symbols; `forward` is the call of the original model, for its parameters' order and
-    defaults.
+    Args:
+        program: any that ``torch.export`` makes.
+        names: names for torch's symbols.
+        forward: the call of the original model, for its parameters' order and defaults.
+        store_zeros: whether persistent buffers of all zeros shall have their bytes in the files.
 
     Raises:
         UnsupportedError: the program holds something that a bundle cannot hold; it is named.
     """
     program = _without_vmap(program)
-    weights = weight_table(_tensors(program))
+    weights = weight_table(_tensors(program), store_zeros=store_zeros)
     symbols = SymbolTable(program.range_constraints, names, _hints(program))
     tables = Tables(symbols, _device(program), weights.values)
     body = Body(tables, program.graph_module)

@@ -40,8 +40,10 @@ class WeightTable:
     tensors: Mapping[str, torch.Tensor]
 
 
-def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTable:
+def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]], *, store_zeros: bool = False) -> WeightTable:
     """Describe tensors by their fully qualified names, in the model's order.
+
+    Buffers and constants of all zeros are said to be so, and need no bytes; persistent ones are stored when `store_zeros` is true.
 
     Raises:
         UnsupportedError: a tensor has a layout, a type or a class that a weight file cannot hold; it is named.
@@ -70,6 +72,7 @@ def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTabl
         for group in sharing.values()
         for name, base in _bases({name: tensors[name][1] for name in group}, tensors).items()
     }
+    stored_kinds = ("parameter", "buffer") if store_zeros else ("parameter",)
     weights = []
     values = {}
     stored: dict[str, tuple[TensorSpec, Callable[[], torch.Tensor]]] = {}
@@ -89,7 +92,7 @@ def weight_table(tensors: Mapping[str, tuple[Kind, torch.Tensor]]) -> WeightTabl
                 strides=tuple(tensor.stride()) if strided else None,
                 base=base.name if base is not None and on_base else None,
                 offset=_offset(tensor, base.tensor) if base is not None and on_base else 0,
-                zeros=base is None and kind != "parameter" and _is_all_zeros(tensor),
+                zeros=base is None and kind not in stored_kinds and _is_all_zeros(tensor),
             )
         )
         values.update(dict.fromkeys(names, f"w{number}"))

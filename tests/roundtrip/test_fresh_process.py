@@ -15,9 +15,24 @@ from stagepack.exporter import export_capture
 from stagepack.format.contract import bind
 from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.where import Where
-from tests.cases import Case, exportdb_cases, other_size, transformers_cases
+from tests.zoo.case import Case, other_size
+from tests.zoo.cases import EXAMPLES, named
 
-CASES = [*exportdb_cases(), *transformers_cases()]
+CASES = [
+    *EXAMPLES,
+    *named(
+        "encoders-minilm",
+        "encoders-bert",
+        "decoders-llama",
+        "decoders-llama-tied",
+        "decoders-gpt2",
+        "encoder-decoders-t5",
+        "vision-vit",
+        "vision-resnet",
+        "mixture-of-experts-mixtral",
+        "audio-whisper",
+    ),
+]
 STAGES = (1, 2, 3)
 
 

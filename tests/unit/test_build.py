@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from stagepack.errors import OperatorError
+from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Value, ValueArg
 from stagepack.format.shapes import Expr, evaluate
 from stagepack.format.validate import check_graph
 from stagepack.linearize import linearize
-from stagepack_loaders.torch.build import build
+from stagepack_loaders.torch.build import build, named
 from stagepack_loaders.torch.ops import resolve
-from tests.unit.test_models import captured
+from tests.zoo import cases
 
 CPU = torch.device("cpu")
 ADD = Op(name="aten.add.Tensor", schema=str(torch.ops.aten.add.Tensor._schema), parameters=("self", "other", "alpha"))
@@ -47,7 +48,7 @@ def test_values_may_have_any_identifier_as_name() -> None:
 
 
 def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:
-    graph = linearize(captured("text_arguments").program, {}, None).graph
+    graph = linearize(cases.named("operators-text-arguments")[0].capture().program, {}, None).graph
     module = build(graph, resolve(graph.ops, (), ""), CPU)
     assert "tanh" not in module.code.replace("aten.tanh", "")
     assert {"tanh", "bi,ij->bj"} <= {value for value in vars(module).values() if isinstance(value, str)}
@@ -100,3 +101,8 @@ def test_sizes_cannot_grow_without_bound() -> None:
         dim = Expr(op="pow", args=(dim, 64))
     with pytest.raises(OverflowError, match="a size is over"):
         evaluate(dim, {"n": 2})
+
+
+def test_every_dtype_of_the_format_is_torchs() -> None:
+    for name, size in ITEM_SIZE.items():
+        assert named(name, torch.dtype).itemsize == size

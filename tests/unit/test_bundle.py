@@ -18,14 +18,14 @@ from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedE
 from stagepack.exporter import export_capture
 from stagepack.format.codec import decode_graph, encode_graph, encode_manifest
 from stagepack.where import Where
-from tests.cases import llama, transformers_cases
-from tests.unit.test_models import captured
+from tests.zoo.architectures.decoders import llama
+from tests.zoo.cases import named
 
 
 @pytest.fixture(scope="module")
 def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose first and last stage share a weight, in three stages."""
-    case = next(case for case in transformers_cases() if case.name == "llama-tied")
+    case = named("decoders-llama-tied")[0]
     out = tmp_path_factory.mktemp("bundle") / "llama.stagepack"
     export_capture(case.capture(), out=out, where=Where(stages=3))
     return out
@@ -36,15 +36,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_exporting_twice_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
-    case = next(case for case in transformers_cases() if case.name == "llama-tied")
+    case = named("decoders-llama-tied")[0]
     export_capture(case.capture(), out=tmp_path / "again.stagepack", where=Where(stages=3))
     assert contents(tmp_path / "again.stagepack") == contents(tied_llama)
 
 
 def test_exporting_in_another_process_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from stagepack.exporter import *; from tests.cases import *;"
-        "case = next(case for case in transformers_cases() if case.name == 'llama-tied');"
+        "import sys; from stagepack.exporter import export_capture; from stagepack.where import Where; from tests.zoo.cases import *;"
+        "case = named('decoders-llama-tied')[0];"
         "export_capture(case.capture(), out=sys.argv[1], where=Where(stages=3))"
     )
     subprocess.run(
@@ -63,9 +63,7 @@ def test_reading_and_writing_gives_the_same_bytes(tied_llama: Path) -> None:
 def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
     """What SPEC.md promises to readers in other languages: json, msgpack and safetensors are enough."""
     manifest = json.loads((tied_llama / "manifest.json").read_text())
-    model = dict(
-        next(case for case in transformers_cases() if case.name == "llama-tied").capture().model.named_parameters()
-    )  # type: ignore[union-attr]
+    model = dict(named("decoders-llama-tied")[0].capture().model.named_parameters())  # type: ignore[union-attr]
     nodes, weights = [], {}
     for stage in manifest["stages"]:
         graph = msgpack.unpackb((tied_llama / stage["graph"]).read_bytes())
@@ -95,7 +93,7 @@ def test_weights_of_several_stages_are_stored_once_and_shared(tied_llama: Path) 
     state = pipe.state_dict()
     assert state["model.embed_tokens.weight"] is not None
     assert state["model.embed_tokens.weight"].data_ptr() == state["lm_head.weight"].data_ptr()
-    model = next(case for case in transformers_cases() if case.name == "llama-tied").capture().model
+    model = named("decoders-llama-tied")[0].capture().model
     assert model is not None
     assert state.keys() == model.state_dict().keys()
     assert sum(p.numel() for p in pipe.parameters()) == sum(p.numel() for p in model.parameters())
@@ -142,7 +140,7 @@ def test_stages_run_one_by_one_as_the_pipeline_does(tied_llama: Path) -> None:
         ((), {}, "the argument 'input_ids' is missing"),
         ((torch.ones(2, 8),), {}, "input_ids: expected dtype int64, found float32"),
         ((torch.ones(8).long(),), {}, r"input_ids: expected 2 dimensions \[batch, sequence\], found the shape \[8\]"),
-        ((torch.ones(2, 200).long(),), {}, r"input_ids: dimension 1 is 200, allowed is 2 to 128 \('sequence'\)"),
+        ((torch.ones(2, 200).long(),), {}, r"input_ids: dimension 1 is 200, allowed is 3 to 100 \('sequence'\)"),
         ((torch.ones(65, 8).long(),), {}, r"input_ids: dimension 0 is 65, allowed is 1 to 64 \('batch'\)"),
         (([1, 2],), {}, r"input_ids: expected a tensor of int64 \[batch, sequence\], found list"),
         ((torch.ones(2, 8).long(),), {"use_cache": True}, "use_cache was fixed to False at export, found True"),
@@ -158,7 +156,7 @@ def test_calls_that_do_not_fit_say_what_is_allowed(
 
 
 def test_two_inputs_must_agree_on_a_size(tmp_path: Path) -> None:
-    case = next(case for case in transformers_cases() if case.name == "bert")
+    case = named("encoders-bert")[0]
     bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", where=Where(stages=2))
     with pytest.raises(
         InputError, match="attention_mask: dimension 1 is 9, but 'sequence' is 8 in input_ids: dimension 1"
@@ -184,7 +182,7 @@ def test_gradients_flow_through_stages(tied_llama: Path) -> None:
 
 
 def test_the_users_model_comes_back_unchanged(tmp_path: Path) -> None:
-    capture = captured("batch_norm_that_trains")
+    capture = named("state-batch-norm-that-trains")[0].capture()
     model = capture.model
     assert model is not None
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -200,7 +198,7 @@ def test_the_users_model_comes_back_unchanged(tmp_path: Path) -> None:
 
 
 def test_programs_and_their_files_are_sources_too(tmp_path: Path) -> None:
-    capture = captured("skip_over_stages")
+    capture = named("values-skip-over-stages")[0].capture()
     from_program = stagepack.export(capture.program, out=tmp_path / "program.stagepack", stages=2)
     torch.export.save(capture.program, tmp_path / "model.pt2")
     from_file = stagepack.export(tmp_path / "model.pt2", out=tmp_path / "file.stagepack", stages=2)

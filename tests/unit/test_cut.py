@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagepack
+from stagepack.capture import Inputs, capture_module
 from stagepack.errors import CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
@@ -27,8 +28,9 @@ from stagepack.split.join import join
 from stagepack.split.plan import balanced, plan_of
 from stagepack.split.policy import PolicyNode, at_modules, at_positions, by_policy, consecutive
 from stagepack.where import Where
-from tests.cases import llama
-from tests.unit.test_models import Lambda, captured
+from tests.zoo.architectures.decoders import llama
+from tests.zoo.cases import named
+from tests.zoo.rows.build import Lambda
 
 
 @st.composite
@@ -156,7 +158,7 @@ def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(layers: tu
 
 
 def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
-    capture = captured("skip_over_stages")
+    capture = named("values-skip-over-stages")[0].capture()
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(split_at=["b", "d"]))
     first = [bundle.graph(stage).scopes[bundle.graph(stage).nodes[0].scope].path for stage in range(3)]
     assert first == ["a", "b", "d"]
@@ -174,11 +176,19 @@ def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
 )
 def test_split_at_says_what_is_wrong(names: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(CutError, match=message):
-        export_capture(captured("skip_over_stages"), out=tmp_path / "m.stagepack", where=Where(split_at=names))
+        export_capture(
+            named("values-skip-over-stages")[0].capture(), out=tmp_path / "m.stagepack", where=Where(split_at=names)
+        )
 
 
 def test_a_cut_through_written_state_is_refused_or_moved(tmp_path: Path) -> None:
-    capture = captured("counter")  # a, count += 1, b, times count, c
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        self.count.add_(1)
+        return self.b(y) * self.count
+
+    layers = {name: torch.nn.Linear(4, 4) for name in "ab"}
+    capture = capture_module(Lambda(run, **layers, count=torch.zeros(1)), Inputs(args=(torch.randn(2, 4),)))
     where = Where(policy=lambda node: int(node.index > 1))
     with pytest.raises(CutError, match=r"'count' is written.*stage 0.*stage 1"):
         export_capture(capture, out=tmp_path / "torn.stagepack", where=where)
@@ -252,18 +262,24 @@ def test_a_policy_sees_nodes_and_may_go_back_and_forth(tmp_path: Path) -> None:
 def test_a_policy_that_makes_a_cycle_gets_the_path(tmp_path: Path) -> None:
     with pytest.raises(CutError, match=r"cycle: stage [01] -\(\w+\)-> stage [01] -\(\w+\)-> stage [01]"):
         export_capture(
-            captured("skip_over_stages"), out=tmp_path / "m.stagepack", where=Where(policy=lambda node: node.index % 2)
+            named("values-skip-over-stages")[0].capture(),
+            out=tmp_path / "m.stagepack",
+            where=Where(policy=lambda node: node.index % 2),
         )
 
 
 @pytest.mark.parametrize("answer", [-1, 1.0, None, True])
 def test_a_policy_must_give_stage_numbers(answer: Any, tmp_path: Path) -> None:
     with pytest.raises(CutError, match="expected a stage number from 0 up"):
-        export_capture(captured("skip_over_stages"), out=tmp_path / "m.stagepack", where=Where(policy=lambda _: answer))
+        export_capture(
+            named("values-skip-over-stages")[0].capture(),
+            out=tmp_path / "m.stagepack",
+            where=Where(policy=lambda _: answer),
+        )
 
 
 def test_more_stages_than_operators_leave_the_last_ones_empty(tmp_path: Path) -> None:
-    capture = captured("skip_over_stages")
+    capture = named("values-skip-over-stages")[0].capture()
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=50))
     counts = [stage.nodes for stage in bundle.stages]
     assert counts == [1] * sum(counts) + [0] * (50 - sum(counts))
@@ -280,7 +296,7 @@ def test_one_way_to_cut() -> None:
 def test_an_activation_is_bound_until_its_last_write() -> None:
     from stagepack.linearize import linearize
 
-    graph = linearize(captured("activation_written_in_place").program, {}, None).graph
+    graph = linearize(named("aliasing-activation-written-in-place")[0].capture().program, {}, None).graph
     (bond,) = bonds(graph)
     names = [graph.ops[graph.nodes[number].op].name for number in bond.nodes]
     assert names == ["aten.linear.default", "aten.slice.Tensor", "aten.linear.default", "aten.mul_.Tensor"]

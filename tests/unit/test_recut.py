@@ -11,10 +11,12 @@ from stagepack.errors import CutError, DigestError, OutputExistsError, WriteErro
 from stagepack.exporter import export_capture
 from stagepack.split.policy import PolicyNode
 from stagepack.where import Where
-from tests.cases import llama, transformers_cases
-from tests.unit.test_models import BUILDS, Lambda, captured
+from tests.zoo.architectures.decoders import llama
+from tests.zoo.case import Case
+from tests.zoo.cases import ROWS, named
+from tests.zoo.rows.build import Lambda
 
-CASES = [*BUILDS, "llama-tied", "t5", "mixtral"]
+CASES = [*ROWS[::8], *named("decoders-llama-tied", "encoder-decoders-t5", "mixture-of-experts-mixtral")]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -22,12 +24,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_cut_from_every_cut(name: str, tmp_path: Path) -> None:
-    if name in BUILDS:
-        capture = captured(name)
-    else:
-        capture = next(case for case in transformers_cases() if case.name == name).capture()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_cut_from_every_cut(case: Case, tmp_path: Path) -> None:
+    capture = case.capture()
     cuts = [
         Where(),
         Where(stages=2),
@@ -122,7 +121,9 @@ def test_a_file_that_is_no_plan_is_refused(content: str, tmp_path: Path) -> None
 
 
 def test_recut_takes_no_output_that_is_there_and_no_damaged_input(tmp_path: Path) -> None:
-    bundle = export_capture(captured("tied_at_both_ends"), out=tmp_path / "m.stagepack", where=Where(stages=2))
+    bundle = export_capture(
+        named("weights-tied-at-both-ends")[0].capture(), out=tmp_path / "m.stagepack", where=Where(stages=2)
+    )
     with pytest.raises(OutputExistsError):
         stagepack.recut(bundle, out=bundle.path, stages=3)
     with pytest.raises(WriteError):
@@ -140,9 +141,9 @@ def test_recut_takes_no_output_that_is_there_and_no_damaged_input(tmp_path: Path
 
 
 def test_a_transmitted_weight_lives_in_one_stage_and_travels(tmp_path: Path) -> None:
-    capture = captured("tied_at_both_ends")
+    capture = named("weights-tied-at-both-ends")[0].capture()
     bundle = export_capture(
-        capture, out=tmp_path / "m.stagepack", where=Where(split_at=["middle", "head"], shared="transmit")
+        capture, out=tmp_path / "m.stagepack", where=Where(split_at=["b", "head"], shared="transmit")
     )
     assert [stage.weights for stage in bundle.stages] == [("stage-0.safetensors",), ("stage-1.safetensors",), ()]
     (edge,) = [edge for edge in bundle.edges if edge.shape == (16, 4)]

@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from stagepack.capture import Capture, Inputs
+from stagepack.capture import Capture, Inputs, unchanged
 from stagepack.exporter import capture_source
 
 Build = Callable[[], tuple[torch.nn.Module, Inputs]]
@@ -61,10 +61,42 @@ def answers(run: Callable[..., Any], calls: list[Inputs]) -> list[list[Any]]:
     return found
 
 
-def tensors_of(program: ExportedProgram) -> list[torch.Tensor]:
-    """All that a program may write."""
+def captured_answers(capture: Capture, calls: list[Inputs]) -> list[list[Any]]:
+    """What the captured program answers; its state is put back."""
+    module, program = capture.program.module(), capture.program
     held = (*program.state_dict.values(), *program.constants.values())
-    return [tensor for tensor in held if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+    with unchanged(module, [tensor for tensor in held if type(tensor) in (torch.Tensor, torch.nn.Parameter)]):
+        return answers(module, calls)
+
+
+def other_size(program: ExportedProgram, inputs: Inputs) -> Inputs:
+    """Inputs like the example's, with another size for every dynamic dimension; the example itself where there is none."""
+    leaves, spec = pytree.tree_flatten((tuple(inputs.args), dict(inputs.kwargs)))
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"][-len(leaves) :] if leaves else []
+    sizes: dict[Any, int] = {}
+
+    def size(dim: Any) -> int:
+        if isinstance(dim, int):
+            return dim
+        for symbol in dim.node.expr.free_symbols:
+            sizes.setdefault(symbol, int(dim.node.shape_env.backed_var_to_val[symbol]) + 3 + len(sizes))
+        return int(dim.node.expr.subs(sizes))
+
+    def like(given: Any, node: torch.fx.Node) -> Any:
+        if not isinstance(given, torch.Tensor):
+            return given
+        shape = [size(dim) for dim in node.meta["val"].shape]
+        if shape == list(given.shape):
+            return given
+        if given.is_floating_point():
+            return torch.randn(shape).to(given.dtype)
+        return torch.randint(int(given.min()), int(given.max()) + 1, shape).to(given.dtype)
+
+    others = [like(given, node) for given, node in zip(leaves, placeholders, strict=True)]
+    if all(other is given for other, given in zip(others, leaves, strict=True)):
+        return inputs
+    args, kwargs = pytree.tree_unflatten(others, spec)
+    return Inputs(args=args, kwargs=kwargs)
 
 
 def assert_equal(found: list[list[Any]], expected: list[list[Any]]) -> None:

@@ -2,14 +2,15 @@
 
 import importlib
 import pkgutil
+from types import ModuleType
 
 import tests.zoo.architectures
 import tests.zoo.rows
-from tests.cases import exportdb_cases
+from tests.zoo import examples
 from tests.zoo.case import Case
 
 
-def _of(package: object) -> list[Case]:
+def _of(package: ModuleType) -> list[Case]:
     """The cases of the modules of a package, in the order of their names."""
     modules = (
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -18,7 +19,13 @@ def _of(package: object) -> list[Case]:
     return [case for module in modules for case in getattr(module, "CASES", [])]
 
 
+EXAMPLES = examples.CASES
 ROWS = _of(tests.zoo.rows)
 ARCHITECTURES = _of(tests.zoo.architectures)
-EXAMPLES = [Case(name=case.name, row="torch's export examples", build=case.build) for case in exportdb_cases()]
 CASES = [*EXAMPLES, *ROWS, *ARCHITECTURES]
+
+
+def named(*names: str) -> list[Case]:
+    """The cases of these names."""
+    by_name = {case.name: case for case in CASES}
+    return [by_name[name] for name in names]

@@ -2,27 +2,33 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import stagepack
-from stagepack.capture import Capture, Inputs, unchanged
-from stagepack.errors import CutError
+from stagepack.capture import capture_program
+from stagepack.errors import CaptureError, CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.walk import values_made, values_used
 from stagepack.where import Where
-from tests.cases import other_size
 from tests.zoo.apart import load_apart
-from tests.zoo.case import Case, answers, assert_equal, tensors_of
-from tests.zoo.cases import CASES, ROWS
+from tests.zoo.architectures.refused import REASON, REFUSED
+from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
+from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS, named
 
 STAGES = (2, 3, 5)
+# The slow ones run with `make test-zoo`.
+SLOW = [pytest.param(case, marks=pytest.mark.slow) if number % 3 else case for number, case in enumerate(ARCHITECTURES)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def name_of(case: Case) -> str:
+    """How a case is called in the name of its test."""
+    return case.name
+
+
+@pytest.mark.parametrize("case", [*EXAMPLES, *ROWS, *SLOW], ids=name_of)
 def test_bit_exact(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     other = other_size(capture.program, capture.inputs)
@@ -43,7 +49,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ROWS, ids=name_of)
 def test_back_and_forth(case: Case, seed: int, tmp_path: Path) -> None:
     """Stages that take their nodes from all over the model; a cut that would tear state is refused."""
     capture = case.capture()
@@ -62,11 +68,29 @@ def test_back_and_forth(case: Case, seed: int, tmp_path: Path) -> None:
         assert_equal(answers(load(bundle, types=case.classes(), allow_ops=namespaces(bundle)), calls), wanted)
 
 
-def captured_answers(capture: Capture, calls: list[Inputs]) -> list[list[Any]]:
-    """What the captured program answers; its state is put back."""
-    module = capture.program.module()
-    with unchanged(module, tensors_of(capture.program)):
-        return answers(module, calls)
+@pytest.mark.parametrize(
+    "case",
+    named(
+        "state-counter-in-the-middle",
+        "aliasing-inputs-written",
+        "state-batch-norm-that-trains",
+        "values-skip-over-stages",
+    ),
+    ids=name_of,
+)
+def test_functional_programs_write_their_state_back(case: Case, tmp_path: Path) -> None:
+    capture = case.capture()
+    functional = capture_program(capture.program.run_decompositions({}), capture.inputs)
+    calls = [capture.inputs] * 3
+    bundle = export_capture(functional, out=tmp_path / "m.stagepack", where=Where(stages=1))
+    wanted = captured_answers(functional, calls)
+    assert_equal(answers(stagepack.load(bundle), calls), wanted)
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=name_of)
+def test_what_cannot_be_captured_is_refused_with_the_reason(case: Case) -> None:
+    with pytest.raises(CaptureError, match=REASON):
+        case.capture()
 
 
 def namespaces(bundle: Bundle) -> set[str]:

@@ -1,0 +1,97 @@
+"""Bytes that cross between stages in one call: our cut, and that of `torch.distributed.pipelining` before the same layers.
+
+Both sides cut the same model in this run, at each sequence length. An entry is what one stage receives from the stages before it;
+inputs of the model are not counted, since the caller gives them to whichever stage wants them.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch.export import Dim
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from stagepack.capture import Inputs
+from stagepack.exporter import capture_source, plan_capture
+from stagepack.format.shapes import evaluate
+from stagepack.format.sizes import bytes_of, example_sizes
+from stagepack.where import Where
+from tools import pipelining
+
+_SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 6,
+}
+_LONGEST = 8192
+Model = tuple[torch.nn.Module, Inputs, list[str]]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096])
+    options = parser.parse_args()
+    print(
+        f"{'model':6} {'sequence':>8}  {'stage':>5}  {'ours':>13}  {'pipelining':>13}  {'hidden state':>13}  what crosses here"
+    )
+    for build in (llama, bert, t5):
+        for length in options.lengths:
+            _compare(build, length)
+
+
+def llama(length: int) -> Model:
+    """Six layers, cut before the third and the fifth."""
+    config = LlamaConfig(**_SIZES, num_key_value_heads=2, max_position_embeddings=_LONGEST)
+    return (
+        LlamaForCausalLM(config).eval(),
+        _tokens(length, "input_ids", use_cache=False),
+        ["model.layers.2", "model.layers.4"],
+    )
+
+
+def bert(length: int) -> Model:
+    """Six layers and an attention mask, cut before the third and the fifth."""
+    model = BertModel(BertConfig(**_SIZES, max_position_embeddings=_LONGEST), add_pooling_layer=False).eval()
+    return model, _tokens(length, "input_ids", "attention_mask"), ["encoder.layer.2", "encoder.layer.4"]
+
+
+def t5(length: int) -> Model:
+    """Four layers each in the encoder and the decoder, cut in the middle of the one, between them, and in the middle of the other."""
+    sizes = {"vocab_size": 1000, "d_model": 256, "d_kv": 64, "d_ff": 512, "num_heads": 4, "num_layers": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    names = ["encoder.block.2", "decoder.block.0", "decoder.block.2"]
+    return model, _tokens(length, "input_ids", "decoder_input_ids", use_cache=False), names
+
+
+def _tokens(length: int, *names: str, **more: bool) -> Inputs:
+    """Inputs of two rows of tokens, any number of rows and any length."""
+    rows = Dim("rows", min=1, max=64)
+    lengths = {
+        name: Dim(f"length_{name}" if name.startswith("decoder") else "length", min=2, max=_LONGEST) for name in names
+    }
+    return Inputs(
+        kwargs={name: torch.ones(2, length, dtype=torch.long) for name in names} | more,
+        dynamic_shapes={name: {0: rows, 1: lengths[name]} for name in names},
+    )
+
+
+def _compare(build: Callable[[int], Model], length: int) -> None:
+    torch.manual_seed(0)
+    model, inputs, names = build(length)
+    cut, _, symbols = plan_capture(capture_source(model, inputs), Where(split_at=names))
+    sizes = example_sizes(symbols)
+    theirs = pipelining.sent_bytes(pipelining.cut(model, inputs, pipelining.at_modules(names)))
+    hidden = 2 * length * model.config.hidden_size * 4
+    for stage, received in enumerate(theirs, start=1):
+        crossing = [edge for edge in cut.edges if edge.producer is not None and stage in edge.consumers]
+        ours = sum(bytes_of(edge, sizes) for edge in crossing)
+        shapes = ", ".join(f"{edge.dtype}{[evaluate(dim, sizes) for dim in edge.shape]}" for edge in crossing)
+        print(f"{build.__name__:6} {length:>8,}  {stage:>5}  {ours:>13,}  {received:>13,}  {hidden:>13,}  {shapes}")
+        assert ours <= received, "more bytes cross than in the cut of torch.distributed.pipelining"
+
+
+if __name__ == "__main__":
+    main()

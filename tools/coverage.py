@@ -1,0 +1,190 @@
+"""Write `docs/coverage.md`: every model of the zoo, what becomes of it here, and in `torch.distributed.pipelining`.
+
+Each model runs in a process of its own, two at a time. Ours is what the test of the zoo says; theirs is cut in three even parts and
+held to the same answers.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stagepack.capture import Inputs
+from tests.zoo.architectures.refused import REASON, REFUSED
+from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
+from tests.zoo.cases import ARCHITECTURES, CASES, EXAMPLES, ROWS
+from tests.zoo.test_zoo import test_bit_exact
+from tools import pipelining
+
+PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
+LIMIT = 180  # seconds a model and side
+RIGHT, WRONG, NONE = "right", "wrong", ""
+# Rows that are not about a model alone, and the tests that hold them.
+ELSEWHERE = {
+    'weights: `shared="transmit"`': [
+        "tests/unit/test_recut.py::test_a_transmitted_weight_lives_in_one_stage_and_travels"
+    ],
+    "state: the same 32 greedy tokens as transformers": [
+        "tests/roundtrip/test_generation.py::test_greedy_tokens_are_those_of_transformers"
+    ],
+    "cuts: any `policy`, also one that goes back and forth between stages": [
+        "tests/zoo/test_zoo.py::test_back_and_forth",
+        "tests/unit/test_cut.py::test_a_policy_sees_nodes_and_may_go_back_and_forth",
+    ],
+    "cuts: a cycle is refused with its path printed": [
+        "tests/unit/test_cut.py::test_a_policy_that_makes_a_cycle_gets_the_path"
+    ],
+    "cuts: before the first or after the last operator, two at one place": [
+        "tests/unit/test_cut.py::test_empty_stages_are_refused",
+        "tests/unit/test_cut.py::test_split_at_says_what_is_wrong",
+    ],
+    "cuts: more stages than nodes": [
+        "tests/unit/test_cut.py::test_more_stages_than_operators_leave_the_last_ones_empty"
+    ],
+}
+
+
+def main() -> None:
+    """Run all models and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", default="", help="only models whose name has this in it; the page is printed, not written"
+    )
+    only = parser.parse_args().only
+    cases = [case for case in CASES if only in case.name]
+    found = run([(case, side) for case in cases for side in (ours, theirs)])
+    page = "\n".join(text(cases, found)) + "\n"
+    if only:
+        sys.stdout.write(page)
+    else:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page)
+
+
+Side = Callable[[Case], tuple[str, str]]
+Found = dict[tuple[str, str], tuple[str, str]]
+
+
+def ours(case: Case) -> tuple[str, str]:
+    """What the test says of a model, and whether its sizes may change."""
+    with tempfile.TemporaryDirectory() as folder:
+        test_bit_exact(case, Path(folder))
+    capture = case.capture()
+    return RIGHT, NONE if other_size(capture.program, capture.inputs) is capture.inputs else RIGHT
+
+
+def theirs(case: Case) -> tuple[str, str]:
+    """Whether `torch.distributed.pipelining` keeps the answers of a model, and whether it does at another size."""
+    capture = case.capture()
+    other = other_size(capture.program, capture.inputs)
+    wanted = captured_answers(capture, [capture.inputs] * 3)
+    others_wanted = captured_answers(capture, [other] * 3)
+    first = _pipelined(case, [capture.inputs] * 3, wanted)
+    return first, NONE if other is capture.inputs else _pipelined(case, [other] * 3, others_wanted)
+
+
+def _pipelined(case: Case, calls: list[Inputs], wanted: list[list[Any]]) -> str:
+    torch.manual_seed(0)
+    try:
+        found = answers(pipelining.cut(*case.build(), pipelining.evenly(3)), calls)
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
+        return f"raises {type(error).__name__}"
+    try:
+        assert_equal(found, wanted)
+    except (AssertionError, ValueError):
+        return WRONG
+    return RIGHT
+
+
+def run(work: list[tuple[Case, Side]]) -> Found:
+    """Run each side of each model in a process of its own."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        answers = pool.map(lambda job: _in_a_process(*job), work)
+        return {(case.name, side.__name__): answer for (case, side), answer in zip(work, answers, strict=True)}
+
+
+def _in_a_process(case: Case, side: Side) -> tuple[str, str]:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(case, side, sender))
+    process.start()
+    sender.close()
+    try:
+        answer: tuple[str, str] = receiver.recv() if receiver.poll(LIMIT) else (f"takes over {LIMIT} s", NONE)
+    except EOFError:
+        answer = ("crashes", NONE)
+    process.kill()
+    process.join()
+    sys.stderr.write(f"{case.name}: {side.__name__}: {answer}\n")
+    return answer
+
+
+def _child(case: Case, side: Side, sender: Connection) -> None:
+    """Send what becomes of a model; what torch writes meanwhile is dropped."""
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, sys.stdout.fileno())
+    os.dup2(silent, sys.stderr.fileno())
+    torch.set_num_threads(1)
+    try:
+        sender.send(side(case))
+    except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
+        sender.send((f"raises {type(error).__name__}", NONE))
+
+
+def text(cases: list[Case], found: Found) -> Iterator[str]:
+    """The lines of the page."""
+    yield "# What survives the cut"
+    yield ""
+    torch_version = torch.__version__.split("+")[0]
+    yield "Written by `make coverage`; each line is a model of `tests/zoo`."
+    yield ""
+    yield "- **stagepack** cuts it in 2, 3 and 5 stages, three calls in a row, and is held to the answers of the captured program bit for"
+    yield "  bit, state included; cut again from 2 stages to 5, the bundle must come out the same."
+    yield f"- **pipelining** is `torch.distributed.pipelining` of torch {torch_version}: the same model in 3 even parts, in one process,"
+    yield "  held to the same answers."
+    yield "- **other size** is a call with other sizes than the example's, where the model allows them."
+    yield ""
+    yield "| | models | stagepack right | pipelining right | pipelining wrong, without a word |"
+    yield "|---|--:|--:|--:|--:|"
+    for name, group in (
+        ("torch's export examples", EXAMPLES),
+        ("rows below", ROWS),
+        ("transformers architectures", ARCHITECTURES),
+    ):
+        mine = Counter(_whole(found[case.name, "ours"]) for case in group if case in cases)
+        other = Counter(_whole(found[case.name, "theirs"]) for case in group if case in cases)
+        yield f"| {name} | {mine.total()} | {mine[RIGHT]} | {other[RIGHT]} | {other[WRONG]} |"
+    yield from ("", "## Rows", "", "| row | tests |", "|---|---|")
+    rows: dict[str, list[str]] = {}
+    for case in ROWS:
+        rows.setdefault(case.row, []).append(f"`{case.name}`")
+    for row, names in [*rows.items(), *((row, [f"`{name}`" for name in names]) for row, names in ELSEWHERE.items())]:
+        yield f"| {row} | {', '.join(names)} |"
+    yield from ("", "A model `NAME` is the test `tests/zoo/test_zoo.py::test_bit_exact[NAME]`.", "", "## Models", "")
+    yield "| model | row | stagepack | other size | pipelining | other size |"
+    yield "|---|---|---|---|---|---|"
+    for case in cases:
+        cells = (*found[case.name, "ours"], *found[case.name, "theirs"])
+        yield f"| `{case.name}` | {case.row} | {' | '.join(cells)} |"
+    yield from ("", "## Not captured", "")
+    yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
+    yield ""
+    yield from (f"- `{case.name}`: {REASON}" for case in REFUSED)
+
+
+def _whole(cells: tuple[str, str]) -> str:
+    """What becomes of a model, at the example's size and at another."""
+    return WRONG if WRONG in cells else RIGHT if set(cells) <= {RIGHT, NONE} and cells[0] == RIGHT else "raises"
+
+
+if __name__ == "__main__":
+    main()
