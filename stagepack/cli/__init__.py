@@ -11,6 +11,7 @@ _COMMANDS = {
     "load": "Load a bundle or one stage, and run it.",
     "plan": "Show a cut: bytes, compute, traffic, balance.",
     "recut": "Write a bundle in other stages, without torch.",
+    "report": "Draw a bundle as one HTML page.",
     "verify": "Check the digests and rules of a bundle.",
 }
 

@@ -12,7 +12,7 @@ def dot(facts: dict[str, Any]) -> str:
     lines = ["digraph stages {", "  rankdir=LR;", "  node [shape=box];", "  input [shape=plaintext];"]
     for stage in facts["stages"]:
         lines.append(f"  stage{stage['stage']} [label={json.dumps(_label(stage, chr(10)))}];")
-    for source, target, names, size in _arrows(facts):
+    for source, target, names, size in arrows(facts):
         lines.append(f"  {source} -> {target} [label={json.dumps(f'{names}{chr(10)}{readable_bytes(size)}')}];")
     return "\n".join([*lines, "}"])
 
@@ -22,7 +22,7 @@ def mermaid(facts: dict[str, Any]) -> str:
     lines = ["flowchart LR", "  input([input])"]
     for stage in facts["stages"]:
         lines.append(f'  stage{stage["stage"]}["{_escaped(_label(stage, "<br/>"))}"]')
-    for source, target, names, size in _arrows(facts):
+    for source, target, names, size in arrows(facts):
         lines.append(f'  {source} -->|"{_escaped(names)}<br/>{readable_bytes(size)}"| {target}')
     return "\n".join(lines)
 
@@ -37,7 +37,7 @@ def _escaped(text: str) -> str:
     return text.replace('"', "#quot;")
 
 
-def _arrows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
+def arrows(facts: dict[str, Any]) -> Iterator[tuple[str, str, str, int]]:
     """Yield, for each pair of stages that a value joins, the two, the names of the values, and their bytes."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for edge in facts["edges"]:

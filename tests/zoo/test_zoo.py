@@ -12,6 +12,8 @@ from stagepack.exporter import export_capture
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.walk import values_made, values_used
+from stagepack.split.bonds import bonds
+from stagepack.split.join import join
 from stagepack.where import Where
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
@@ -42,7 +44,10 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
         pipe.reset_state()
         assert_equal(answers(pipe, others), others_wanted)
         bundles.append(bundle)
-    apart = load_apart(bundles[1], types=case.classes(), allow_ops=namespaces(bundles[1]))
+    stage_of = even(join(bundles[0].manifest, [bundles[0].graph(number) for number in range(STAGES[0])]), stages=3)
+    where = Where(policy=lambda node: stage_of[node.index])
+    bundle = export_capture(capture, out=tmp_path / "even.stagepack", where=where)
+    apart = load_apart(bundle, types=case.classes(), allow_ops=namespaces(bundle))
     assert_equal(answers(apart, calls), wanted)
     again = stagepack.recut(bundles[0], out=tmp_path / "again.stagepack", stages=STAGES[-1])
     assert again.digest == bundles[-1].digest
@@ -96,6 +101,19 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(case: Case) -> None:
 def namespaces(bundle: Bundle) -> set[str]:
     """The namespaces of custom operators that a bundle needs."""
     return {name for stage in bundle.stages for name in stage.namespaces}
+
+
+def even(graph: Graph, *, stages: int) -> list[int]:
+    """A stage for each node: parts of as equal length as state, which must not be torn, allows."""
+    found = bonds(graph)
+    places = [
+        place
+        for place in range(len(graph.nodes) + 1)
+        if not any(bond.nodes[0] < place <= bond.nodes[-1] for bond in found)
+    ]
+    wanted = [len(graph.nodes) * number / stages for number in range(1, stages)]
+    cuts = [min(places, key=lambda place: abs(place - target)) for target in wanted]
+    return [sum(cut <= number for cut in cuts) for number in range(len(graph.nodes))]
 
 
 def scattered(graph: Graph, *, stages: int, seed: int) -> list[int]:
