@@ -9,6 +9,7 @@ from stagepack.format.shapes import Symbol, format_shape
 from stagepack.format.sizes import bytes_of, example_sizes
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
+DEVICES = "devices of 50 TFLOP/s and 1 TB/s that launch an operator in 2 µs, joined by 25 GB/s with 5 µs a value"
 
 
 def cut_facts(plan: Plan, edges: Sequence[Edge], symbols: Sequence[Symbol]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from stagepack.cli.cut_facts import cut_facts
+from stagepack.cli.cut_facts import DEVICES, cut_facts
 from stagepack.cli.cutting import cut_options
 from stagepack.cli.diagram import dot, mermaid
 from stagepack.cli.output import fail, print_json, print_line, print_table, progress, reports_errors
@@ -124,7 +124,7 @@ def _print(facts: dict[str, Any]) -> None:
     )
     if facts["sizes"]:
         sizes = ", ".join(f"{name} = {size}" for name, size in facts["sizes"].items())
-        print_line(f"estimated for {sizes}, on devices of 50 TFLOP/s and 1 TB/s, joined by 25 GB/s")
+        print_line(f"estimated for {sizes}, on {DEVICES}")
 
 
 def _of_limit(limit: int | None) -> str:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-from stagepack.cli.cut_facts import bubble, cut_facts
+from stagepack.cli.cut_facts import DEVICES, bubble, cut_facts
 from stagepack.cli.element import Child, element
 from stagepack.cli.facts import bundle_facts
 from stagepack.cli.picture import bar, columns, pipeline
@@ -86,11 +86,7 @@ def _summary(whole: dict[str, Any], facts: dict[str, Any]) -> Element:
             f"Format {whole['version']}, {readable_bytes(whole['bytes'])}, {len(facts['stages'])} stages, made by {producer}."
         ],
         ["sha256 ", element("code", whole["digest"])],
-        [
-            "Costs are estimates for one call"
-            + (f" with {sizes}" if sizes else "")
-            + ", on devices of 50 TFLOP/s and 1 TB/s, joined by 25 GB/s."
-        ],
+        ["Costs are estimates for one call" + (f" with {sizes}" if sizes else "") + f", on {DEVICES}."],
     ]
     return element("div", [element("p", line) for line in lines])
 

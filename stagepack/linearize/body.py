@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
@@ -14,6 +15,7 @@ from stagepack.format.graph import (
     Autocast,
     ComplexArg,
     Context,
+    Cost,
     DeviceArg,
     DictArg,
     DtypeArg,
@@ -28,7 +30,7 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
-from stagepack.format.walk import parts
+from stagepack.format.walk import parts, subgraphs_used
 from stagepack.linearize.operators import seen_aliases
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.tensors import inner_name
@@ -182,18 +184,19 @@ class Body:
         kwargs = tuple((name, self.argument(given, node)) for name, given in node.kwargs.items())
         op = self.tables.op(node.target)
         self.tables.add_aliases(op, seen_aliases(node))
-        self.nodes.append(
-            Node(
-                op=op,
-                args=args,
-                kwargs=kwargs,
-                outputs=tuple(outputs),
-                unpack=unpack,
-                scope=self.tables.scope(node),
-                context=context,
-                cost=self.tables.costs.of(node),
-            )
+        made = Node(
+            op=op,
+            args=args,
+            kwargs=kwargs,
+            outputs=tuple(outputs),
+            unpack=unpack,
+            scope=self.tables.scope(node),
+            context=context,
         )
+        inner = [inside.cost for index in subgraphs_used(made) for inside in self.tables.subgraphs[index].nodes]
+        costs = (self.tables.costs.of(node), *inner)
+        cost = Cost(flops=sum(part.flops for part in costs), bytes=sum(part.bytes for part in costs))
+        self.nodes.append(replace(made, cost=cost))
         results = [None if output is None else ValueArg(output.name) for output in outputs]
         self.env[node] = list(results) if unpack else results[0]
 

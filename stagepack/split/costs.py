@@ -1,8 +1,9 @@
 """What the nodes, values and weights of a graph cost, at the sizes of the example.
 
-Times are those of a reference device, in picoseconds: 50 TFLOP/s, and 1 TB/s of memory bandwidth. A node takes as long as
-the slower of the two needs (the roofline model: Williams, Waterman, Patterson, 2009, doi:10.1145/1498765.1498785). Only the
-proportion of these times, and of those that `partition` gives to what is sent, matters to where a model is cut.
+Times are those of a reference device, in picoseconds: 50 TFLOP/s, 1 TB/s of memory bandwidth, and 2 µs to launch an operator.
+Once launched, a node takes as long as the slower of the two needs (the roofline model: Williams, Waterman, Patterson, 2009,
+doi:10.1145/1498765.1498785). Only the proportion of these times, and of those that `partition` gives to what is sent, matters
+to where a model is cut.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from stagepack.format.walk import values_made, values_used
 
 _FLOPS_PER_PICOSECOND = 50
 _BYTES_PER_PICOSECOND = 1
+_LAUNCH = 2_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +45,9 @@ def costs_of(graph: Graph, stored_bytes: Mapping[str, int]) -> Costs:
 
 
 def time_of(node: Node) -> int:
-    """How long a node takes, in picoseconds."""
-    return max(-(-node.cost.flops // _FLOPS_PER_PICOSECOND), memory_time(node.cost.bytes), 1)
+    """How long a node takes, in picoseconds; one that costs nothing, such as a view, launches nothing."""
+    busy = max(-(-node.cost.flops // _FLOPS_PER_PICOSECOND), memory_time(node.cost.bytes))
+    return _LAUNCH + busy if busy else 1
 
 
 def memory_time(count: int) -> int:

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from stagepack.cli import main
 
-COMMANDS = ["export", "inspect", "load", "verify"]
+COMMANDS = ["export", "inspect", "load", "plan", "recut", "report", "verify"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -33,7 +33,11 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["--nonsense"], "No such option"),
         *(([command], "Missing argument") for command in COMMANDS),
         *(([command, "x", "--nonsense"], "No such option") for command in COMMANDS),
-        *(([command, "x", "y"], "unexpected extra argument") for command in COMMANDS if command != "export"),
+        *(
+            ([command, "x", "y"], "unexpected extra argument")
+            for command in COMMANDS
+            if command not in ("export", "recut", "report")
+        ),
         (["export", "x"], "Missing option '-o' / '--out'"),
         (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range x>=1"),
         (["export", "x", "-o", "y", "--stages", "two"], "'two' is not a valid integer"),

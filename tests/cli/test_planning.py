@@ -1,0 +1,102 @@
+"""`plan` and `recut`: a cut is shown, written, edited and given back, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stagepack
+from tests.hostile.attack import command_fails, run
+
+
+def test_the_plan_of_a_bundle_is_the_one_it_was_cut_by(sound: Path) -> None:
+    facts = json.loads(run("plan", str(sound), "--json").stdout)
+    plan = stagepack.open(sound).manifest.plan
+    assert plan is not None
+    assert [stage["weight_bytes"] for stage in facts["stages"]] == [stage.weight_bytes for stage in plan.stages]
+    assert [stage["starts_at"] for stage in facts["stages"]] == ["embed", "first", "second"]
+    assert facts["sizes"] == {"batch": 2}
+    assert facts["bubble"]["1"] > facts["bubble"]["32"] > 0
+
+
+def test_the_tables_name_stages_and_what_crosses(sound: Path) -> None:
+    shown = run("plan", str(sound)).stdout
+    assert "embedding  float32[batch, 3, 4]     0  1    96 B" in shown
+    assert "slowest stage over mean" in shown
+    assert "idle by microbatches: 1: " in shown
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ("--dot", ["digraph stages {", "  stage0 -> stage1 [label=", "}"]),
+        ("--mermaid", ["flowchart LR", '  stage0 -->|"embedding<br/>96 B"| stage1']),
+    ],
+)
+def test_the_graph_of_the_stages_is_printed(form: str, says: list[str], sound: Path) -> None:
+    lines = run("plan", str(sound), form).stdout.splitlines()
+    assert all(any(line.startswith(part) for line in lines) for part in says)
+
+
+def test_a_plan_is_written_edited_and_given_back(sound: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "plan.json", tmp_path / "again.stagepack"
+    assert run("plan", str(sound), "--stages", "2", "-o", str(file)).exit_code == 0
+    plan = json.loads(file.read_text())
+    assert len(plan["stages"]) == 2
+    plan["stages"] = [{"nodes": [run for stage in plan["stages"] for run in stage["nodes"]]}]
+    file.write_text(json.dumps(plan))
+    done = run("recut", str(sound), "--plan", str(file), "-o", str(out))
+    assert done.exit_code == 0, done.output
+    assert "1 stages" in done.stdout
+    assert len(stagepack.open(out).stages) == 1
+
+
+def test_recut_gives_the_same_bytes_again(sound: Path, tmp_path: Path) -> None:
+    one, back = tmp_path / "one.stagepack", tmp_path / "back.stagepack"
+    assert run("recut", str(sound), "--stages", "1", "-o", str(one)).exit_code == 0
+    done = run("recut", str(one), "--split-at", "first", "--split-at", "second", "-o", str(back), "--json")
+    assert json.loads(done.stdout)["digest"] == stagepack.open(sound).digest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "{sound}", "--inputs", "x.py:f"], "a bundle holds its example"),
+        (["plan", "{sound}", "--memory", "1GiB"], "give --stages too"),
+        (["recut", "{sound}", "-o", "{out}"], "say how to cut"),
+    ],
+)
+def test_what_cannot_be_meant_is_wrong_usage(arguments: list[str], says: str, sound: Path, tmp_path: Path) -> None:
+    done = run(*(argument.format(sound=sound, out=tmp_path / "out") for argument in arguments))
+    assert done.exit_code == 2
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["plan", "{sound}", "--stages", "2", "--memory", "10B", "--memory", "10B"],
+            r"no cut fits: .* stage \d needs \d+ bytes",
+        ),
+        (["plan", "{sound}", "--stages", "2", "--memory", "much", "--memory", "10B"], "expected a number of bytes"),
+        (["plan", "{sound}", "--split-at", "nowhere"], "no operator comes from a module 'nowhere'"),
+        (["plan", "{sound}", "--plan", "{out}"], "expected a plan, as `stagepack plan -o` writes it"),
+        (["recut", "{out}", "--stages", "2", "-o", "{out}2"], "not a stagepack bundle"),
+        (["recut", "{sound}", "--stages", "2", "-o", "{sound}"], "exists"),
+    ],
+)
+def test_what_cannot_be_done_says_why(arguments: list[str], says: str, sound: Path, tmp_path: Path) -> None:
+    command_fails(*(argument.format(sound=sound, out=tmp_path / "out") for argument in arguments), says=says)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan", "--stages", "2"], ["recut", "--stages", "2", "-o", "OUT", "--overwrite"], ["report", "-o", "OUT.html"]],
+)
+def test_neither_torch_nor_its_loader_is_imported(command: list[str], sound: Path, tmp_path: Path) -> None:
+    arguments = [command[0], str(sound), *(word.replace("OUT", str(tmp_path / "out")) for word in command[1:])]
+    code = "import sys; from stagepack.cli import main; main(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)

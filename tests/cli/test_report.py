@@ -1,0 +1,106 @@
+"""`report`: one page that asks for nothing, shows what the manifest says, and lets no name of a bundle become markup."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import stagepack
+from stagepack.cli.cut_facts import cut_facts
+from tests.hostile.attack import command_fails, run
+from tests.hostile.forge import Forge
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text in each kind."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "input"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts.setdefault(self._open[-1], []).append(data)
+
+
+def report(bundle: Path, folder: Path) -> str:
+    done = run("report", str(bundle), "-o", str(folder / "page.html"))
+    assert done.exit_code == 0, done.output
+    assert "wrote" in done.stdout
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_stages_edges_and_nodes(sound: Path, tmp_path: Path) -> None:
+    page = Page(report(sound, tmp_path))
+    bundle = stagepack.open(sound)
+    assert bundle.manifest.plan is not None
+    facts = cut_facts(bundle.manifest.plan, bundle.edges, bundle.manifest.symbols)
+    assert bundle.digest in page.texts["code"]
+    assert f"{facts['slowest_over_mean']:.2f}" in page.texts["strong"]
+    assert {edge.name for edge in bundle.edges} <= set(page.texts["code"])
+    assert [text for text in page.texts["text"] if text.startswith("stage ")] == ["stage 0", "stage 1", "stage 2"]
+    bubbles = [text for text in page.texts["title"] if re.fullmatch(r"\d+: [\d.]+%", text)]
+    assert len(bubbles) == 32
+    nodes = json.loads(page.texts["script"][0])
+    assert len(nodes) == sum(stage.nodes for stage in bundle.stages)
+    assert nodes[0][:4] == ["0", "0", "embed", "aten.embedding.default"]
+
+
+def test_the_page_asks_for_nothing_and_runs_nothing_but_its_own(sound: Path, tmp_path: Path) -> None:
+    page = Page(report(sound, tmp_path))
+    assert not any({"src", "href", "style", "action"} & attributes.keys() for _, attributes in page.tags)
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a) or ""
+    assert policy.startswith("default-src 'none'; ")
+    for tag in ("style", "script"):
+        digest = base64.b64encode(hashlib.sha256(page.texts[tag][-1].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_names_of_a_bundle_are_text(forge: Forge, tmp_path: Path) -> None:
+    def scopes(graph: dict[str, Any]) -> None:
+        graph["scopes"] = [scope | {"path": EVIL} for scope in graph["scopes"]]
+
+    def names(manifest: dict[str, Any]) -> None:
+        for stage in manifest["plan"]["stages"]:
+            stage["module"] = EVIL
+
+    forge.edit_graph(1, scopes)
+    forge.edit(names)
+    text = report(forge.path, tmp_path)
+    page = Page(text)
+    assert text.count("<img") == 0
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert EVIL in page.texts["code"]
+    assert EVIL in {row[2] for row in json.loads(page.texts["script"][0])}
+
+
+def test_a_file_that_is_there_is_kept(sound: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("mine")
+    command_fails(
+        "report", str(sound), "-o", str(tmp_path / "page.html"), says="exists: choose another name, or --overwrite"
+    )
+    assert (tmp_path / "page.html").read_text() == "mine"
+    assert run("report", str(sound), "-o", str(tmp_path / "page.html"), "--overwrite").exit_code == 0
+    command_fails("report", str(sound), "-o", str(tmp_path / "nowhere" / "page.html"), says="could not be written")
+
+
+def test_a_bundle_without_a_plan_says_so(forge: Forge, tmp_path: Path) -> None:
+    forge.edit(lambda manifest: manifest.pop("plan"))
+    command_fails("report", str(forge.path), "-o", str(tmp_path / "page.html"), says="carries no plan: cut it again")

@@ -1,0 +1,135 @@
+"""How even the stages are: the slowest stage over the mean, for our cut, equally many layers, and equally many parameters.
+
+All three are cuts of the same graph between the same nodes, and all are held to the same costs (`stagepack plan`): compute, memory
+traffic and what crosses. "Slower by" is the slowest stage of that cut over the slowest of ours.
+"""
+
+import argparse
+import bisect
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from stagepack.format.graph import Graph
+from stagepack.format.walk import values_used
+from stagepack.linearize import linearize
+from stagepack.split.assemble import whole
+from stagepack.split.costs import Costs, costs_of
+from stagepack.split.plan import balanced, plan_of
+from stagepack.split.policy import consecutive
+
+Model = tuple[PreTrainedModel, dict[str, Any], list[str]]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
+    options = parser.parse_args()
+    print(
+        f"{'model':10} {'stages':>6}  {'ours':>6}  {'equal layers':>12}  {'equal parameters':>16}  {'slower by':>12}  {'slower by':>16}"
+    )
+    for build in (llama, resnet_50, t5):
+        graph, costs, layers = _graph(build)
+        for stages in options.stages:
+            cuts = (
+                balanced(graph, costs, stages),
+                _by_layers(graph, layers, stages),
+                _by_parameters(graph, costs, stages),
+            )
+            plans = [plan_of(graph, costs, consecutive(graph, cut)) for cut in cuts]
+            times = [[stage.time for stage in plan.stages] for plan in plans]
+            ours, by_layers, by_parameters = (max(found) / statistics.mean(found) for found in times)
+            slower = [max(found) / max(times[0]) for found in times[1:]]
+            print(
+                f"{build.__name__:10} {stages:>6}  {ours:>6.3f}  {by_layers:>12.3f}  {by_parameters:>16.3f}"
+                f"  {slower[0]:>12.2f}  {slower[1]:>16.2f}"
+            )
+
+
+def llama() -> Model:
+    """32 layers and a vocabulary of 128,256: the sizes of Llama 3.2 1B, with twice the layers."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = _empty(LlamaForCausalLM, LlamaConfig(vocab_size=128256, num_hidden_layers=32, **sizes))
+    return model, {"input_ids": _tokens(), "use_cache": False}, [f"model.layers.{number}" for number in range(32)]
+
+
+def resnet_50() -> Model:
+    """Pictures of 224 by 224; its 16 blocks are the layers."""
+    model = _empty(ResNetForImageClassification, ResNetConfig())
+    layers = [
+        f"resnet.encoder.stages.{stage}.layers.{layer}"
+        for stage, depth in enumerate((3, 4, 6, 3))
+        for layer in range(depth)
+    ]
+    return model, {"pixel_values": torch.zeros(8, 3, 224, 224)}, layers
+
+
+def t5() -> Model:
+    """T5 base: 12 layers in the encoder, 12 in the decoder."""
+    config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0)
+    layers = [f"{side}.block.{number}" for side in ("encoder", "decoder") for number in range(12)]
+    given = {"input_ids": _tokens(), "decoder_input_ids": _tokens(), "use_cache": False}
+    return _empty(T5ForConditionalGeneration, config), given, layers
+
+
+def _empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model in half precision whose weights have room, and whatever numbers lie there."""
+    with torch.device("meta"):
+        model = cls(config)
+    return model.to(torch.bfloat16).to_empty(device="cpu").eval()
+
+
+def _tokens() -> torch.Tensor:
+    return torch.ones(4, 512, dtype=torch.long)
+
+
+def _graph(build: Callable[[], Model]) -> tuple[Graph, Costs, list[str]]:
+    model, given, layers = build()
+    if "pixel_values" in given:
+        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    linear = linearize(torch.export.export(model, (), given), {}, None)
+    graph = whole(linear.graph)
+    return graph, costs_of(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()}), layers
+
+
+def _by_layers(graph: Graph, layers: Sequence[str], stages: int) -> list[int]:
+    """As many layers for each stage; what stands before the first and after the last goes with them."""
+    first = [
+        next(
+            number
+            for number, node in enumerate(graph.nodes)
+            if f"{graph.scopes[node.scope].path}.".startswith(f"{layer}.")
+        )
+        for layer in layers
+    ]
+    return [first[len(layers) * number // stages] for number in range(1, stages)]
+
+
+def _by_parameters(graph: Graph, costs: Costs, stages: int) -> list[int]:
+    """As many bytes of weights for each stage, each weight where it is used first."""
+    seen: set[str] = set()
+    held = []
+    for node in graph.nodes:
+        new = {name for name in values_used(node) if name in costs.weights} - seen
+        seen |= new
+        held.append(sum(costs.weights[name] for name in new))
+    so_far = list(itertools.accumulate(held))
+    return [bisect.bisect_left(so_far, so_far[-1] * number / stages) + 1 for number in range(1, stages)]
+
+
+if __name__ == "__main__":
+    main()
