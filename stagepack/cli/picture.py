@@ -31,14 +31,14 @@ def columns(parts: list[float], title: str) -> Element:
     """A chart of columns between 0 and 1, numbered from 1."""
     height, step = 120, 20
     marks = [
-        element("text", f"{level:.0%}", x=30, y=height * (1 - level) + 14, text_anchor="end", class_="soft")
+        element("text", f"{level:.0%}", x=36, y=height * (1 - level) + 14, text_anchor="end", class_="soft")
         for level in (0.0, 0.5, 1.0)
     ]
     drawn = [
         element(
             "rect",
             element("title", f"{number}: {part:.1%}"),
-            x=20 + number * step,
+            x=26 + number * step,
             y=10 + height * (1 - part),
             width=step - 4,
             height=max(height * part, 1),
@@ -46,10 +46,10 @@ def columns(parts: list[float], title: str) -> Element:
         for number, part in enumerate(parts, start=1)
     ]
     numbers = [
-        element("text", str(number), x=20 + number * step + 8, y=height + 26, text_anchor="middle", class_="soft")
+        element("text", str(number), x=26 + number * step + 8, y=height + 26, text_anchor="middle", class_="soft")
         for number in (1, *range(4, len(parts) + 1, 4))
     ]
-    size = {"width": 30 + step * (len(parts) + 1), "height": height + 34}
+    size = {"width": 36 + step * (len(parts) + 1), "height": height + 34}
     return element("svg", marks, drawn, numbers, class_="bubble", role="img", aria_label=title, **size)
 
 

@@ -130,6 +130,8 @@ def _edges(facts: dict[str, Any]) -> Element:
 def _balance(facts: dict[str, Any], bubbles: list[float]) -> Element:
     title = f"Part of the time that devices wait, for 1 to {len(bubbles)} microbatches"
     rows = [[_number(count), _number(f"{part:.1%}")] for count, part in facts["bubble"].items()]
+    narrow = _table(["#microbatches", "#waiting"], rows)
+    narrow.set("class", "narrow")
     return element(
         "div",
         element(
@@ -138,7 +140,7 @@ def _balance(facts: dict[str, Any], bubbles: list[float]) -> Element:
         element("p", "Between stages, in one call: ", element("strong", readable_bytes(facts["traffic"])), "."),
         element("p", title, " (the pipeline bubble):"),
         element("div", columns(bubbles, title), class_="wide"),
-        _table(["#microbatches", "#waiting"], rows),
+        narrow,
     )
 
 

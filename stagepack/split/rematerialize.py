@@ -1,9 +1,10 @@
 """Compute values again where they are used, when that is cheaper than to send them: masks, rotary tables, position ids, sizes.
 
-A copy of a node is the node itself, in a second stage: joining the stages finds it at one place of the whole model and keeps
+What is written in place is computed again as a whole: all nodes of the bond. A copy of a node is the node itself, in a second stage: joining the stages finds it at one place of the whole model and keeps
 it once. A size is read off a tensor that the stage has anyway, where there is one; such a node is no copy of anything.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +13,9 @@ from stagepack.format.graph import Argument, Graph, Node, Op, Value, ValueArg
 from stagepack.format.operators import namespace
 from stagepack.format.shapes import symbols_in
 from stagepack.format.sizes import bytes_of, example_sizes
-from stagepack.format.walk import values_made, values_used
+from stagepack.format.walk import bound, values_made, values_used
 from stagepack.partition import transfer_time
-from stagepack.split.bonds import memory_of
+from stagepack.split.bonds import bonds, memory_of
 from stagepack.split.costs import Costs, memory_time
 
 SIZE_OF = Op(
@@ -70,17 +71,20 @@ def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
     numbers = {value.name for value in graph.inputs if value.dtype in SCALARS}
     found: dict[str, Recipe] = {}
     unknown_sizes = {symbol.name for symbol in graph.symbols if symbol.example is None}
-    for number, node in enumerate(graph.nodes):
-        made = [value for value in node.outputs if value is not None]
+    for together in _groups(graph):
+        nodes = [graph.nodes[number] for number in together]
+        made = [value for node in nodes for value in node.outputs if value is not None]
         numbers.update(value.name for value in made if value.dtype in SCALARS)
-        used = [name for name in values_used(node) if name not in numbers]
-        if not _is_pure(graph, node) or not all(name in known for name in used):
+        inside = {value.name for value in made}
+        used = [name for node in nodes for name in values_used(node) if name not in numbers and name not in inside]
+        if not all(_is_pure(graph, node) for node in nodes) or not all(name in known for name in used):
             continue
         from_data = any(symbol in unknown_sizes for value in made for dim in value.shape for symbol in symbols_in(dim))
-        cheap = node.cost.flops <= _FLOPS_AN_ELEMENT * sum(costs.values[value.name] for value in made)
-        if from_data or not cheap or any(memory.is_written(value.name) for value in made):
+        flops = sum(node.cost.flops for node in nodes)
+        cheap = flops <= _FLOPS_AN_ELEMENT * sum(costs.values[value.name] for value in made)
+        if from_data or not cheap:
             continue
-        recipe = Recipe(nodes=frozenset({number}))
+        recipe = Recipe(nodes=frozenset(together))
         for name in used:
             recipe |= known[name]
         if len(recipe.nodes) > _LONGEST:
@@ -95,11 +99,28 @@ def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
     return found
 
 
+def _groups(graph: Graph) -> list[tuple[int, ...]]:
+    """The nodes in order, each alone, but those together, at the place of the last one, that a bond holds together.
+
+    Nodes of several bonds, and of those around weights and inputs of the model, are left out.
+    """
+    outside = {weight.names[0] for weight in graph.weights} | {value.name for value in graph.inputs}
+    found = bonds(graph)
+    count = Counter(number for bond in found for number in bond.nodes)
+    groups: dict[int, tuple[int, ...]] = {
+        number: (number,) for number in range(len(graph.nodes)) if number not in count
+    }
+    for bond in found:
+        if bond.name not in outside and all(count[number] == 1 for number in bond.nodes):
+            groups[bond.nodes[-1]] = bond.nodes
+    return [groups[number] for number in sorted(groups)]
+
+
 def _is_pure(graph: Graph, node: Node) -> bool:
-    """Whether a node gives the same values whenever and wherever it runs, and does nothing else."""
+    """Whether a node gives the same values whenever and wherever it runs, and does nothing else but write values of its bond."""
     op = graph.ops[node.op]
     space, _, rest = op.name.partition(".")
-    if space not in ("aten", "prims") or op.mutates or op.random or rest.startswith(_UNSET):
+    if space not in ("aten", "prims") or op.random or rest.startswith(_UNSET):
         return False
     return all(value is None or value.dtype not in SCALARS for value in node.outputs)
 
@@ -203,20 +224,27 @@ def _without_idle(graph: Graph, parts: list[Part]) -> list[Part]:
         for number in part.nodes:
             copies[number] += 1
     kept = list(parts)
+    mates: dict[str, set[str]] = defaultdict(set)  # the values that share memory
+    memory = memory_of(graph).of
+    for name, root in memory.items():
+        mates[root].add(name)
     needed: set[str] = set(graph.outputs)  # by later stages, and by the caller
     for stage in reversed(range(len(parts))):
         here: list[int] = []
         used: set[str] = set()
         for number in reversed(parts[stage].nodes):
-            made = set(values_made(graph.nodes[number]))
-            if made and copies[number] > 1 and not made & (used | needed):
+            node = graph.nodes[number]
+            op = graph.ops[node.op]
+            written = (name for parameter in op.mutates for name in bound(node, op, parameter))
+            given = {*values_made(node)}.union(*(mates[memory[name]] for name in written if name in memory))
+            if given and copies[number] > 1 and not given & (used | needed):
                 copies[number] -= 1
             else:
                 here.append(number)
-                used.update(values_used(graph.nodes[number]))
-        added = tuple(node for node in parts[stage].added if used.intersection(values_made(node)))
+                used.update(values_used(node))
+        added = tuple(made for made in parts[stage].added if used.intersection(values_made(made)))
         kept[stage] = Part(added=added, nodes=tuple(reversed(here)))
-        used.update(name for node in added for name in values_used(node))
+        used.update(name for made in added for name in values_used(made))
         made_here = {name for number in here for name in values_made(graph.nodes[number])}
-        needed |= used - made_here - {name for node in added for name in values_made(node)}
+        needed |= used - made_here - {name for made in added for name in values_made(made)}
     return kept

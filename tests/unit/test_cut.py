@@ -157,6 +157,15 @@ def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(layers: tu
     ]
 
 
+def test_what_is_computed_in_place_is_computed_again(tmp_path: Path) -> None:
+    capture = named("encoder-decoders-t5")[0].capture()  # the buckets of its position bias are summed up in place
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(split_at=["encoder.block.1"]))
+    crossing = [edge.shape for edge in bundle.edges if edge.producer == 0 and edge.consumers]
+    assert crossing == [("batch", "sequence", 32)]
+    again = [[graph.ops[node.op].name for node in graph.nodes] for graph in (bundle.graph(0), bundle.graph(1))]
+    assert all("aten.add_.Tensor" in names for names in again)
+
+
 def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
     capture = named("values-skip-over-stages")[0].capture()
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(split_at=["b", "d"]))
