@@ -1,7 +1,8 @@
 """Compute values again where they are used, when that is cheaper than to send them: masks, rotary tables, position ids, sizes.
 
-What is written in place is computed again as a whole: all nodes of the bond. A copy of a node is the node itself, in a second stage: joining the stages finds it at one place of the whole model and keeps
-it once. A size is read off a tensor that the stage has anyway, where there is one; such a node is no copy of anything.
+A copy of a node is the node itself, in a second stage: joining the stages finds it at one place of the whole model and keeps
+it once. What is written in place is copied as a whole, with all nodes of its bond. A size is read off a tensor that the stage
+has anyway, where there is one; such a node is no copy of anything.
 """
 
 from collections import Counter, defaultdict
