@@ -8,7 +8,8 @@ import argparse
 import bisect
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def main() -> None:
         f"{'model':10} {'stages':>6}  {'ours':>6}  {'equal layers':>12}  {'equal parameters':>16}  {'slower by':>12}  {'slower by':>16}"
     )
     for build in (llama, resnet_50, t5):
-        graph, costs, layers = _graph(build)
+        graph, costs, layers = _graph(build())
         for stages in options.stages:
             cuts = (
                 balanced(graph, costs, stages),
@@ -58,13 +59,29 @@ def main() -> None:
                 f"{build.__name__:10} {stages:>6}  {ours:>6.3f}  {by_layers:>12.3f}  {by_parameters:>16.3f}"
                 f"  {slower[0]:>12.2f}  {slower[1]:>16.2f}"
             )
+    graph, costs, _ = _graph(
+        _llama(layers=78, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    )
+    started = time.perf_counter()
+    balanced(graph, costs, 16)
+    print(f"planned {len(graph.nodes):,} nodes in 16 stages in {time.perf_counter() - started:.2f} s")
 
 
 def llama() -> Model:
     """32 layers and a vocabulary of 128,256: the sizes of Llama 3.2 1B, with twice the layers."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
-    model = _empty(LlamaForCausalLM, LlamaConfig(vocab_size=128256, num_hidden_layers=32, **sizes))
-    return model, {"input_ids": _tokens(), "use_cache": False}, [f"model.layers.{number}" for number in range(32)]
+    return _llama(
+        layers=32,
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+
+
+def _llama(*, layers: int, **sizes: int) -> Model:
+    model = _empty(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **sizes))
+    return model, {"input_ids": _tokens(), "use_cache": False}, [f"model.layers.{number}" for number in range(layers)]
 
 
 def resnet_50() -> Model:
@@ -97,8 +114,8 @@ def _tokens() -> torch.Tensor:
     return torch.ones(4, 512, dtype=torch.long)
 
 
-def _graph(build: Callable[[], Model]) -> tuple[Graph, Costs, list[str]]:
-    model, given, layers = build()
+def _graph(made: Model) -> tuple[Graph, Costs, list[str]]:
+    model, given, layers = made
     if "pixel_values" in given:
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
     linear = linearize(torch.export.export(model, (), given), {}, None)

@@ -43,10 +43,12 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
         assert_equal(answers(pipe, calls), wanted)
         pipe.reset_state()
         assert_equal(answers(pipe, others), others_wanted)
+        assert not needless_sizes(bundle)
         bundles.append(bundle)
     stage_of = even(join(bundles[0].manifest, [bundles[0].graph(number) for number in range(STAGES[0])]), stages=3)
     where = Where(policy=lambda node: stage_of[node.index])
     bundle = export_capture(capture, out=tmp_path / "even.stagepack", where=where)
+    assert not needless_sizes(bundle)
     apart = load_apart(bundle, types=case.classes(), allow_ops=namespaces(bundle))
     assert_equal(answers(apart, calls), wanted)
     again = stagepack.recut(bundles[0], out=tmp_path / "again.stagepack", stages=STAGES[-1])
@@ -101,6 +103,18 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(case: Case) -> None:
 def namespaces(bundle: Bundle) -> set[str]:
     """The namespaces of custom operators that a bundle needs."""
     return {name for stage in bundle.stages for name in stage.namespaces}
+
+
+def needless_sizes(bundle: Bundle) -> list[str]:
+    """The sizes that a stage receives from another though a tensor that it receives has them."""
+    edges = {edge.name: edge for edge in bundle.edges}
+    return [
+        name
+        for stage in bundle.stages
+        for name in stage.inputs
+        if edges[name].dtype == "symint" and edges[name].producer is not None
+        if any(edges[name].expr in edges[other].shape for other in stage.inputs)
+    ]
 
 
 def even(graph: Graph, *, stages: int) -> list[int]:
