@@ -44,6 +44,9 @@ def main() -> None:
             ["inspect", frozen],
             ["inspect", frozen, "--stage", "1"],
             ["verify", frozen],
+            ["plan", frozen, "--stages", "2"],
+            ["recut", frozen, "--stages", "2", "-o", str(Path(folder) / "two.stagepack")],
+            ["report", frozen, "-o", str(Path(folder) / "page.html")],
         ):
             _run(str(commands / "stagepack"), *arguments)
         print(f"{wheel.name}: installs and works without torch")

@@ -27,6 +27,15 @@ def test_it_verifies_runs_and_is_written_alike(path: Path) -> None:
             assert encode_graph(bundle.graph(number)) == (path / stage.graph).read_bytes()
 
 
+@pytest.mark.parametrize("path", FROZEN, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_it_is_cut_again_into_the_same_graphs(path: Path, tmp_path: Path) -> None:
+    bundle = stagepack.open(path)
+    whole = stagepack.recut(path, out=tmp_path / "whole.stagepack", stages=1)
+    again = stagepack.recut(whole, out=tmp_path / "again.stagepack", plan=bundle.manifest.plan)
+    assert [again.graph(number) for number in range(3)] == [bundle.graph(number) for number in range(3)]
+    assert replay(stagepack.load(again), again) == 0.0
+
+
 def test_the_first_one_answers_at_another_size_and_keeps_its_state() -> None:
     pipe = stagepack.load(FROZEN[0])
     batch = {"ids": torch.arange(20).reshape(4, 5), "flag": torch.tensor(False)}
