@@ -62,7 +62,9 @@ class Recipe:
 def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
     """The values that are cheaper to compute again than to send, and how.
 
-    That is judged where the sizes that may change are large: examples are small, and a mask outgrows what it is made of.
+    That is judged where the sizes that may change are large: examples are small, and a mask outgrows what it is made of. What
+    is made of weights and sizes alone is the same in every call, so it is never sent; and kernels are chosen by more than numbers:
+    a view of a parameter requires a gradient (``at::matmul`` asks for it), which a value that was sent does not.
     """
     memory = memory_of(graph)
     weigh = _Scale(graph, costs)
@@ -93,9 +95,9 @@ def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
         for value in made:
             known[value.name] = recipe
             held_twice = sum(costs.weights[name] for name in recipe.weights)
-            if value.dtype in SCALARS or held_twice > min(costs.values[value.name], _HELD_TWICE):
-                continue
-            if weigh.price(recipe) < transfer_time(weigh.bytes[value.name]):
+            fits = held_twice <= min(costs.values[value.name], _HELD_TWICE)
+            cheaper = weigh.price(recipe) < transfer_time(weigh.bytes[value.name])
+            if value.dtype not in SCALARS and (not recipe.inputs or (fits and cheaper)):
                 found[value.name] = recipe
     return found
 
