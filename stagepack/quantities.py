@@ -21,7 +21,10 @@ def read_bytes(text: int | str) -> int:
     unit = found[2].replace("k", "K") if found else "?"
     if found is None or unit not in _UNITS:
         raise CutError(f"expected a number of bytes such as 24GiB, 24GB or 25769803776, found {text!r}")
-    return int(float(found[1]) * _UNITS[unit]) if "." in found[1] else int(found[1]) * _UNITS[unit]
+    count = int(float(found[1]) * _UNITS[unit]) if "." in found[1] else int(found[1]) * _UNITS[unit]
+    if count >= 2**63:
+        raise CutError(f"expected fewer than 2 ** 63 bytes, found {text!r}")
+    return count
 
 
 def readable_bytes(count: int) -> str:

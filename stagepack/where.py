@@ -1,7 +1,6 @@
 """Where to cut: what the caller asks for -> the stage of each node, and the plan that says what that costs."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,8 +54,8 @@ class Where:
             raise CutError("memory and speeds say how to choose among cuts: give stages=N too")
         if self.shared not in ("replicate", "transmit"):
             raise CutError(f"shared: expected 'replicate' or 'transmit', found {self.shared!r}")
-        if any(not math.isfinite(speed) for speed in self.speeds):
-            raise CutError(f"speeds: expected numbers above 0, found {list(self.speeds)}")
+        if not all(1e-6 <= speed <= 1e6 for speed in self.speeds):
+            raise CutError(f"speeds: expected numbers from 0.000001 to 1000000, found {list(self.speeds)}")
 
     def cut(self, graph: Graph, costs: Costs, marks: Sequence[int] = ()) -> tuple[Cut, Plan]:
         """Cut a graph that `assemble.whole` made; `marks` are the numbers of the nodes before which the model's own code wants a cut.
