@@ -44,8 +44,11 @@ class Where:
         """Refuse what cannot be meant.
 
         Raises:
-            CutError: more than one way to cut, or limits without a number of stages to find.
+            CutError: more than one way to cut, limits without a number of stages to find, or what is no list or no sensible number.
         """
+        for name, listed in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
+            if isinstance(listed, str | int | float):
+                raise CutError(f"{name}: expected a list, found {listed!r}")
         ways = {"stages": self.stages, "split_at": self.split_at, "policy": self.policy, "plan": self.plan}
         given = [name for name, value in ways.items() if value]
         if len(given) > 1:

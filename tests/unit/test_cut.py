@@ -302,6 +302,22 @@ def test_one_way_to_cut() -> None:
         Where(stages=2, split_at=["a"])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"split_at": "layers.2"}, r"split_at: expected a list, found 'layers.2'"),
+        ({"stages": 1, "memory": "24GiB"}, r"memory: expected a list, found '24GiB'"),
+        ({"stages": 1, "speeds": 2}, r"speeds: expected a list, found 2"),
+        ({"stages": 1, "speeds": [float("inf")]}, "speeds: expected numbers from"),
+        ({"speeds": [1]}, "give stages=N too"),
+        ({"shared": "both"}, "shared: expected 'replicate' or 'transmit', found 'both'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(CutError, match=message):
+        Where(**given)
+
+
 def test_an_activation_is_bound_until_its_last_write() -> None:
     from stagepack.linearize import linearize
 
