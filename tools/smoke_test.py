@@ -43,6 +43,7 @@ def main() -> None:
             ["--help"],
             ["inspect", frozen],
             ["inspect", frozen, "--stage", "1"],
+            ["inspect", frozen, "--graph"],
             ["verify", frozen],
             ["plan", frozen, "--stages", "2"],
             ["recut", frozen, "--stages", "2", "-o", str(Path(folder) / "two.stagepack")],

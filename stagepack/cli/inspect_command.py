@@ -4,8 +4,9 @@ from typing import Any
 
 import click
 
+from stagepack.cli.code import code
 from stagepack.cli.facts import bundle_facts, print_facts
-from stagepack.cli.output import fail, print_json, print_table, reports_errors
+from stagepack.cli.output import fail, print_json, print_line, print_table, reports_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 from stagepack.quantities import readable_flops
@@ -14,12 +15,22 @@ from stagepack.quantities import readable_flops
 @click.command("inspect")
 @click.argument("bundle", type=click.Path())
 @click.option("--stage", "number", type=int, help="List the nodes of one stage.")
+@click.option("--graph", "as_code", is_flag=True, help="Print the graphs, or that of --stage, as code to be read.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
-def command(bundle: str, number: int | None, as_json: bool) -> None:
-    """Show the stages and edges of BUNDLE: reads its manifest, or one graph, and no weights. Needs no torch."""
+def command(bundle: str, number: int | None, as_code: bool, as_json: bool) -> None:
+    """Show the stages and edges of BUNDLE: reads its manifest, or graphs, and no weights. Needs no torch."""
+    if as_code and as_json:
+        raise click.UsageError("--graph and --json exclude each other")
     opened = Bundle(bundle)
-    if number is not None:
+    if number is not None and not 0 <= number < len(opened.stages):
+        fail(f"--stage: expected 0 to {len(opened.stages) - 1}, found {number}")
+    if as_code:
+        for stage in range(len(opened.stages)) if number is None else [number]:
+            for line in code(opened.graph(stage), f"stage_{stage}"):
+                print_line(line)
+            print_line("")
+    elif number is not None:
         _stage(opened, number, as_json)
     elif as_json:
         print_json(bundle_facts(opened))
@@ -28,8 +39,6 @@ def command(bundle: str, number: int | None, as_json: bool) -> None:
 
 
 def _stage(bundle: Bundle, number: int, as_json: bool) -> None:
-    if not 0 <= number < len(bundle.stages):
-        fail(f"--stage: expected 0 to {len(bundle.stages) - 1}, found {number}")
     graph = bundle.graph(number)
     nodes: list[dict[str, Any]] = [
         {

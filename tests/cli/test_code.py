@@ -1,0 +1,62 @@
+"""`inspect --graph`: a graph as code that reads as Python."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import stagepack
+from stagepack.cli.code import code
+from stagepack.exporter import export_capture
+from stagepack.where import Where
+from tests.hostile.attack import run
+from tests.zoo.case import Case
+from tests.zoo.cases import named
+
+MODELS = named(
+    "regions-regions",
+    "regions-branches-and-loops",
+    "operators-text-arguments",
+    "operators-factories-with-a-device",
+    "values-odd-constants",
+    "values-no-weights",
+    "values-identity",
+    "shapes-arithmetic-on-sizes",
+    "state-cache-by-index-copy",
+    "decoders-llama",
+)
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> None:
+    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", where=Where(stages=2))
+    for number in range(2):
+        graph = bundle.graph(number)
+        functions = ast.parse("\n".join(code(graph, f"stage_{number}"))).body
+        names = [function.name for function in functions if isinstance(function, ast.FunctionDef)]
+        assert names == [*(f"subgraph_{index}" for index in range(len(graph.subgraphs))), f"stage_{number}"]
+        calls = [node for node in ast.walk(functions[-1]) if isinstance(node, ast.Assign | ast.Expr)]
+        assert len(calls) == len(graph.nodes)
+
+
+def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
+    bundle = stagepack.open(sound)
+    one = run("inspect", str(sound), "--graph", "--stage", "1").stdout
+    assert one.splitlines()[:-1] == list(code(bundle.graph(1), "stage_1"))
+    assert (
+        "    # first (torch.nn.modules.linear.Linear)\n    linear = aten.linear.default(embedding, weights['first.weight']"
+        in one
+    )
+    every = run("inspect", str(sound), "--graph").stdout
+    assert [line for line in every.splitlines() if line.startswith("def ")] == [
+        "def stage_0(",
+        "def stage_1(",
+        "def stage_2(",
+    ]
+    assert one in every
+
+
+def test_code_and_json_exclude_each_other(sound: Path) -> None:
+    done = run("inspect", str(sound), "--graph", "--json")
+    assert done.exit_code == 2
+    assert "--graph and --json exclude each other" in done.stderr
