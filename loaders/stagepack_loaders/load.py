@@ -1,7 +1,7 @@
 """A bundle -> a pipeline or a stage, on devices."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -9,7 +9,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place
 from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.stage import Stage, finish_stage, prepare_stage
+from stagepack_loaders.torch.stage import Prepared, Stage, finish_stage, prepare_stage
 from stagepack_loaders.torch.weights import WeightCache
 
 Source = str | os.PathLike[str] | Bundle
@@ -39,21 +39,29 @@ def load(
         OperatorError: an operator is missing here, not allowed, or has another schema.
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-    return Pipeline(opened.manifest, list(load_stages(opened, devices, allow_ops=allow_ops, verify=verify)), types)
+    prepared = prepare_stages(opened, devices, allow_ops=allow_ops)
+    return Pipeline(opened.manifest, list(finish_stages(prepared, verify=verify)), types)
 
 
-def load_stages(
-    bundle: Bundle, devices: Sequence[str | torch.device], *, allow_ops: Collection[str] = (), verify: bool = True
-) -> Iterator[Stage]:
-    """Load the stages of a bundle one after another; stages on one device share the weights that they share in the model.
+def prepare_stages(
+    bundle: Bundle, devices: Sequence[str | torch.device], *, allow_ops: Collection[str] = ()
+) -> list[Prepared]:
+    """Read all of a bundle but its weights, so that what is wrong with any stage is said before a weight of the first one is read.
 
     Raises:
         DigestError, FormatError, DeviceError, OperatorError: see `load`.
     """
     named = [devices] if isinstance(devices, str | torch.device) else devices
     placed = place(bundle.manifest, [parse_device(device) for device in named])
-    # What is wrong with any stage is said before a weight of the first one is read.
-    prepared = [prepare_stage(bundle, number, device, allow_ops=allow_ops) for number, device in enumerate(placed)]
+    return [prepare_stage(bundle, number, device, allow_ops=allow_ops) for number, device in enumerate(placed)]
+
+
+def finish_stages(prepared: Iterable[Prepared], *, verify: bool = True) -> Iterator[Stage]:
+    """Read the weights of prepared stages, one stage after another; those on one device share what they share in the model.
+
+    Raises:
+        DigestError, FormatError: a weight file is damaged, or breaks a rule of the format.
+    """
     cache = WeightCache()
     for stage in prepared:
         yield finish_stage(stage, verify=verify, cache=cache)

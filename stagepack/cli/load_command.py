@@ -45,7 +45,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Load BUNDLE, say what was read, and run its example, or the inputs of a file."""
+    laps = _Laps()
     opened = Bundle(bundle)
+    laps.end("open")
     if number is not None and not 0 <= number < len(opened.stages):
         fail(f"--stage: expected 0 to {len(opened.stages) - 1}, found {number}")
     if number is not None and (inputs or outputs):
@@ -55,11 +57,11 @@ def command(
     if outputs and inputs is None and opened.example is None:
         fail(f"--outputs: {bundle} has no example to run: pass --inputs")
     import_modules(imports)
-    options: dict[str, Any] = {"allow_ops": allow_ops, "verify": not no_verify}
-    rows, pipeline = _load(opened, number, list(devices) or ["cpu"], options)
+    rows, pipeline = _load(opened, number, list(devices) or ["cpu"], allow_ops, not no_verify, laps)
     facts: dict[str, Any] = {"bundle": bundle, "stages": rows}
     if pipeline is not None:
-        facts |= _run(opened, pipeline, inputs, outputs)
+        facts |= _run(opened, pipeline, inputs, outputs, laps)
+    facts["start"] = laps.seconds
     if as_json:
         print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
         return
@@ -75,32 +77,50 @@ def command(
     ]
     print_table("loaded", ["#stage", "device", "#read", "#time", "files"], table)
     if "difference" in facts:
-        print_line(
-            f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}, {facts['seconds']:.3f} s"
-        )
+        print_line(f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}")
     elif inputs is not None:
-        print_line(f"{inputs}: {facts['outputs']} outputs, {facts['seconds']:.3f} s")
+        print_line(f"{inputs}: {facts['outputs']} outputs")
+    goal = "first answer" if "first call" in laps.seconds else "loaded"
+    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in laps.seconds.items())
+    print_line(f"{goal} after {sum(laps.seconds.values()):.3f} s: {parts}")
     if outputs:
         print_line(f"wrote {outputs}")
 
 
+class _Laps:
+    """What the time to the first answer was spent on, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """End a lap."""
+        now = time.perf_counter()
+        self.seconds[name] = round(now - self._last, 6)
+        self._last = now
+
+
 def _load(
-    bundle: Bundle, number: int | None, devices: list[str], options: dict[str, Any]
+    bundle: Bundle, number: int | None, devices: list[str], allow_ops: tuple[str, ...], verify: bool, laps: _Laps
 ) -> tuple[list[dict[str, Any]], Any]:
     """Load the stages; return a row of facts for each, and the pipeline when it is whole."""
-    from stagepack_loaders.load import load_stage, load_stages  # noqa: PLC0415 - torch, after the arguments are checked
+    from stagepack_loaders.load import finish_stages, prepare_stages  # noqa: PLC0415 - torch, after the arguments are checked
     from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - the same
+    from stagepack_loaders.torch.devices import parse_device  # noqa: PLC0415 - the same
+    from stagepack_loaders.torch.stage import prepare_stage  # noqa: PLC0415 - the same
 
+    laps.end("import torch")
     rows: list[dict[str, Any]] = []
     stages = []
     with progress("load"):
+        if number is None:
+            prepared = prepare_stages(bundle, devices, allow_ops=allow_ops)
+        else:
+            prepared = [prepare_stage(bundle, number, parse_device(devices[0]), allow_ops=allow_ops)]
+        laps.end("graphs")
         started = time.perf_counter()
-        loading = (
-            load_stages(bundle, devices, **options)
-            if number is None
-            else (load_stage(bundle, number, devices[0], **options) for _ in range(1))
-        )
-        for index, stage in enumerate(loading, start=number or 0):
+        for index, stage in enumerate(finish_stages(prepared, verify=verify), start=number or 0):
             entry = bundle.stages[index]
             files = [entry.graph, *entry.weights]
             rows.append(
@@ -114,10 +134,11 @@ def _load(
             )
             stages.append(stage)
             started = time.perf_counter()
+    laps.end("weights")
     return rows, None if number is not None else Pipeline(bundle.manifest, stages, ())
 
 
-def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None) -> dict[str, Any]:
+def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None, laps: _Laps) -> dict[str, Any]:
     """Run the inputs of a file, or the example; return facts about the result."""
     from stagepack_loaders.torch import example  # noqa: PLC0415 - torch, after the arguments are checked
 
@@ -125,10 +146,10 @@ def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | Non
         return {}
     with progress("run"):
         given, expected = example.read_example(bundle) if inputs is None else (example.read_inputs(inputs), {})
-        started = time.perf_counter()
+        laps.end("inputs")
         results = example.call(pipeline, given)
-        seconds = round(time.perf_counter() - started, 6)
+        laps.end("first call")
         if outputs is not None:
             example.write_outputs(results, outputs)
-    facts: dict[str, Any] = {"outputs": len(results), "seconds": seconds}
+    facts: dict[str, Any] = {"outputs": len(results)}
     return facts if inputs is not None else facts | {"difference": example.largest_difference(results, expected)}

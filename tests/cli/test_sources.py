@@ -172,6 +172,10 @@ def test_json_has_the_facts(folder: Path, tmp_path: Path) -> None:
     assert [stage["device"] for stage in loaded["stages"]] == ["cpu", "cpu"]
     assert all(stage["bytes_read"] > 576 and stage["seconds"] > 0 for stage in loaded["stages"])
     assert loaded["difference"] == 0
+    assert list(loaded["start"]) == ["open", "import torch", "graphs", "weights", "inputs", "first call"]
+    assert sum(stage["seconds"] for stage in loaded["stages"]) <= loaded["start"]["weights"]
+    alone = json.loads(run("load", path, "--stage", "1", "--json").stdout)
+    assert list(alone["start"]) == ["open", "import torch", "graphs", "weights"]
 
 
 def test_inspect_is_many_times_faster_than_importing_torch(folder: Path) -> None:
