@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from stagepack.fold import fold
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZEROS
 from stagepack.format.manifest import Manifest, Producer, Signature, Stage
@@ -76,7 +77,7 @@ def pack(
         for number, stage in enumerate(cut.stages):
             name, graph = f"stage-{number}.msgpack", stage.graph
             raise_problems(check_graph(graph, name))
-            writer.write(name, [encode_graph(graph)])
+            writer.write(name, [encode_graph(fold(graph))])
             files = dict.fromkeys(
                 sorted(
                     (placed[tensor] for tensor in stored[number]), key=lambda file: (file.startswith("shared"), file)

@@ -65,8 +65,8 @@ def main() -> None:
 def _load_graphs(path: Path) -> None:
     bundle = Bundle(path)
     for number in range(len(bundle.stages)):
-        graph = bundle.graph(number)
-        build(graph, resolve(graph.ops, (), bundle.stages[number].graph), torch.device("cpu"))
+        file = bundle.graph_file(number)
+        build(*file, resolve(file.graph.ops, (), bundle.stages[number].graph), torch.device("cpu"))
 
 
 def _timed(function: Callable[[], object]) -> float:

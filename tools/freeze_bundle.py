@@ -15,6 +15,19 @@ from stagepack.where import Where
 FROZEN = Path(__file__).parents[1] / "schema" / "frozen"
 
 
+class Block(torch.nn.Module):
+    """One of many alike, so that the bundle has a region: whole numbers stay whole."""
+
+    def __init__(self, shift: int) -> None:
+        """Give it a weight of its own."""
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.full((4,), float(shift)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix a little."""
+        return x + (x.relu() + self.shift).remainder(5).neg().abs() * 2
+
+
 class Counting(torch.nn.Module):
     """Tied and transposed weights, a buffer that is written, a branch, two regions, a skip, and nested containers."""
 
@@ -22,6 +35,7 @@ class Counting(torch.nn.Module):
         """Give every weight whole numbers."""
         super().__init__()
         self.embed = torch.nn.Embedding(8, 4)
+        self.blocks = torch.nn.ModuleList([Block(number) for number in range(8)])
         self.middle = torch.nn.Linear(4, 4)
         self.head = torch.nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
@@ -36,6 +50,8 @@ class Counting(torch.nn.Module):
     def forward(self, batch: dict[str, torch.Tensor], *, scale: int = 2) -> dict[str, object]:
         """Answer with the logits, a view, the number of calls, and a constant."""
         early = self.embed(batch["ids"] % 8)
+        for block in self.blocks:
+            early = block(early)
         hidden = self.middle(early) * scale
         hidden = torch.cond(batch["flag"], lambda x: x.relu(), lambda x: x.neg(), (hidden,))
         with torch.no_grad():

@@ -13,21 +13,21 @@ import msgspec
 
 from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import digest
-from stagepack.format.graph import Graph
+from stagepack.format.folded import Folded
 from stagepack.format.manifest import Manifest
 from stagepack.format.upgrade import is_newer
 
 _graph_encoder = msgspec.msgpack.Encoder()
-_graph_decoder = msgspec.msgpack.Decoder(Graph)
+_graph_decoder = msgspec.msgpack.Decoder(Folded)
 
 
-def encode_graph(graph: Graph) -> bytes:
-    """Write a graph as msgpack; the same graph gives the same bytes."""
+def encode_graph(graph: Folded) -> bytes:
+    """Write a graph as msgpack, as its file holds it; the same graph gives the same bytes."""
     return _graph_encoder.encode(graph)
 
 
-def decode_graph(content: bytes, where: str, *, newer: bool = False) -> Graph:
-    """Read a graph from msgpack. The content is not yet checked by `validate`.
+def decode_graph(content: bytes, where: str, *, newer: bool = False) -> Folded:
+    """Read a graph from msgpack, as its file holds it. The content is not yet checked by `validate`.
 
     A graph has one encoding: writing it again gives the same bytes, so a key that stands twice, a default written out
     or a field with a wrong name cannot hide. In a bundle of a `newer` minor version, fields may stand that are not

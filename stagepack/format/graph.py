@@ -176,7 +176,7 @@ class Scope(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Autocast(Struct, frozen=True, kw_only=True):
-    """A ``torch.autocast`` region; `device` None is the type of the stage's own device."""
+    """A ``torch.autocast`` context; `device` None is the type of the stage's own device."""
 
     device: str | None
     dtype: str
@@ -185,7 +185,7 @@ class Autocast(Struct, frozen=True, kw_only=True):
 
 
 class Context(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A region that nodes run in: a grad mode or autocast, inside the region `parent` (an earlier index)."""
+    """What nodes run in: a grad mode or autocast, inside the context `parent` (an earlier index)."""
 
     parent: Int64 | None = None
     grad: bool | None = None
@@ -207,7 +207,7 @@ class Node(Struct, frozen=True, kw_only=True, omit_defaults=True):
         outputs: the values it makes; None for a result that is None or that nobody uses.
         unpack: the operator returns a sequence, and `outputs` names its items.
         scope: index into the scope table.
-        context: index into the context table; None outside every region.
+        context: index into the context table; None in none of them.
     """
 
     op: Int64

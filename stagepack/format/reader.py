@@ -4,23 +4,26 @@ Opening reads the manifest alone. A graph is read, compared with its digest and 
 given out; likewise the header of a weight file.
 """
 
-import itertools
 import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from stagepack.errors import DigestError, LimitError, NotABundleError, Problem
 from stagepack.format import limits
 from stagepack.format.codec import convert_manifest, decode_graph, parse_json
 from stagepack.format.digest import seal_of, sha256_of, sha256_of_file
 from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
+from stagepack.format.folded import Folded
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge, File, Manifest, Stage
+from stagepack.format.unfold import unfold
 from stagepack.format.upgrade import check_version, is_newer
 from stagepack.format.validate import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
+    check_folded,
     check_graph,
     check_manifest,
     check_stage,
@@ -29,6 +32,26 @@ from stagepack.format.validate import (
 from stagepack.format.weights import StoredTensor, read_index
 
 EXAMPLE_NAME = "example.safetensors"
+
+
+class GraphFile(NamedTuple):
+    """What a graph file holds: equal parts once, and all of it."""
+
+    folded: Folded
+    graph: Graph
+
+
+def read_graph(content: bytes, where: str, *, newer: bool = False) -> GraphFile:
+    """Read the content of a graph file, checked; of a bundle of a `newer` minor version or not.
+
+    Raises:
+        FormatError: it breaks rules.
+    """
+    folded = decode_graph(content, where, newer=newer)
+    raise_problems(check_folded(folded, where))
+    graph = unfold(folded, where)
+    raise_problems(check_graph(graph, where))
+    return GraphFile(folded, graph)
 
 
 class Bundle:
@@ -90,11 +113,19 @@ class Bundle:
             DigestError: the file is missing or is not the one that the manifest lists.
             FormatError: it breaks rules.
         """
+        return self.graph_file(stage).graph
+
+    def graph_file(self, stage: int) -> GraphFile:
+        """Read the graph of a stage: as the file holds it, and unfolded.
+
+        Raises:
+            DigestError: the file is missing or is not the one that the manifest lists.
+            FormatError: it breaks rules.
+        """
         name = self.stages[stage].graph
-        content = self.read(name)
-        graph = decode_graph(content, name, newer=is_newer(self.manifest.version))
-        raise_problems(itertools.chain(check_graph(graph, name), check_stage(graph, self.stages[stage], self._edge)))
-        return graph
+        file = read_graph(self.read(name), name, newer=is_newer(self.manifest.version))
+        raise_problems(check_stage(file.graph, self.stages[stage], self._edge))
+        return file
 
     def read(self, name: str) -> bytes:
         """Read a whole file that is not a weight file, compared with its digest.

@@ -54,6 +54,7 @@ class Body:
         self.tables = tables
         self.module = module
         self.inner = inner
+        self.taken = set() if inner else set(tables.weights.values())
         self.env: dict[FxNode, Argument | list[Argument]] = {}
         self.wrapped: dict[
             FxNode, str
@@ -78,10 +79,10 @@ class Body:
         symbols = self.tables.symbols
         if isinstance(meta, torch.Tensor):
             dtype = str(meta.dtype).removeprefix("torch.")
-            return Value(name=self.tables.fresh(name), dtype=dtype, shape=tuple(map(symbols.dim, meta.shape)))
+            return Value(name=self._fresh(name), dtype=dtype, shape=tuple(map(symbols.dim, meta.shape)))
         if type(meta) in _SCALARS:
             known = symbols.known(meta) if isinstance(meta, torch.SymInt) else meta if type(meta) is int else None
-            return Value(name=self.tables.fresh(name), dtype=_SCALARS[type(meta)], expr=known)
+            return Value(name=self._fresh(name), dtype=_SCALARS[type(meta)], expr=known)
         raise UnsupportedError(
             f"the value {node.name} of {node.target} is a {type(meta).__name__}, which a bundle cannot hold"
         )
@@ -126,10 +127,10 @@ class Body:
 
     def _subgraph(self, module: GraphModule) -> int:
         body = Body(self.tables, module, inner=True)
-        inputs = []
+        inputs: list[Value] = []
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                value = body.value(node.name, node.meta["val"], node)
+                value = body.value(f"arg_{len(inputs)}", node.meta["val"], node)
                 inputs.append(value)
                 body.env[node] = ValueArg(value.name)
         result = body.convert()
@@ -179,10 +180,16 @@ class Body:
     def _append(self, node: FxNode, context: int | None) -> None:
         meta: Any = node.meta.get("val")
         unpack = isinstance(meta, list | tuple)
-        outputs = self._outputs(node, list(meta) if unpack else [meta])
+        op = self.tables.op(node.target)
+        # By the place of the node, so that the names of repeated parts differ by one number alone.
+        name = f"{self.tables.ops[op].name.split('.')[1]}_{len(self.nodes)}"
+        names = [f"{name}_{index}" for index in range(len(meta))] if unpack else [name]
+        outputs = [
+            None if part is None else self.value(name, part, node)
+            for name, part in zip(names, meta if unpack else [meta], strict=True)
+        ]
         args = tuple(self.argument(given, node) for given in node.args)
         kwargs = tuple((name, self.argument(given, node)) for name, given in node.kwargs.items())
-        op = self.tables.op(node.target)
         self.tables.add_aliases(op, seen_aliases(node))
         made = Node(
             op=op,
@@ -200,15 +207,12 @@ class Body:
         results = [None if output is None else ValueArg(output.name) for output in outputs]
         self.env[node] = list(results) if unpack else results[0]
 
-    def _outputs(self, node: FxNode, metas: list[object]) -> list[Value | None]:
-        """The values that a node makes, under the names of the ``getitem`` nodes that take them apart."""
-        if len(metas) == 1 and not isinstance(node.meta.get("val"), list | tuple):
-            return [None if metas[0] is None else self.value(node.name, metas[0], node)]
-        names = {user.args[1]: user.name for user in reversed(node.users) if user.target is operator.getitem}
-        return [
-            None if meta is None else self.value(names.get(index, f"{node.name}_item{index}"), meta, node)
-            for index, meta in enumerate(metas)
-        ]
+    def _fresh(self, name: str) -> str:
+        """A name that no value has yet: this one, or else with underscores at its end."""
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
 
 
 def _is_region(node: FxNode) -> bool:

@@ -88,7 +88,7 @@ def linearize(
         nodes=tuple(body.nodes),
         outputs=tuple(dict.fromkeys(leaf for leaf in results if isinstance(leaf, str))),
         subgraphs=tuple(tables.subgraphs),
-        ops=tables.ops,
+        ops=tuple(tables.ops),
         scopes=tables.scopes,
         contexts=tables.contexts,
     )

@@ -1,6 +1,6 @@
-"""The tables of a graph while it grows: operators, scopes, contexts, subgraphs, and the names that are taken."""
+"""The tables of a graph while it grows: operators, scopes, contexts, subgraphs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -35,12 +35,11 @@ class Tables:
         self._ops: dict[Any, int] = {}
         self._scopes: dict[Scope, int] = {}
         self._contexts: dict[Context, int] = {}
-        self._taken = set(weights.values())
 
     @property
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> Sequence[Op]:
         """The op table."""
-        return tuple(self._rows)
+        return self._rows
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
@@ -79,16 +78,7 @@ class Tables:
             return self._scopes.setdefault(Scope(path=""), len(self._scopes))
         key, (path, cls) = list(stack.items())[-1]
         if path.startswith("_empty_nn_module_stack"):  # torch's mark of a node that no module has made
-            path = ""
+            return self._scopes.setdefault(Scope(path=""), len(self._scopes))
         call = key.rpartition("@")[2] if "@" in key else ""
         name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
         return self._scopes.setdefault(Scope(path=f"{path}@{call}" if call else path, type=name), len(self._scopes))
-
-    def fresh(self, name: str) -> str:
-        """A name that no value has yet, made from another."""
-        candidate, number = name, 0
-        while candidate in self._taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self._taken.add(candidate)
-        return candidate

@@ -1,4 +1,4 @@
-"""Nodes of one or several graphs -> one graph, whose tables hold what these nodes use, in the order of first use.
+"""Nodes of one or several graphs -> one graph, whose tables hold what these nodes use: in the order of first use, scopes sorted.
 
 So a graph depends on its nodes alone, not on the way that they went: cut, joined, and cut again, it is the same.
 """
@@ -89,15 +89,18 @@ class Assembly:
         )
         dims = (dim for value in values for dim in (*value.shape, *(() if value.expr is None else (value.expr,))))
         used = {name for dim in dims for name in symbols_in(dim)}
+        scopes = sorted(self._scopes, key=lambda scope: (scope.path, scope.type))
+        number_of = {scope: number for number, scope in enumerate(scopes)}
+        place = [number_of[scope] for scope in self._scopes]
         return Graph(
             symbols=tuple(symbol for symbol in self._symbols if symbol.name in used),
             inputs=tuple(inputs),
             weights=tuple(weights),
-            nodes=tuple(nodes),
+            nodes=_in_scopes(nodes, place),
             outputs=tuple(outputs),
-            subgraphs=tuple(self._subgraphs),
+            subgraphs=tuple(replace(body, nodes=_in_scopes(body.nodes, place)) for body in self._subgraphs),
             ops=tuple(self._ops),
-            scopes=tuple(self._scopes),
+            scopes=tuple(scopes),
             contexts=tuple(self._contexts),
         )
 
@@ -138,3 +141,8 @@ class Assembly:
             bounds = (argument.start, argument.stop, argument.step)
             return SliceArg(*(self._argument(source, bound) for bound in bounds))
         return argument
+
+
+def _in_scopes(nodes: Iterable[Node], place: Sequence[int]) -> tuple[Node, ...]:
+    """Nodes that refer to scopes by other indices."""
+    return tuple(replace(node, scope=place[node.scope]) for node in nodes)

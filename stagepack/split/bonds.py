@@ -6,7 +6,7 @@ nodes that touch the class are bound together; for an activation those up to the
 is final.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagepack.format.graph import Graph, Node, Subgraph
@@ -155,3 +155,28 @@ def _written_among(graph: Graph, nodes: Iterable[Node], names: Iterable[str]) ->
 def torn(found: Iterable[Bond], stages: list[int]) -> Iterator[Bond]:
     """Yield the bonds that an assignment of nodes to stages would tear."""
     return (bond for bond in found if len({stages[number] for number in bond.nodes}) > 1)
+
+
+def effects(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str]) -> str | None:
+    """What keeps a run of nodes from being a function of what it is given: that it writes it, or gives out a view of it.
+
+    `outputs` are the values that it gives out. None when it is a function.
+    """
+    classes = _Classes(graph)
+    written: dict[str, str] = {}
+    made: set[str] = set()
+    given: dict[str, str] = {}
+    for node in nodes:
+        classes.add(graph, node)
+        given |= {name: name for name in values_used(node) if name not in made}
+        made.update(values_made(node))
+        written |= {name: graph.ops[node.op].name for name in _written(graph, node)}
+    given |= {weight.value: weight.names[0] for weight in graph.weights if weight.value in given}
+    roots = {classes.root(value): name for value, name in given.items()}
+    for value, op in written.items():
+        if classes.root(value) in roots:
+            return f"{op} writes {roots[classes.root(value)]}"
+    for value in outputs:
+        if classes.root(value) in roots:
+            return f"{value} is a view of {roots[classes.root(value)]}"
+    return None

@@ -44,7 +44,7 @@ def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
     one = run("inspect", str(sound), "--graph", "--stage", "1").stdout
     assert one.splitlines()[:-1] == list(code(bundle.graph(1), "stage_1"))
     assert (
-        "    # first (torch.nn.modules.linear.Linear)\n    linear = aten.linear.default(embedding, weights['first.weight']"
+        "    # first (torch.nn.modules.linear.Linear)\n    linear_1 = aten.linear.default(embedding_0, weights['first.weight']"
         in one
     )
     every = run("inspect", str(sound), "--graph").stdout

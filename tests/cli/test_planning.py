@@ -23,7 +23,7 @@ def test_the_plan_of_a_bundle_is_the_one_it_was_cut_by(sound: Path) -> None:
 
 def test_the_tables_name_stages_and_what_crosses(sound: Path) -> None:
     shown = run("plan", str(sound)).stdout
-    assert "embedding  float32[batch, 3, 4]     0  1    96 B" in shown
+    assert "embedding_0  float32[batch, 3, 4]     0  1    96 B" in shown
     assert "slowest stage over mean" in shown
     assert "idle by microbatches: 1: " in shown
 
@@ -32,7 +32,7 @@ def test_the_tables_name_stages_and_what_crosses(sound: Path) -> None:
     ("form", "says"),
     [
         ("--dot", ["digraph stages {", "  stage0 -> stage1 [label=", "}"]),
-        ("--mermaid", ["flowchart LR", '  stage0 -->|"embedding<br/>96 B"| stage1']),
+        ("--mermaid", ["flowchart LR", '  stage0 -->|"embedding_0<br/>96 B"| stage1']),
     ],
 )
 def test_the_graph_of_the_stages_is_printed(form: str, says: list[str], sound: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZEROS
+from stagepack.format.folded import plain
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.manifest import Edge, Manifest, Parameter, Producer, Signature, Stage
 from stagepack.format.shapes import Symbol
@@ -57,7 +58,7 @@ def write(out: Path) -> None:
     """Write the bundle."""
     with BundleWriter(out, overwrite=False) as writer:
         for number, graph in enumerate(STAGES):
-            writer.write(f"stage-{number}.msgpack", [encode_graph(graph)])
+            writer.write(f"stage-{number}.msgpack", [encode_graph(plain(graph))])
         writer.write_tensors(
             "stage-0.safetensors",
             [spec for spec, _ in TENSORS.values()],

@@ -17,10 +17,10 @@ import msgpack
 
 from stagepack.errors import FormatError, StagepackError
 from stagepack.format.codec import decode_graph, encode_graph
-from stagepack.format.reader import Bundle
+from stagepack.format.folded import plain
+from stagepack.format.reader import Bundle, read_graph
 from stagepack.format.shapes import Dim, evaluate
 from stagepack.format.upgrade import is_newer
-from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.weights import read_index
 
 SCHEMA = Path(__file__).parents[2] / "schema"
@@ -133,12 +133,13 @@ def _read_manifest(case: Case, folder: Path) -> None:
 
 def _read_graph(case: Case, folder: Path) -> None:
     content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else msgpack.packb(case.document())
-    graph = decode_graph(content, "graph", newer=is_newer(case.fields.get("version", "1.0")))
-    raise_problems(check_graph(graph, "graph"))
+    file = read_graph(content, "graph", newer=is_newer(case.fields.get("version", "1.0")))
     if "document" in case.fields:
         assert msgpack.unpackb(content) == case.document()
+    if "unfolded" in case.fields:
+        assert msgpack.unpackb(encode_graph(plain(file.graph))) == case.fields["unfolded"]
     if "version" not in case.fields:
-        assert encode_graph(graph) == content
+        assert encode_graph(file.folded) == content
 
 
 def _read_weights(case: Case, folder: Path) -> None:

@@ -63,6 +63,7 @@ _GRAPH_FIELDS = [
     "ops",
     "scopes",
     "contexts",
+    "regions",
     "result",
 ]
 _MANIFEST_FIELDS = [

@@ -34,7 +34,7 @@ def put(*path: str | int, value: Any) -> Callable[[Forge], None]:
     return graph(change)
 
 
-def rename(new: str, old: str = "linear") -> Callable[[Forge], None]:
+def rename(new: str, old: str = "linear_1") -> Callable[[Forge], None]:
     """Give a value inside stage 1 another name."""
     return graph(lambda fields: fields.update(rename_value(fields, old, new)))
 
@@ -63,7 +63,7 @@ def call(positional: int, *names: str) -> Callable[[Forge], None]:
 
     def change(fields: dict[str, Any]) -> None:
         node = fields["nodes"][GELU]
-        node["args"] = [["value", "linear"]] * positional
+        node["args"] = [["value", "linear_1"]] * positional
         node["kwargs"] = [[name, "tanh"] for name in names]
         for key in ("args", "kwargs"):
             if not node[key]:
@@ -280,20 +280,26 @@ ATTACKS = [
     case("context number", put("nodes", 0, "context", value=0), "context 0 is not in the table"),
     case("value made nowhere", put("nodes", 1, "args", value=[["value", "ghost"]]), "uses 'ghost', which is not made"),
     case(
-        "value used before it is made", put("nodes", 0, "args", value=[["value", "gelu"]]), "uses 'gelu', which is not"
+        "value used before it is made",
+        put("nodes", 0, "args", value=[["value", "gelu_2"]]),
+        "uses 'gelu_2', which is not",
     ),
-    case("value made twice", rename("gelu"), "'gelu' is made twice"),
+    case("value made twice", rename("gelu_2"), "'gelu_2' is made twice"),
     case("value that shadows a weight", rename("w1"), "'w1' is made twice"),
     case("output made nowhere", put("outputs", value=["ghost"]), "'ghost' is made nowhere"),
-    case("other outputs than the manifest", put("outputs", value=["linear"]), "the manifest gives the outputs gelu"),
+    case(
+        "other outputs than the manifest", put("outputs", value=["linear_1"]), "the manifest gives the outputs gelu_2"
+    ),
     case(
         "more nodes than the manifest",
         graph(lambda fields: fields["nodes"].append({"op": LINEAR})),
         "the manifest counts 2 nodes, the graph has 3",
     ),
-    case("graph of another stage", graph_of_another_stage, "the manifest gives the inputs embedding"),
-    case("other dtype than the edge", put("inputs", 0, "dtype", value="float64"), "embedding has another dtype, shape"),
-    case("other shape than the edge", put("inputs", 0, "shape", value=[1]), "embedding has another dtype, shape"),
+    case("graph of another stage", graph_of_another_stage, "the manifest gives the inputs embedding_0"),
+    case(
+        "other dtype than the edge", put("inputs", 0, "dtype", value="float64"), "embedding_0 has another dtype, shape"
+    ),
+    case("other shape than the edge", put("inputs", 0, "shape", value=[1]), "embedding_0 has another dtype, shape"),
     case("dtype that torch lacks", argument(["dtype", "float99"]), "no dtype 'float99'", OperatorError, Seen.LOAD),
     case("dtype that is a function", argument(["dtype", "load"]), "no dtype 'load'", OperatorError, Seen.LOAD),
     case("layout that is a module", argument(["layout", "os"]), "no layout 'os'", OperatorError, Seen.LOAD),
@@ -311,14 +317,16 @@ ATTACKS = [
         "autocast elsewhere", context(autocast(device="gpu")), "stage-1.msgpack: device 'gpu'", DeviceError, Seen.LOAD
     ),
     case(
-        "region inside itself", context({"grad": False}, {"parent": 1, "grad": True}), "parent does not stand before it"
+        "context inside itself",
+        context({"grad": False}, {"parent": 1, "grad": True}),
+        "parent does not stand before it",
     ),
-    case("region of nothing", context({}), "not one of grad and autocast"),
-    case("region of both", context({"grad": True} | autocast()), "not one of grad and autocast"),
+    case("context of nothing", context({}), "not one of grad and autocast"),
+    case("context of both", context({"grad": True} | autocast()), "not one of grad and autocast"),
     case(
-        "regions too deep",
+        "contexts too deep",
         context({"grad": True}, *({"parent": number, "grad": True} for number in range(64))),
-        "regions are nested deeper than 64",
+        "contexts are nested deeper than 64",
         LimitError,
     ),
     case("arguments too deep", argument(deep(65)), "arguments are nested deeper than 64", LimitError),
@@ -346,7 +354,7 @@ ATTACKS = [
     case("text without end", raw(b"\x81\xa5nodes\xdb\xff\xff\xff\xff"), "not msgpack|Expected"),
     case("map without end", raw(b"\xdf\xff\xff\xff\xff"), "not msgpack"),
     case("unknown map without end", raw(b"\x81\xa5other\xdf\xff\xff\xff\xff"), "not msgpack"),
-    case("lists in lists", raw(b"\x81\xa5nodes" + b"\x91" * 100_000), "Expected `object`"),
+    case("lists in lists", raw(b"\x81\xa5nodes" + b"\x91" * 100_000), "Expected `array`"),
     case("unknown lists in lists", raw(b"\x81\xa5other" + b"\x91" * 100_000), "nested too deep", LimitError),
     case(
         "arguments without end",
@@ -396,9 +404,9 @@ def test_a_value_may_be_called_what_generated_code_calls_its_own(name: str, forg
     expected = answer(sound)
     rename(name)(forge)
     assert torch.equal(answer(forge.path)["logits"], expected["logits"])
-    forge.edit(lambda fields: fields.update(rename_value(fields, "embedding", name + "_")))
+    forge.edit(lambda fields: fields.update(rename_value(fields, "embedding_0", name + "_")))
     for stage in (0, 1):
-        forge.edit_graph(stage, lambda fields: fields.update(rename_value(fields, "embedding", name + "_")))
+        forge.edit_graph(stage, lambda fields: fields.update(rename_value(fields, "embedding_0", name + "_")))
     assert torch.equal(answer(forge.path)["logits"], expected["logits"])
 
 

@@ -15,9 +15,9 @@ from tests.hostile.forge import Forge
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 64, 65, 2**31, 2**62, 2**63 - 1, -(2**63), 0.5, -0.0, 1e308,
-    "", "x", "self", "for", "cpu", "cuda", "meta", "float32", "int64", "complex128", "batch", "linear", "w1", "first.weight",
+    "", "x", "self", "for", "cpu", "cuda", "meta", "float32", "int64", "complex128", "batch", "linear_1", "w1", "first.weight",
     "aten.relu.default", "operator.add", "higher_order.cond", "tanh", "../x", "\0",
-    [], [0], ["value", "linear"], ["value", "w1"], ["list", []], ["device", None], ["device", "cuda"], ["dtype", "int8"],
+    [], [0], ["value", "linear_1"], ["value", "w1"], ["list", []], ["device", None], ["device", "cuda"], ["dtype", "int8"],
     ["complex", 1.0, 2.0], ["slice", 0, 1, None], ["subgraph", 0], {}, {"op": "add", "args": ["batch", 1]},
 ]  # fmt: skip
 

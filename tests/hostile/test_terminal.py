@@ -59,7 +59,7 @@ def test_the_json_is_ascii_and_true(arguments: list[str], forge: Forge) -> None:
 
 
 def test_errors_are_one_printable_line_whatever_they_quote(forge: Forge) -> None:
-    forge.edit(lambda fields: fields.update(rename_value(fields, "gelu", EVIL)))
+    forge.edit(lambda fields: fields.update(rename_value(fields, "gelu_2", EVIL)))
     line = command_fails("verify", str(forge.path), says="is not an identifier")
     assert line[:-1].isprintable()
 

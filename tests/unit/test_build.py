@@ -7,6 +7,7 @@ import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.dtypes import ITEM_SIZE
+from stagepack.format.folded import plain
 from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Value, ValueArg
 from stagepack.format.shapes import Expr, evaluate
 from stagepack.format.validate import check_graph
@@ -43,13 +44,13 @@ def test_values_may_have_any_identifier_as_name() -> None:
     graph = Graph(inputs=tuple(values), nodes=nodes, outputs=outputs, ops=(ADD,), scopes=(Scope(path=""),))
     assert list(check_graph(graph, "")) == []
     given = [torch.full((2,), float(number)) for number in range(len(values))]
-    found = build(graph, resolve(graph.ops, (), ""), CPU)(*given)
+    found = build(plain(graph), graph, resolve(graph.ops, (), ""), CPU)(*given)
     assert [float(tensor[0]) for tensor in found] == [2.0 * number + 1 for number in range(len(nodes))]
 
 
 def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:
     graph = linearize(cases.named("operators-text-arguments")[0].capture().program, {}, None).graph
-    module = build(graph, resolve(graph.ops, (), ""), CPU)
+    module = build(plain(graph), graph, resolve(graph.ops, (), ""), CPU)
     assert "tanh" not in module.code.replace("aten.tanh", "")
     assert {"tanh", "bi,ij->bj"} <= {value for value in vars(module).values() if isinstance(value, str)}
 
@@ -65,7 +66,7 @@ def test_regions_are_closed_when_something_inside_raises() -> None:
         scopes=(Scope(path=""),),
         contexts=(Context(grad=False), Context(parent=0, autocast=autocast)),
     )
-    module = build(graph, resolve(graph.ops, (), ""), CPU)
+    module = build(plain(graph), graph, resolve(graph.ops, (), ""), CPU)
     with pytest.raises(RuntimeError, match="must match the size"):
         module(torch.ones(2), torch.ones(3))
     assert torch.is_grad_enabled()

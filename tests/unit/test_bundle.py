@@ -16,8 +16,12 @@ import stagepack
 from stagepack.capture import Inputs, capture_module
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
-from stagepack.format.codec import decode_graph, encode_graph, encode_manifest
+from stagepack.format.codec import encode_graph, encode_manifest
+from stagepack.format.folded import plain
+from stagepack.format.reader import read_graph
+from stagepack.format.walk import values_made
 from stagepack.where import Where
+from tests import plain_reader
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 
@@ -57,7 +61,7 @@ def test_reading_and_writing_gives_the_same_bytes(tied_llama: Path) -> None:
     bundle = stagepack.open(tied_llama)
     assert encode_manifest(bundle.manifest) == (tied_llama / "manifest.json").read_bytes()
     for number, stage in enumerate(bundle.stages):
-        assert encode_graph(bundle.graph(number)) == (tied_llama / stage.graph).read_bytes()
+        assert encode_graph(bundle.graph_file(number).folded) == (tied_llama / stage.graph).read_bytes()
 
 
 def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
@@ -67,15 +71,22 @@ def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
     nodes, weights = [], {}
     for stage in manifest["stages"]:
         graph = msgpack.unpackb((tied_llama / stage["graph"]).read_bytes())
-        for node in graph["nodes"]:
+        found, held = plain_reader.unfold(graph)
+        for node, path in found:
             outputs = [value["name"] for value in node.get("outputs", []) if value]
-            nodes.append((graph["ops"][node["op"]]["name"], graph["scopes"][node.get("scope", 0)]["path"], outputs))
-        for weight in graph["weights"]:
+            nodes.append((graph["ops"][node["op"]]["name"], path, outputs))
+        for weight in held:
             for file in stage["weights"]:
                 with safe_open(tied_llama / file, framework="numpy") as opened:
                     if weight["names"][0] in opened.keys():  # noqa: SIM118 - not a dict
                         weights.update(dict.fromkeys(weight["names"], opened.get_tensor(weight["names"][0])))
     assert len(nodes) == sum(stage["nodes"] for stage in manifest["stages"])
+    assert [name for *_, outputs in nodes for name in outputs] == [
+        name
+        for number in range(len(manifest["stages"]))
+        for node in stagepack.open(tied_llama).graph(number).nodes
+        for name in values_made(node)
+    ]
     assert ("aten.linear.default", "model.layers.0.self_attn.q_proj") in [node[:2] for node in nodes]
     assert model.keys() <= weights.keys()
     for name, parameter in model.items():
@@ -244,11 +255,12 @@ def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
 
     with torch.device("meta"):
         program = torch.export.export(ToCpu(), (torch.empty(3),))
-    graph = decode_graph(encode_graph(linearize(program, {}, None).graph), "")
-    module = build(graph, resolve(graph.ops, (), ""), torch.device("cpu"))
+    file = read_graph(encode_graph(plain(linearize(program, {}, None).graph)), "")
+    graph = file.graph
+    module = build(*file, resolve(graph.ops, (), ""), torch.device("cpu"))
     devices = [node.kwargs["device"].type for node in module.graph.nodes if "device" in node.kwargs]
     assert devices == ["cpu"] * len(devices)
-    on_meta = build(graph, resolve(graph.ops, (), ""), torch.device("meta"))
+    on_meta = build(*file, resolve(graph.ops, (), ""), torch.device("meta"))
     named = [
         (
             str(node.target),

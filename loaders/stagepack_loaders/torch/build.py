@@ -6,7 +6,8 @@ the code that fx generates: constants that are strings hang on the module as att
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import getitem as _getitem
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from stagepack.errors import OperatorError
+from stagepack.format.folded import Folded
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -36,29 +38,56 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.walk import leaves, values_made, values_used
+from stagepack_loaders.torch.contexts import run_with_autocast, run_with_grad_mode
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.ops import check_call
-from stagepack_loaders.torch.regions import run_with_autocast, run_with_grad_mode
+from stagepack_loaders.torch.regions import CallAt, Item, RegionFunction, functions
 
 
-def build(graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> GraphModule:
+def build(folded: Folded, graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> GraphModule:
     """Make a module of a graph: called with the inputs and then the weights, it returns a tuple of the outputs.
 
-    `targets` are the operators of the op table; `device` is what the graph calls its own device.
+    Each region becomes one module, `region_0` and so on, that all its calls share.
+
+    Args:
+        folded: the graph as its file holds it.
+        graph: the same unfolded.
+        targets: the operators of the op table.
+        device: what the graph calls its own device.
 
     Raises:
         OperatorError: a dtype, layout or memory format does not exist in this torch, or a call does not fit its operator.
         DeviceError: the graph names a device that this machine does not have.
     """
-    builder = _Builder(graph, targets, device)
+    items, regions = functions(folded, graph)
+    builder = _Builder(graph, regions, targets, device)
     names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
-    return builder.module(names, graph.nodes, TupleArg(tuple(map(ValueArg, graph.outputs))), None, "Stage")
+    return builder.module(names, builder.steps(items), _tuple(graph.outputs), None, "Stage")
+
+
+@dataclass(frozen=True, slots=True)
+class _RegionCall:
+    """A call of a region, with the names of the values that it takes and gives. It has no context: its nodes have theirs."""
+
+    region: int
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    context: None = None
+
+
+_Step = Node | _RegionCall
 
 
 class _Builder:
     """What all modules of one graph share."""
 
-    def __init__(self, graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        regions: Sequence[RegionFunction],
+        targets: Sequence[Callable[..., Any]],
+        device: torch.device,
+    ) -> None:
         self.graph = graph
         self.targets = targets
         self.device = device
@@ -67,22 +96,36 @@ class _Builder:
         for number, subgraph in enumerate(graph.subgraphs):
             names = [value.name for value in subgraph.inputs]
             self.subgraphs.append(self.module(names, subgraph.nodes, subgraph.result, None, f"Subgraph{number}"))
+        self.functions = regions
+        self.regions: list[GraphModule] = []
+        for number, region in enumerate(regions):
+            names, given = region.taken(graph, region.start), region.given(graph, region.start)
+            self.regions.append(self.module(names, self.steps(region.items), _tuple(given), None, f"Region{number}"))
+
+    def steps(self, items: Iterable[Item]) -> list[_Step]:
+        """What a body consists of: nodes, and calls of regions with the names at their places."""
+        return [self._region_call(item) if isinstance(item, CallAt) else self.graph.nodes[item] for item in items]
+
+    def _region_call(self, call: CallAt) -> _RegionCall:
+        region = self.functions[call.region]
+        return _RegionCall(call.region, region.taken(self.graph, call.start), region.given(self.graph, call.start))
 
     def module(
-        self, inputs: Sequence[str], nodes: Sequence[Node], result: Argument, context: int | None, name: str
+        self, inputs: Sequence[str], steps: Sequence[_Step], result: Argument, context: int | None, name: str
     ) -> GraphModule:
-        """A module of nodes that stand in one region (`context`) or in regions inside it."""
+        """A module of nodes that stand in one context or in contexts inside it, and of calls of regions."""
         body = _Body(self, inputs)
-        uses = _uses(nodes)
+        uses = _uses(steps)
         uses.update(_names(result))
-        for region, run in _runs(self.graph.contexts, nodes, context):
-            if region is None or region == context:
-                for node in run:
-                    body.call(node)
+        for inner, run in _runs(self.graph.contexts, steps, context):
+            if inner is None or inner == context:
+                for step in run:
+                    body.append(step)
             else:
-                inside = _uses(run)
-                made = (name for node in run for name in values_made(node))
-                body.region(region, run, [name for name in made if uses[name] > inside[name]])
+                nodes = [step for step in run if isinstance(step, Node)]
+                inside = _uses(nodes)
+                made = (name for node in nodes for name in values_made(node))
+                body.in_context(inner, nodes, [name for name in made if uses[name] > inside[name]])
         body.graph.output(body.argument(result))
         module = GraphModule(body.attributes, body.graph, class_name=name)
         # fx's own call prints a traceback beside the error that it raises.
@@ -105,8 +148,34 @@ class _Body:
             name: self._node("placeholder", f"given{free}_{number}", name=name) for number, name in enumerate(inputs)
         }
 
-    def call(self, node: Node) -> None:
-        """Append a call, and take a result of several parts apart."""
+    def append(self, step: _Step) -> None:
+        """Append a node or a call of a region."""
+        if isinstance(step, Node):
+            self._call(step)
+            return
+        name = f"region_{step.region}"
+        self.attributes[name] = self.builder.regions[step.region]
+        self._take_apart("call_module", name, tuple(self.values[name] for name in step.inputs), step.outputs)
+
+    def in_context(self, context: int, nodes: Sequence[Node], outputs: Sequence[str]) -> None:
+        """Append nodes of a context: a module of its own, called by a function that opens and closes the context around it."""
+        made = {name for node in nodes for name in values_made(node)}
+        used = dict.fromkeys(name for node in nodes for name in values_used(node))
+        inputs = [name for name in used if name not in made]
+        module = self.builder.module(inputs, nodes, _tuple(outputs), context, f"Context{context}")
+        target, args = _opener(self.builder.graph.contexts[context], self.builder.device)
+        called = self._attribute(module, "context")
+        given = (*args, called, *(self.values[name] for name in inputs))
+        self._take_apart("call_function", target, given, outputs)
+
+    def _take_apart(self, kind: str, target: Any, given: tuple[Any, ...], outputs: Sequence[str]) -> None:
+        """A call of a module, and each part of its result."""
+        result = self._node(kind, target, given)
+        for index, name in enumerate(outputs):
+            self.values[name] = self._item(result, index, name)
+
+    def _call(self, node: Node) -> None:
+        """Append a call of an operator, and take a result of several parts apart."""
         target = self.builder.targets[node.op]
         check_call(self.builder.graph.ops[node.op].name, target, len(node.args), [name for name, _ in node.kwargs])
         args = tuple(map(self.argument, node.args))
@@ -118,19 +187,6 @@ class _Body:
                 self.values[output.name] = self._item(result, index, output.name)
             elif output is not None:
                 self.values[output.name] = result
-
-    def region(self, region: int, nodes: Sequence[Node], outputs: Sequence[str]) -> None:
-        """Append a region: a module of its own, called by a function that opens and closes the context around it."""
-        made = {name for node in nodes for name in values_made(node)}
-        inputs = [
-            name for name in dict.fromkeys(name for node in nodes for name in values_used(node)) if name not in made
-        ]
-        module = self.builder.module(inputs, nodes, TupleArg(tuple(map(ValueArg, outputs))), region, f"Region{region}")
-        target, args = _opener(self.builder.graph.contexts[region], self.builder.device)
-        called = self._attribute(module, "region")
-        result = self._node("call_function", target, (*args, called, *(self.values[name] for name in inputs)))
-        for index, name in enumerate(outputs):
-            self.values[name] = self._item(result, index, name)
 
     def argument(self, argument: Argument) -> Any:
         """An argument as fx takes it."""
@@ -190,27 +246,31 @@ def named(name: str, kind: type) -> Any:
 
 
 def _runs(
-    contexts: Sequence[Context], nodes: Sequence[Node], context: int | None
-) -> Iterator[tuple[int | None, list[Node]]]:
-    """Consecutive nodes by the region directly inside `context` that they stand in, or `context` itself."""
-    run: list[Node] = []
+    contexts: Sequence[Context], steps: Sequence[_Step], context: int | None
+) -> Iterator[tuple[int | None, list[_Step]]]:
+    """Consecutive steps by the context directly inside `context` that they stand in, or `context` itself."""
+    run: list[_Step] = []
     current: int | None = None
-    for node in nodes:
-        region = node.context
-        while region != context and region is not None and contexts[region].parent != context:
-            region = contexts[region].parent
-        if run and region != current:
+    for step in steps:
+        inner = step.context
+        while inner != context and inner is not None and contexts[inner].parent != context:
+            inner = contexts[inner].parent
+        if run and inner != current:
             yield current, run
             run = []
-        current = region
-        run.append(node)
+        current = inner
+        run.append(step)
     if run:
         yield current, run
 
 
-def _uses(nodes: Sequence[Node]) -> Counter[str]:
+def _uses(steps: Iterable[_Step]) -> Counter[str]:
     """How often each value is used."""
-    return Counter(name for node in nodes for name in values_used(node))
+    return Counter(name for step in steps for name in (values_used(step) if isinstance(step, Node) else step.inputs))
+
+
+def _tuple(names: Iterable[str]) -> TupleArg:
+    return TupleArg(tuple(map(ValueArg, names)))
 
 
 def _names(argument: Argument) -> Iterator[str]:

@@ -1,23 +1,102 @@
-"""Run a module inside a context, and leave the context again whatever happens.
+"""The regions of a graph as functions: what they take, what they give, and where they are called."""
 
-torch has operators that do the same, but they leave the grad mode changed when something inside raises, and import the
-compiler when they are called first.
-"""
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from typing import Any
-
-import torch
-
-
-def run_with_grad_mode(enabled: bool, module: torch.nn.Module, *args: Any) -> Any:
-    """Call a module with gradients recorded or not."""
-    with torch.set_grad_enabled(enabled):
-        return module(*args)
+from stagepack.format.folded import Call, Folded
+from stagepack.format.graph import Graph, Node
+from stagepack.format.walk import values_made, values_used
 
 
-def run_with_autocast(
-    kind: str, dtype: torch.dtype, enabled: bool, cache: bool, module: torch.nn.Module, *args: Any
-) -> Any:
-    """Call a module under ``torch.autocast`` for a type of device."""
-    with torch.autocast(kind, dtype, enabled, cache):
-        return module(*args)
+class CallAt(NamedTuple):
+    """A call of a region: the number of its first node in the graph, and the region's own number."""
+
+    start: int
+    region: int
+
+
+# The number of a node, or a call.
+Item = int | CallAt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionFunction:
+    """A region as a function of the values that it uses and does not make.
+
+    Attributes:
+        items: what it consists of, at its first place in the graph.
+        start: the number of its first node there.
+        inputs: of the values that it takes, each where it is first used: the node, counted from the first, and the place among the
+            values that this node is given.
+        outputs: of the values that it gives, those that something outside uses at one of its places: the node, and the place among
+            the values that this node makes.
+    """
+
+    items: tuple[Item, ...]
+    start: int
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...]
+
+    def taken(self, graph: Graph, start: int) -> list[str]:
+        """The names of the values that it takes where its first node has this number."""
+        return [values_used(graph.nodes[start + node])[place] for node, place in self.inputs]
+
+    def given(self, graph: Graph, start: int) -> list[str]:
+        """The names of the values that it gives there."""
+        return [list(values_made(graph.nodes[start + node]))[place] for node, place in self.outputs]
+
+
+def functions(folded: Folded, graph: Graph) -> tuple[list[Item], list[RegionFunction]]:
+    """What a graph consists of, and its regions; `graph` is the unfolded one."""
+    lengths: list[int] = []
+    for region in folded.regions:
+        lengths.append(sum(1 if isinstance(item, Node) else lengths[item.region] for item in region.nodes))
+    places: list[list[int]] = [[] for _ in lengths]
+
+    def items(body: Sequence[Node | Call], start: int) -> Iterator[Item]:
+        for item in body:
+            if isinstance(item, Node):
+                yield start
+                start += 1
+            else:
+                yield CallAt(start, item.region)
+                start += lengths[item.region]
+
+    whole = list(items(folded.nodes, 0))
+    calls = [item for item in whole if isinstance(item, CallAt)]
+    for start, number in calls:
+        places[number].append(start)
+        calls += (item for item in items(folded.regions[number].nodes, start) if isinstance(item, CallAt))
+    last_use = {name: number for number, node in enumerate(graph.nodes) for name in values_used(node)}
+    last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
+    found = []
+    for number, region in enumerate(folded.regions):
+        outputs = {output for start in places[number] for output in _outputs(graph, start, lengths[number], last_use)}
+        start = min(places[number])
+        found.append(
+            RegionFunction(
+                items=tuple(items(region.nodes, start)),
+                start=start,
+                inputs=tuple(_inputs(graph, start, lengths[number])),
+                outputs=tuple(sorted(outputs)),
+            )
+        )
+    return whole, found
+
+
+def _inputs(graph: Graph, start: int, length: int) -> Iterator[tuple[int, int]]:
+    known: set[str] = set()
+    for node in range(length):
+        for place, name in enumerate(values_used(graph.nodes[start + node])):
+            if name not in known:
+                known.add(name)
+                yield node, place
+        known.update(values_made(graph.nodes[start + node]))
+
+
+def _outputs(graph: Graph, start: int, length: int, last_use: dict[str, int]) -> Iterator[tuple[int, int]]:
+    for node in range(length):
+        for place, name in enumerate(values_made(graph.nodes[start + node])):
+            if last_use.get(name, -1) >= start + length:
+                yield node, place

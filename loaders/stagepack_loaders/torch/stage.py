@@ -110,10 +110,10 @@ def prepare_stage(bundle: Bundle, number: int, device: torch.device, *, allow_op
         DeviceError: the graph names a device that this machine does not have.
     """
     entry = bundle.stages[number]
-    graph = bundle.graph(number)
+    folded, graph = bundle.graph_file(number)
     targets = resolve(graph.ops, allow_ops, entry.graph)
     try:
-        module = build(graph, targets, device)
+        module = build(folded, graph, targets, device)
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{entry.graph}: {error}") from None
     places = bundle.tensors(number, graph)

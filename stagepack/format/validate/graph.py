@@ -74,7 +74,7 @@ def _contexts(contexts: tuple[Context, ...]) -> Iterator[Fault]:
             yield "G13", where, "the dtype or the device of autocast is not a name"
         depths.append(1 + (depths[context.parent] if before and context.parent is not None else 0))
         if depths[-1] > limits.DEPTH:
-            yield "L2", where, f"regions are nested deeper than {limits.DEPTH}"
+            yield "L2", where, f"contexts are nested deeper than {limits.DEPTH}"
 
 
 def _subgraph_depths(graph: Graph) -> Iterator[Fault]:

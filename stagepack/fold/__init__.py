@@ -1,0 +1,4 @@
+"""Equal parts of a graph -> one region, called many times."""
+
+from stagepack.fold.find import find as find
+from stagepack.fold.regions import fold as fold

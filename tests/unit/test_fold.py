@@ -1,0 +1,325 @@
+"""Fold: what is equal stands once, and unfolding gives the same graph back."""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagepack.capture import Inputs, capture_module
+from stagepack.fold import find, fold
+from stagepack.format.codec import encode_graph
+from stagepack.format.folded import plain
+from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
+from stagepack.format.reader import read_graph
+from stagepack.format.shapes import Expr, Symbol
+from stagepack.format.template import Hole, TemplateError, escape, fill, parse
+from stagepack.format.unfold import unfold
+from stagepack.linearize import linearize
+from stagepack.split.assemble import whole
+
+ADD = Op(name="aten.add.Tensor", parameters=("self", "other"))
+MUL = Op(name="aten.mul.Tensor", parameters=("self", "other"))
+WRITE = Op(name="aten.add_.Tensor", parameters=("self", "other"), mutates=("self",), aliases=((0, "self"),))
+VIEW = Op(name="aten.view.default", parameters=("self",), aliases=((0, "self"),))
+OPS = (ADD, MUL, WRITE, VIEW)
+
+
+class Build:
+    """A graph while a test writes it, one node after another; every value is a vector of 4."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.weights: list[Weight] = []
+        self.scopes: list[Scope] = []
+
+    def weight(self, name: str) -> str:
+        """A weight of this name."""
+        value = f"w{len(self.weights)}"
+        self.weights.append(Weight(value=value, names=(name,), kind="parameter", dtype="float32", shape=(4,)))
+        return value
+
+    def __call__(self, op: Op, *given: str | float, scope: str = "", shape: tuple[int, ...] = (4,)) -> str:
+        """Append a node, and name what it makes."""
+        name = f"{op.name.split('.')[1]}_{len(self.nodes)}"
+        args = tuple(ValueArg(part) if isinstance(part, str) else part for part in given)
+        if Scope(path=scope) not in self.scopes:
+            self.scopes.append(Scope(path=scope))
+        value = Value(name=name, dtype="float32", shape=shape)
+        number = self.scopes.index(Scope(path=scope))
+        self.nodes.append(Node(op=OPS.index(op), args=args, outputs=(value,), scope=number))
+        return name
+
+    def graph(self, *outputs: str) -> Graph:
+        """The graph of a whole model."""
+        inputs = (Value(name="x", dtype="float32", shape=(4,)), Value(name="y", dtype="float32", shape=(4,)))
+        return whole(
+            Graph(
+                inputs=inputs,
+                weights=tuple(self.weights),
+                nodes=tuple(self.nodes),
+                outputs=outputs,
+                ops=OPS,
+                scopes=tuple(self.scopes),
+            )
+        )
+
+
+def block(build: Build, x: str, name: str, scope: str | None = None, factor: float = 2.0, length: int = 6) -> str:
+    """A residual block."""
+    hidden = x
+    for _ in range(length - 2):
+        hidden = build(MUL, hidden, factor, scope=name if scope is None else scope)
+    hidden = build(MUL, hidden, build.weight(f"{name}.weight"), scope=name if scope is None else scope)
+    return build(ADD, x, hidden, scope=name if scope is None else scope)
+
+
+def sizes(graph: Graph) -> list[tuple[int, int]]:
+    """The length of each repeat, and how often it stands there."""
+    return [(repeat.length, len(repeat.starts)) for repeat in find(graph).repeats]
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_layers_stand_once(scoped: bool) -> None:
+    build, x = Build(), "x"
+    for number in range(8):
+        x = block(build, x, f"layers.{number}", None if scoped else "")
+    graph = build.graph(x)
+    folded = fold(graph)
+    assert sizes(graph) == [(6, 8)]
+    assert [len(region.nodes) for region in folded.regions] == [6]
+    assert len(folded.regions[0].weights) == 1
+    assert not folded.weights
+    assert len(folded.nodes) == 8
+    assert unfold(folded) == graph
+    assert len(encode_graph(folded)) < len(encode_graph(plain(graph))) / 3
+
+
+def test_layers_that_differ_in_one_place_stay_apart() -> None:
+    build, x = Build(), "x"
+    for number in range(12):
+        x = block(build, x, f"layers.{number}", factor=3.0 if number % 3 == 2 else 2.0)
+    graph = build.graph(x)
+    found = find(graph).repeats
+    assert [(repeat.length, len(repeat.starts)) for repeat in found] == [(6, 8), (6, 4)]
+    assert [start // 6 % 3 for start in found[1].starts] == [2] * 4
+    assert unfold(fold(graph)) == graph
+
+
+def test_parts_inside_of_parts() -> None:
+    build, x = Build(), "x"
+    for layer in range(3):
+        for step in range(5):
+            x = block(build, x, f"layers.{layer}.steps.{step}")
+        x = build(ADD, x, "y", scope=f"layers.{layer}")
+    x = block(build, x, "head")
+    graph = build.graph(x)
+    folded = fold(graph)
+    assert sizes(graph) == [(31, 3), (6, 6)]
+    assert [len(region.nodes) for region in folded.regions] == [6, 6]  # the second has five calls and a node
+    assert unfold(folded) == graph
+
+
+def test_outputs_that_only_one_place_gives_do_not_keep_parts_apart() -> None:
+    build, x = Build(), "x"
+    kept = []
+    for number in range(6):
+        x = block(build, x, f"layers.{number}")
+        kept.append(f"mul_{6 * number + 2}")
+    graph = build.graph(x, kept[3])
+    assert sizes(graph) == [(6, 6)]
+    assert unfold(fold(graph)) == graph
+
+
+def test_what_is_given_twice_is_not_what_is_given_two_values() -> None:
+    build, x = Build(), "x"
+    for number in range(8):
+        for _ in range(4):
+            x = build(MUL, x, 2.0, scope=f"layers.{number}")
+        x = build(ADD, x, x if number % 2 else "y", scope=f"layers.{number}")
+    graph = build.graph(x)
+    assert (5, 8) not in sizes(graph)
+    assert unfold(fold(graph)) == graph
+
+
+@pytest.mark.parametrize("op", [WRITE, VIEW])
+def test_parts_that_reach_outside_are_left_alone(op: Op) -> None:
+    build, x = Build(), "x"
+    for number in range(6):
+        touched = build(op, "y", 1.0, scope=f"layers.{number}")
+        for _ in range(4):
+            x = build(MUL, x, 2.0, scope=f"layers.{number}")
+        x = build(ADD, x, touched, scope=f"layers.{number}")
+    graph = build.graph(x, *(node.outputs[0].name for node in build.nodes if node.op == OPS.index(op)))  # type: ignore[union-attr]
+    found = find(graph)
+    assert all(repeat.length < 6 for repeat in found.repeats)
+    assert any(left.repeat.length == 6 and len(left.repeat.starts) == 6 for left in found.left_alone)
+    assert {"writes y" if op is WRITE else "is a view of y"} & {
+        " ".join(left.reason.split()[-len(["is", "a", "view", "of", "y"]) :])
+        if op is VIEW
+        else " ".join(left.reason.split()[-2:])
+        for left in found.left_alone
+    }
+    assert unfold(fold(graph)) == graph
+
+
+def test_symbols_and_types_count() -> None:
+    symbols = tuple(Symbol(name=f"u{number}") for number in range(8))
+    nodes, x = [], "x"
+    for number in range(8):
+        for place in range(6):
+            dim = Expr(op="mul", args=(f"u{number}", 2 if place < 5 else f"u{number}"))
+            value = Value(name=f"mul_{6 * number + place}", dtype="float32", shape=(dim, f"u{number}"))
+            nodes.append(Node(op=0, args=(ValueArg(x), place), outputs=(value,)))
+            x = value.name if place < 5 else "x"
+    graph = Graph(
+        symbols=symbols,
+        inputs=(Value(name="x", dtype="float32"),),
+        nodes=tuple(nodes),
+        outputs=("mul_47",),
+        ops=(MUL,),
+        scopes=(Scope(path=""),),
+    )
+    assert sizes(graph) == [(6, 8)]
+    folded = fold(graph)
+    assert folded.regions[0].nodes[0].outputs[0].shape == (Expr(op="mul", args=("u{1}", 2)), "u{1}")  # type: ignore[union-attr]
+    assert unfold(folded) == graph
+    other = nodes[6].outputs[0]
+    assert other is not None
+    nodes[6] = Node(op=0, args=nodes[6].args, outputs=(Value(name=other.name, dtype="float64", shape=other.shape),))
+    changed = Graph(
+        symbols=symbols, inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, ops=(MUL,), scopes=graph.scopes
+    )
+    assert sizes(changed) == [(6, 7)]
+
+
+def test_names_with_braces_and_without_a_pattern() -> None:
+    build, x = Build(), "x"
+    for name in ("{a}", "b}.1", "c", "{{d.07", "e.9"):
+        x = block(build, x, name, length=9)
+    graph = build.graph(x)
+    folded = fold(graph)
+    assert len(folded.regions) == 1
+    assert unfold(folded) == graph
+    assert read_graph(encode_graph(folded), "").graph == graph
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.integers(1, 6)), min_size=1, max_size=6),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_unfolding_gives_the_graph_back(parts: list[tuple[int, int, int]], scoped: bool, chance: random.Random) -> None:
+    """Programs of loops of a few kinds of bodies, now and then with another constant, value or weight in the way."""
+    build = Build()
+    values = ["x", "y"]
+    for number, (kind, length, turns) in enumerate(parts):
+        weights: list[str] = []
+        for turn in range(turns):
+            scope = f"p{number}.{turn}" if scoped else ""
+            x = values[-1]
+            for place in range(length):
+                op = OPS[(kind + place) % len(OPS)] if kind else (MUL, ADD)[place % 2]
+                other: str | float = values[-2] if place == kind else float(kind)
+                if chance.random() < 0.05:
+                    other = chance.choice(values)
+                if place % 3 == 1:
+                    other = (
+                        chance.choice(weights)
+                        if weights and chance.random() < 0.2
+                        else build.weight(f"{number}.{turn}.{place}")
+                    )
+                    weights.append(other)
+                x = build(op, x, other, scope=scope)
+            values.append(x)
+    graph = build.graph(*dict.fromkeys((values[-1], chance.choice(values[2:]))))
+    folded = fold(graph)
+    assert unfold(folded) == graph
+    assert read_graph(encode_graph(folded), "").graph == graph
+    starts = sorted((start, start + repeat.length) for repeat in find(graph).repeats for start in repeat.starts)
+    for (first, end), (second, other_end) in itertools.combinations(starts, 2):
+        assert end <= second or other_end <= end or (first == second and end <= other_end)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.text(max_size=8) | st.sampled_from(["{", "}", "{0}", "{{", "a.1", "٣"]), min_size=1, max_size=4))
+def test_templates_give_texts_back(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert fill(escape(text), []) == text
+    assert fill(f"{escape(text)}{Hole(0)}{Hole(1, 5)}{Hole(1, -2)}", [text, "2"]) == f"{text}{text}70"
+    assert fill(str(Hole(0)), [text]) == text
+
+
+@pytest.mark.parametrize(
+    "template", ["{", "}", "{}", "{a}", "{0", "{00}", "{0+}", "{0+0}", "{0++1}", "{0}}", "{-1}", "{0+1.5}"]
+)
+def test_what_is_no_template(template: str) -> None:
+    with pytest.raises(TemplateError, match="is not a text with holes"):
+        parse(template)
+
+
+def test_ten_thousand_nodes_take_under_a_second() -> None:
+    """Layers, the worst case of one operator over and over, and no repeats at all."""
+    for graph in (
+        many(160, 63, scoped=True),
+        many(160, 63, scoped=False),
+        many(10_000, 1, scoped=False),
+        noise(10_000),
+    ):
+        assert len(graph.nodes) >= 10_000
+        started = time.perf_counter()
+        find(graph)
+        assert time.perf_counter() - started < 3  # on a busy machine; alone it is below 1
+
+
+def many(layers: int, length: int, *, scoped: bool) -> Graph:
+    """A graph of equal layers of nodes that differ inside of one."""
+    build, x = Build(), "x"
+    for layer in range(layers):
+        for place in range(length):
+            x = build(OPS[place % 2], x, float(place), scope=f"layers.{layer}" if scoped else "")
+    return build.graph(x)
+
+
+def noise(length: int) -> Graph:
+    """A graph of nodes in no order."""
+    build, x, chance = Build(), "x", random.Random(0)  # noqa: S311 - no secret
+    for _ in range(length):
+        x = build(chance.choice(OPS[:2]), x, float(chance.randrange(6)))
+    return build.graph(x)
+
+
+class Looped(torch.nn.Module):
+    """Functions in a loop: no module tells where a turn begins."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList([torch.randn(4, 4) for _ in range(turns)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix."""
+        for weight in self.weights:
+            x = x + torch.tanh(torch.nn.functional.gelu(x @ weight).softmax(-1) * 2).relu()
+        return x
+
+
+def test_a_python_loop_over_functions() -> None:
+    capture = capture_module(Looped(6), Inputs(args=(torch.randn(2, 4),)))
+    graph = whole(linearize(capture.program, {}, None).graph)
+    assert sizes(graph) == [(7, 6)]
+    assert unfold(fold(graph)) == graph
+
+
+def test_a_graph_in_another_order_is_not_folded() -> None:
+    build, x = Build(), "x"
+    for number in range(6):
+        x = block(build, x, f"layers.{number}")
+    graph = build.graph(x)
+    turned = Graph(
+        **{name: getattr(graph, name) for name in Graph.__struct_fields__} | {"weights": graph.weights[::-1]}
+    )
+    assert fold(turned) == plain(turned)
