@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from stagepack.errors import CutError
+from stagepack.fold import insides
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.quantities import read_bytes
@@ -93,6 +94,13 @@ class Where:
         if self.split_at:
             return at_modules(graph, self.split_at)
         if self.stages is not None:
-            positions = balanced(graph, costs, self.stages, memory=self._memory_in_bytes, speeds=self.speeds)
+            positions = balanced(
+                graph,
+                costs,
+                self.stages,
+                memory=self._memory_in_bytes,
+                speeds=self.speeds,
+                repeats=insides(graph),
+            )
             return consecutive(graph, positions)
         return at_positions(graph, marks)

@@ -1,11 +1,13 @@
-"""A graph as code to be read: a function a graph, with shapes, and the modules that nodes came from, as comments.
+"""A graph as code to be read: a function a graph and a region, with shapes, and the modules that nodes came from, as comments.
 
 It looks like Python and is not meant to run.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from stagepack.format.folded import Folded, Region
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -24,43 +26,121 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
+from stagepack.format.regions import Item, functions
 from stagepack.format.shapes import format_shape
+from stagepack.format.template import Hole, fill, has_holes, parse
 
 _INDENT = "    "
 
 
-def code(graph: Graph, name: str) -> Iterator[str]:
-    """Yield the lines of a graph: its subgraphs first, those that others call before them."""
-    weights = {weight.value: f"weights[{weight.names[0]!r}]" for weight in graph.weights}
+def code(folded: Folded, graph: Graph, name: str) -> Iterator[str]:
+    """Yield the lines of a graph: its subgraphs and regions first, those that others call before them.
+
+    `graph` is the unfolded one. A region has the names of its first place, and takes what its calls have for themselves, such as the
+    number of a layer, as `at0`, `at1`.
+    """
+    printed = _Printed(folded, graph)
     for number, subgraph in enumerate(graph.subgraphs):
-        yield from _function(graph, f"subgraph_{number}", subgraph.inputs, subgraph.nodes, {})
-        yield f"{_INDENT}return {_text(subgraph.result, {})}"
-        yield ""
-    yield from _function(graph, name, graph.inputs, graph.nodes, weights)
-    yield f"{_INDENT}return {', '.join(weights.get(output, output) for output in graph.outputs) or None}"
+        body = printed.function(f"subgraph_{number}", subgraph.inputs, subgraph.nodes, _Names({}, {}))
+        yield from [*body, f"{_INDENT}return {_text(subgraph.result, {})}", ""]
+    for number, region in enumerate(printed.regions):
+        yield from [f"# {region.calls} times", *printed.region(number), ""]
+    names = _Names(printed.weights, {})
+    yield from printed.function(name, graph.inputs, printed.steps(printed.items, names), names)
+    yield f"{_INDENT}return {', '.join(names.weights.get(output, output) for output in graph.outputs) or None}"
 
 
-def _function(
-    graph: Graph, name: str, inputs: Sequence[Value], nodes: Sequence[Node], weights: Mapping[str, str]
-) -> Iterator[str]:
-    yield f"def {name}({'' if inputs else '):'}"
-    for value in inputs:
-        yield f"{_INDENT}{value.name},  # {_type(value)}"
-    if inputs:
-        yield "):"
-    regions: list[int] = []
-    scope: int | None = None
-    for node in nodes:
-        chain = _chain(graph.contexts, node.context)
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(regions, chain, strict=False)))
-        for depth in range(shared, len(chain)):
-            yield f"{_INDENT * (depth + 1)}with {_region(graph.contexts[chain[depth]])}:"
-        indent = _INDENT * (len(chain) + 1)
-        if node.scope != scope or chain != regions:
-            found = graph.scopes[node.scope]
-            yield f"{indent}# {found.path or 'the model'}" + (f" ({found.type})" if found.type else "")
-        regions, scope = chain, node.scope
-        yield indent + _call(graph, node, weights)
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """How weights and the paths of modules are written in a function."""
+
+    weights: Mapping[str, str]
+    paths: Mapping[str, str]
+
+
+class _Printed:
+    """A graph and its regions, to be printed."""
+
+    def __init__(self, folded: Folded, graph: Graph) -> None:
+        self.folded = folded
+        self.graph = graph
+        self.items, self.regions = functions(folded, graph)
+        self.weights = {weight.value: f"weights[{weight.names[0]!r}]" for weight in graph.weights}
+        made = (value for node in graph.nodes for value in node.outputs if value is not None)
+        self.types = {value.name: value for value in (*graph.inputs, *made)}
+
+    def region(self, number: int) -> Iterator[str]:
+        """Yield the function of a region."""
+        region, held = self.regions[number], self.folded.regions[number]
+        start, texts = region.first.start, region.first.texts
+        own = {fill(weight.value, texts): f"weights[{_formatted(weight.names[0])}]" for weight in held.weights}
+        names = _Names(self.weights | own, {fill(scope.path, texts): _holes(scope.path) for scope in held.scopes})
+        given = [self.types[name] for name in region.taken(self.graph, start) if name not in self.weights]
+        steps = self.steps(region.items, names)
+        yield from self.function(f"region_{number}", given, steps, names, [f"at{hole}" for hole in _shown(held)])
+        yield f"{_INDENT}return {', '.join(region.given(self.graph, start))}"
+
+    def steps(self, items: Iterable[Item], names: _Names) -> Iterator[Node | str]:
+        """Yield nodes, and calls of regions as text."""
+        for item in items:
+            if isinstance(item, int):
+                yield self.graph.nodes[item]
+                continue
+            region = self.regions[item.region]
+            given = [name for name in region.taken(self.graph, item.start) if name not in names.weights]
+            given += [f"at{hole}={item.texts[hole]!r}" for hole in _shown(self.folded.regions[item.region])]
+            made = region.given(self.graph, item.start)
+            types = ", ".join(_type(self.types[name]) for name in made)
+            yield f"{', '.join(made)} = region_{item.region}({', '.join(given)})  # {types}"
+
+    def function(
+        self, name: str, inputs: Sequence[Value], steps: Iterable[Node | str], names: _Names, places: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """Yield the head of a function and its steps."""
+        graph = self.graph
+        yield f"def {name}({'' if inputs or places else '):'}"
+        yield from (f"{_INDENT}{value.name},  # {_type(value)}" for value in inputs)
+        yield from (f"{_INDENT}{place}," for place in places)
+        if inputs or places:
+            yield "):"
+        regions: list[int] = []
+        scope: int | None = None
+        for node in steps:
+            if isinstance(node, str):
+                yield _INDENT + node
+                regions, scope = [], None
+                continue
+            chain = _chain(graph.contexts, node.context)
+            shared = sum(
+                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(regions, chain, strict=False))
+            )
+            for depth in range(shared, len(chain)):
+                yield f"{_INDENT * (depth + 1)}with {_region(graph.contexts[chain[depth]])}:"
+            indent = _INDENT * (len(chain) + 1)
+            if node.scope != scope or chain != regions:
+                found = graph.scopes[node.scope]
+                path = names.paths.get(found.path, found.path)
+                yield f"{indent}# {path or 'the model'}" + (f" ({found.type})" if found.type else "")
+            regions, scope = chain, node.scope
+            yield indent + _call(graph, node, names.weights)
+
+
+def _shown(region: Region) -> list[int]:
+    """The holes of a region that weights and modules have: those of values are seen from the values themselves."""
+    texts = [name for weight in region.weights for name in weight.names] + [scope.path for scope in region.scopes]
+    return sorted({part.number for text in texts for part in parse(text) if isinstance(part, Hole)})
+
+
+def _holes(template: str) -> str:
+    """A template with names for its holes."""
+    return "".join(
+        f"{{at{part.number}{f'{part.plus:+d}' * bool(part.plus)}}}" if isinstance(part, Hole) else part
+        for part in parse(template)
+    )
+
+
+def _formatted(template: str) -> str:
+    return f"f{_holes(template)!r}" if has_holes(template) else repr(template)
 
 
 def _call(graph: Graph, node: Node, weights: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ modules. First come whole modules, the largest first; then what repeats in what 
 A part that writes what lies outside of it, or gives out a view of that, is no function of its inputs, and is left alone.
 """
 
+import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from stagepack.format.walk import values_made, values_used
 from stagepack.split.bonds import effects
 
 _LEAST = 8  # nodes that a region must save
+_LEVELS = 4  # of parts inside of parts that a cut looks at
 _ROUNDS = 16  # of looking for repeats among what the last round left
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -52,6 +54,12 @@ class LeftAlone:
     repeat: Repeat
     reason: str
 
+    def covers(self, repeat: Repeat) -> bool:
+        """Whether each part of another repeat lies in one of these."""
+        number = [bisect.bisect(self.repeat.starts, start) - 1 for start in repeat.starts]
+        ends = [self.repeat.starts[place] + self.repeat.length if place >= 0 else 0 for place in number]
+        return all(start + repeat.length <= end for start, end in zip(repeat.starts, ends, strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -64,13 +72,48 @@ class Found:
 def find(graph: Graph) -> Found:
     """Find the equal parts of a graph, in a time that grows little faster than the number of its nodes."""
     search = _Search(graph)
-    by_length = sorted(_modules(graph), key=lambda part: (part[0] - part[1], part[0]))
-    for parts in _groups(by_length):
-        search.take(parts)
-    for _ in range(_ROUNDS):
-        if not search.look():
-            break
+    search.run()
     return Found(repeats=tuple(_outermost(search.repeats)), left_alone=tuple(search.left_alone))
+
+
+def insides(graph: Graph) -> list[set[int]]:
+    """Places where a cut would go through a part that repeats: the numbers of the nodes before which it would stand.
+
+    First come those inside of any part; then, again and again, without those of the longest parts.
+    """
+    repeats = find(graph).repeats
+    places = list(zip(repeats, everywhere(repeats), strict=True))
+    lengths = sorted({repeat.length for repeat in repeats}, reverse=True)
+    return [
+        {
+            start + place
+            for repeat, starts in places
+            if repeat.length <= longest
+            for start in starts
+            for place in range(1, repeat.length)
+        }
+        for longest in lengths[:_LEVELS]
+    ]
+
+
+def everywhere(repeats: Sequence[Repeat]) -> list[list[int]]:
+    """Where the parts of each repeat begin, those that lie in any part of a longer one too; the longest come first."""
+    found: list[list[int]] = []
+    for repeat in repeats:
+        starts: set[int] = set()
+        for start in repeat.starts:
+            around = [
+                number
+                for number, other in enumerate(repeats[: len(found)])
+                if other.length > repeat.length and 0 <= start - other.starts[0] < other.length
+            ]
+            if around:
+                first = repeats[around[-1]].starts[0]
+                starts.update(start - first + place for place in found[around[-1]])
+            else:
+                starts.add(start)
+        found.append(sorted(starts))
+    return found
 
 
 def _outermost(repeats: Sequence[Repeat]) -> Iterator[Repeat]:
@@ -130,6 +173,14 @@ class _Search:
         )  # where parts begin and end -> the numbers of their repeats
         self._bodies: list[_Part] = [(0, len(graph.nodes))]
 
+    def run(self) -> None:
+        """Search whole modules, and then what they leave."""
+        for parts in _groups(sorted(_modules(self._graph), key=lambda part: (part[0] - part[1], part[0]))):
+            self.take(parts)
+        for _ in range(_ROUNDS):
+            if not self.look():
+                break
+
     def take(self, parts: Sequence[_Part]) -> bool:
         """Take those of some parts of one length that are equal as repeats, if they are worth it."""
         groups: dict[object, list[_Part]] = defaultdict(list)
@@ -174,6 +225,8 @@ class _Search:
         repeat = Repeat(length=end - start, starts=tuple(start for start, _ in parts))
         reason = self._nodes.effects(parts)
         if reason is not None:
+            if any(left.covers(repeat) for left in self.left_alone):
+                return False
             self.left_alone.append(LeftAlone(repeat=repeat, reason=reason))
             return False
         for first, after in parts:

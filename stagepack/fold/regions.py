@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from stagepack.fold.find import Repeat, find
+from stagepack.fold.find import Repeat, everywhere, find
 from stagepack.fold.names import Holes, renamed, renamed_weight
 from stagepack.format.folded import Call, Folded, Region, plain
 from stagepack.format.graph import Graph, Node, Scope, Weight
@@ -28,7 +28,7 @@ class _Places:
     """A region on its way: its places in the graph, and its holes."""
 
     repeat: Repeat
-    starts: list[int] = field(default_factory=list)  # of all places, those inside of calls of other regions too
+    starts: list[int]  # of all places, those inside of calls of other regions too
     number: int = 0
     holes: Holes = field(default_factory=Holes)
 
@@ -50,7 +50,7 @@ class _Folding:
         self.graph = graph
         self.weights = {weight.value: weight for weight in graph.weights}
         self.declared: set[str] = set()
-        self.places = [_Places(repeat) for repeat in repeats]
+        self.places = [_Places(*pair) for pair in zip(repeats, everywhere(repeats), strict=True)]
         # Where calls stand that are written out: in the graph, and in the first place of each region.
         self.calls: dict[int, list[_Places]] = {}
         for places in self.places:
@@ -59,10 +59,6 @@ class _Folding:
 
     def folded(self) -> Folded:
         """The folded graph."""
-        for places in self.places:
-            places.starts = sorted(
-                {start for known in places.repeat.starts for start in self._everywhere(known, places)}
-            )
         regions = []
         for number, places in enumerate(reversed(self.places)):
             places.number = number
@@ -86,18 +82,6 @@ class _Folding:
             subgraphs=tuple(subgraphs),
             regions=tuple(regions),
         )
-
-    def _everywhere(self, start: int, of: _Places) -> Iterator[int]:
-        """Yield the places that unfolding makes of one call: in each place of the regions around it."""
-        around = [
-            places
-            for places in self.places
-            if places.repeat.length > of.repeat.length and 0 <= start - places.first < places.repeat.length
-        ]
-        if around:
-            yield from (start - around[-1].first + place for place in around[-1].starts)
-        else:
-            yield start
 
     def _items(self, start: int, end: int, body: _Places | None = None) -> Iterator[tuple[int, _Places | None]]:
         """Yield what the nodes of a body become: the number of a node, or that of the first node of a call and its region."""

@@ -2,7 +2,8 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from stagepack.errors import CutError
 from stagepack.format.dtypes import SCALARS
@@ -16,15 +17,24 @@ from stagepack.split.costs import Costs, working_bytes
 from stagepack.split.policy import Assignment
 from stagepack.split.rematerialize import recipes
 
+_SLOWER = 1.05  # how much slower the slowest stage may be so that no repeated part is cut
+
 
 def balanced(
-    graph: Graph, costs: Costs, stages: int, *, memory: Sequence[int] = (), speeds: Sequence[float] = ()
+    graph: Graph,
+    costs: Costs,
+    stages: int,
+    *,
+    memory: Sequence[int] = (),
+    speeds: Sequence[float] = (),
+    repeats: Sequence[Collection[int]] = (),
 ) -> list[int]:
     """Positions of the cuts: each is the number of the node that starts the next stage.
 
     Of all cuts into consecutive stages that tear no bond, the one whose slowest stage is fastest; the time of a stage is
-    that of its nodes on a device of its speed, and of what it receives. Where there are fewer places to cut at than asked
-    for, the last stages are empty: their positions are the end of the graph.
+    that of its nodes on a device of its speed, and of what it receives. Parts that repeat are not cut through where the slowest stage
+    is no more than a twentieth slower for it. Where there are fewer places to cut at than asked for, the last stages are empty:
+    their positions are the end of the graph.
 
     Args:
         graph: a whole model.
@@ -32,6 +42,7 @@ def balanced(
         stages: how many.
         memory: bytes that the device of each stage has; none for no limits.
         speeds: of the device of each stage, relative to the others; none for equal ones.
+        repeats: places inside of parts that repeat; first those inside of any, then fewer and fewer.
 
     Raises:
         CutError: `stages` is less than 1, `memory` or `speeds` are of another number, or no cut fits into the memory.
@@ -47,11 +58,25 @@ def balanced(
         return [0] * (stages - 1)
     row = row_of(graph, costs)
     filled = min(stages, len(row.places) + 1)
-    limits: list[int | None] = [*memory] or [None] * filled
-    found = split(row, list(speeds or [1.0] * stages)[:filled], limits[:filled])
+    limits: list[int | None] = [*memory[:filled]] or [None] * filled
+    speed = list(speeds or [1.0] * stages)[:filled]
+    found = split(row, speed, limits)
     if found is None:
-        raise CutError(_lack(row, limits[:filled]))
+        raise CutError(_lack(row, limits))
+    slowest = _slowest(row, found, speed)
+    for inside in repeats:
+        places = [place for place in row.places if place not in inside]
+        whole = split(replace(row, places=places), speed, limits) if len(places) >= filled - 1 else None
+        if whole is not None and _slowest(row, whole, speed) <= slowest * _SLOWER:
+            found = whole
+            break
     return found + [len(graph.nodes)] * (stages - filled)
+
+
+def _slowest(row: Row, cuts: Sequence[int], speeds: Sequence[float]) -> float:
+    """The time of the slowest stage, in picoseconds."""
+    ends = itertools.pairwise([0, *cuts, len(row.times)])
+    return max(measure(row, *part).time_on(speed) for part, speed in zip(ends, speeds, strict=True))
 
 
 def _lack(row: Row, limits: Sequence[int | None]) -> str:

@@ -37,11 +37,12 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
+from stagepack.format.regions import CallAt, Item, RegionFunction, functions
+from stagepack.format.shapes import Dim
 from stagepack.format.walk import leaves, values_made, values_used
 from stagepack_loaders.torch.contexts import run_with_autocast, run_with_grad_mode
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.ops import check_call
-from stagepack_loaders.torch.regions import CallAt, Item, RegionFunction, functions
 
 
 def build(folded: Folded, graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> GraphModule:
@@ -97,10 +98,37 @@ class _Builder:
             names = [value.name for value in subgraph.inputs]
             self.subgraphs.append(self.module(names, subgraph.nodes, subgraph.result, None, f"Subgraph{number}"))
         self.functions = regions
+        self.types = {value.name: value for value in _values(graph)}
         self.regions: list[GraphModule] = []
+        self.sizes: list[
+            dict[int, tuple[int, int]]
+        ] = []  # of each region: its inputs that are sizes of others of its inputs
         for number, region in enumerate(regions):
-            names, given = region.taken(graph, region.start), region.given(graph, region.start)
-            self.regions.append(self.module(names, self.steps(region.items), _tuple(given), None, f"Region{number}"))
+            names, given = region.taken(graph, region.first.start), region.given(graph, region.first.start)
+            self.sizes.append(self._sizes(names))
+            body = _Body(self, self._less_sizes(number, names), short=True)
+            for place, (tensor, dim) in self.sizes[number].items():
+                body.size(names[place], names[tensor], dim)
+            self.regions.append(self.fill(body, self.steps(region.items), _tuple(given), None, f"Region{number}"))
+
+    def _sizes(self, names: Sequence[str]) -> dict[int, tuple[int, int]]:
+        """Numbers among some values that are sizes of tensors among them: the place of each, that of the tensor, and the dimension.
+
+        A region reads them off: a compiler knows then that they are no constants.
+        """
+        known = [self.types.get(name) for name in names]
+        where: dict[Dim, tuple[int, int]] = {}
+        for place, value in enumerate(known):
+            for dim, size in enumerate(value.shape if value is not None else ()):
+                where.setdefault(size, (place, dim))
+        return {
+            place: where[value.expr]
+            for place, value in enumerate(known)
+            if value is not None and value.expr is not None and value.expr in where
+        }
+
+    def _less_sizes(self, number: int, names: Sequence[str]) -> list[str]:
+        return [name for place, name in enumerate(names) if place not in self.sizes[number]]
 
     def steps(self, items: Iterable[Item]) -> list[_Step]:
         """What a body consists of: nodes, and calls of regions with the names at their places."""
@@ -108,13 +136,19 @@ class _Builder:
 
     def _region_call(self, call: CallAt) -> _RegionCall:
         region = self.functions[call.region]
-        return _RegionCall(call.region, region.taken(self.graph, call.start), region.given(self.graph, call.start))
+        taken = self._less_sizes(call.region, region.taken(self.graph, call.start))
+        return _RegionCall(call.region, taken, region.given(self.graph, call.start))
 
     def module(
         self, inputs: Sequence[str], steps: Sequence[_Step], result: Argument, context: int | None, name: str
     ) -> GraphModule:
         """A module of nodes that stand in one context or in contexts inside it, and of calls of regions."""
-        body = _Body(self, inputs)
+        return self.fill(_Body(self, inputs), steps, result, context, name)
+
+    def fill(
+        self, body: "_Body", steps: Sequence[_Step], result: Argument, context: int | None, name: str
+    ) -> GraphModule:
+        """The module of a body, with these steps at its end."""
         uses = _uses(steps)
         uses.update(_names(result))
         for inner, run in _runs(self.graph.contexts, steps, context):
@@ -136,8 +170,11 @@ class _Builder:
 class _Body:
     """One fx graph while it grows."""
 
-    def __init__(self, builder: _Builder, inputs: Sequence[str]) -> None:
+    def __init__(self, builder: _Builder, inputs: Sequence[str], *, short: bool = False) -> None:
         self.builder = builder
+        self.short = (
+            short  # so that regions of several stages that are equal have equal code: no number of a place in a name
+        )
         self.graph = FxGraph()
         self.attributes: dict[str, Any] = {}
         self.attribute_of: dict[int, str] = {}  # by the identity of what is held
@@ -145,8 +182,14 @@ class _Body:
         # names that no value begins with. All other names fx makes safe itself.
         free = next(n for n in itertools.count() if not any(name.startswith(f"given{n}") for name in builder.names))
         self.values = {
-            name: self._node("placeholder", f"given{free}_{number}", name=name) for number, name in enumerate(inputs)
+            name: self._node("placeholder", f"given{free}_{number}", name=None if short else name)
+            for number, name in enumerate(inputs)
         }
+
+    def size(self, name: str, tensor: str, dim: int) -> None:
+        """Read a size off a tensor."""
+        given = (self.values[tensor], dim)
+        self.values[name] = self._node("call_function", torch.ops.aten.sym_size.int, given, name=name)
 
     def append(self, step: _Step) -> None:
         """Append a node or a call of a region."""
@@ -229,6 +272,8 @@ class _Body:
     def _node(
         self, kind: str, target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, name: str | None = None
     ) -> FxNode:
+        if self.short and name is not None:
+            name = name.rstrip("0123456789_") or "value"
         # The code reads attributes from `self`, so no value may take that name.
         return self.graph.create_node(kind, target, args, kwargs, "self_" if name == "self" else name)
 

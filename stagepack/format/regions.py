@@ -6,14 +6,16 @@ from typing import NamedTuple
 
 from stagepack.format.folded import Call, Folded
 from stagepack.format.graph import Graph, Node
+from stagepack.format.template import fill
 from stagepack.format.walk import values_made, values_used
 
 
 class CallAt(NamedTuple):
-    """A call of a region: the number of its first node in the graph, and the region's own number."""
+    """A call of a region: the number of its first node in the graph, the region's own number, and the texts for its holes."""
 
     start: int
     region: int
+    texts: tuple[str, ...]
 
 
 # The number of a node, or a call.
@@ -26,7 +28,8 @@ class RegionFunction:
 
     Attributes:
         items: what it consists of, at its first place in the graph.
-        start: the number of its first node there.
+        first: the call that is there.
+        calls: at how many places it stands.
         inputs: of the values that it takes, each where it is first used: the node, counted from the first, and the place among the
             values that this node is given.
         outputs: of the values that it gives, those that something outside uses at one of its places: the node, and the place among
@@ -34,7 +37,8 @@ class RegionFunction:
     """
 
     items: tuple[Item, ...]
-    start: int
+    first: CallAt
+    calls: int
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
 
@@ -52,33 +56,37 @@ def functions(folded: Folded, graph: Graph) -> tuple[list[Item], list[RegionFunc
     lengths: list[int] = []
     for region in folded.regions:
         lengths.append(sum(1 if isinstance(item, Node) else lengths[item.region] for item in region.nodes))
-    places: list[list[int]] = [[] for _ in lengths]
+    calls_of: list[list[CallAt]] = [[] for _ in lengths]
 
-    def items(body: Sequence[Node | Call], start: int) -> Iterator[Item]:
+    def items(body: Sequence[Node | Call], start: int, texts: tuple[str, ...] | None = None) -> Iterator[Item]:
         for item in body:
             if isinstance(item, Node):
                 yield start
                 start += 1
             else:
-                yield CallAt(start, item.region)
+                inner = item.holes if texts is None else tuple(fill(hole, texts) for hole in item.holes)
+                yield CallAt(start, item.region, inner)
                 start += lengths[item.region]
 
     whole = list(items(folded.nodes, 0))
     calls = [item for item in whole if isinstance(item, CallAt)]
-    for start, number in calls:
-        places[number].append(start)
-        calls += (item for item in items(folded.regions[number].nodes, start) if isinstance(item, CallAt))
+    for call in calls:
+        calls_of[call.region].append(call)
+        inside = items(folded.regions[call.region].nodes, call.start, call.texts)
+        calls += (item for item in inside if isinstance(item, CallAt))
     last_use = {name: number for number, node in enumerate(graph.nodes) for name in values_used(node)}
     last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
     found = []
     for number, region in enumerate(folded.regions):
-        outputs = {output for start in places[number] for output in _outputs(graph, start, lengths[number], last_use)}
-        start = min(places[number])
+        length = lengths[number]
+        outputs = {output for call in calls_of[number] for output in _outputs(graph, call.start, length, last_use)}
+        first = min(calls_of[number])
         found.append(
             RegionFunction(
-                items=tuple(items(region.nodes, start)),
-                start=start,
-                inputs=tuple(_inputs(graph, start, lengths[number])),
+                items=tuple(items(region.nodes, first.start, first.texts)),
+                first=first,
+                calls=len(calls_of[number]),
+                inputs=tuple(_inputs(graph, first.start, length)),
                 outputs=tuple(sorted(outputs)),
             )
         )
