@@ -43,6 +43,10 @@ class OperatorError(StagepackError):
     """This runtime has no such operator, has it under another schema, or is not allowed to run it."""
 
 
+class CompiledError(StagepackError):
+    """Compiled code is of another bundle, for another device or torch, or damaged. Compile the bundle again."""
+
+
 class NotABundleError(StagepackError):
     """The path is not a stagepack bundle."""
 

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 _COMMANDS = {
+    "compile": "Compile a bundle to native code, kept outside of it.",
     "export": "Write a model as a bundle of pipeline stages.",
     "inspect": "Show what a bundle holds, without torch.",
     "load": "Load a bundle or one stage, and run it.",

@@ -30,6 +30,17 @@ from stagepack.quantities import readable_bytes
 @click.option(
     "--import", "imports", multiple=True, metavar="MODULE", help="A module to import first, which registers them."
 )
+@click.option(
+    "--compile",
+    "how",
+    is_flag=False,
+    flag_value="regions",
+    type=click.Choice(["regions", "whole"]),
+    help="Compile at the first call: each distinct region once, or each stage as a whole.",
+)
+@click.option(
+    "--compiled", type=click.Path(), help="Run the native code in this folder, which stagepack compile wrote."
+)
 @click.option("--no-verify", is_flag=True, help="Do not compare the weight files with their digests.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
@@ -41,6 +52,8 @@ def command(
     outputs: Path | None,
     allow_ops: tuple[str, ...],
     imports: tuple[str, ...],
+    how: str | None,
+    compiled: str | None,
     no_verify: bool,
     as_json: bool,
 ) -> None:
@@ -54,10 +67,13 @@ def command(
         raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
     if number is not None and len(devices) > 1:
         raise click.UsageError("--stage loads one stage: name one device")
+    if how and compiled:
+        raise click.UsageError("--compile and --compiled exclude each other")
     if outputs and inputs is None and opened.example is None:
         fail(f"--outputs: {bundle} has no example to run: pass --inputs")
     import_modules(imports)
-    rows, pipeline = _load(opened, number, list(devices) or ["cpu"], allow_ops, not no_verify, laps)
+    speed = (how or False, compiled)
+    rows, pipeline = _load(opened, number, list(devices) or ["cpu"], allow_ops, not no_verify, speed, laps)
     facts: dict[str, Any] = {"bundle": bundle, "stages": rows}
     if pipeline is not None:
         facts |= _run(opened, pipeline, inputs, outputs, laps)
@@ -100,12 +116,24 @@ class _Laps:
         self.seconds[name] = round(now - self._last, 6)
         self._last = now
 
+    def move(self, part: str, name: str, seconds: float) -> None:
+        """Count a part of a lap as another; none of 0 seconds."""
+        if seconds:
+            self.seconds[part] = round(self.seconds[part] - seconds, 6)
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 6)
+
 
 def _load(
-    bundle: Bundle, number: int | None, devices: list[str], allow_ops: tuple[str, ...], verify: bool, laps: _Laps
+    bundle: Bundle,
+    number: int | None,
+    devices: list[str],
+    allow_ops: tuple[str, ...],
+    verify: bool,
+    speed: tuple[Any, str | None],
+    laps: _Laps,
 ) -> tuple[list[dict[str, Any]], Any]:
     """Load the stages; return a row of facts for each, and the pipeline when it is whole."""
-    from stagepack_loaders.load import finish_stages, prepare_stages  # noqa: PLC0415 - torch, after the arguments are checked
+    from stagepack_loaders.load import finish_stages, prepare_stages, speed_up  # noqa: PLC0415 - torch, after the arguments are checked
     from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - the same
     from stagepack_loaders.torch.devices import parse_device  # noqa: PLC0415 - the same
     from stagepack_loaders.torch.stage import prepare_stage  # noqa: PLC0415 - the same
@@ -119,6 +147,9 @@ def _load(
         else:
             prepared = [prepare_stage(bundle, number, parse_device(devices[0]), allow_ops=allow_ops)]
         laps.end("graphs")
+        prepared = speed_up(bundle, prepared, *speed)
+        if any(speed):
+            laps.end("compile")
         started = time.perf_counter()
         for index, stage in enumerate(finish_stages(prepared, verify=verify), start=number or 0):
             entry = bundle.stages[index]
@@ -141,6 +172,7 @@ def _load(
 def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None, laps: _Laps) -> dict[str, Any]:
     """Run the inputs of a file, or the example; return facts about the result."""
     from stagepack_loaders.torch import example  # noqa: PLC0415 - torch, after the arguments are checked
+    from stagepack_loaders.torch.compile import compile_seconds  # noqa: PLC0415 - the same
 
     if inputs is None and bundle.example is None:
         return {}
@@ -149,6 +181,7 @@ def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | Non
         laps.end("inputs")
         results = example.call(pipeline, given)
         laps.end("first call")
+        laps.move("first call", "compile", compile_seconds())
         if outputs is not None:
             example.write_outputs(results, outputs)
     facts: dict[str, Any] = {"outputs": len(results)}

@@ -30,6 +30,7 @@ class RegionFunction:
         items: what it consists of, at its first place in the graph.
         first: the call that is there.
         calls: at how many places it stands.
+        length: how many nodes it has, those of regions that it calls too.
         inputs: of the values that it takes, each where it is first used: the node, counted from the first, and the place among the
             values that this node is given.
         outputs: of the values that it gives, those that something outside uses at one of its places: the node, and the place among
@@ -39,6 +40,7 @@ class RegionFunction:
     items: tuple[Item, ...]
     first: CallAt
     calls: int
+    length: int
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
 
@@ -86,6 +88,7 @@ def functions(folded: Folded, graph: Graph) -> tuple[list[Item], list[RegionFunc
                 items=tuple(items(region.nodes, first.start, first.texts)),
                 first=first,
                 calls=len(calls_of[number]),
+                length=length,
                 inputs=tuple(_inputs(graph, first.start, length)),
                 outputs=tuple(sorted(outputs)),
             )

@@ -36,6 +36,7 @@ from stagepack.format.graph import (
     TupleArg,
     Value,
     ValueArg,
+    Weight,
 )
 from stagepack.format.regions import CallAt, Item, RegionFunction, functions
 from stagepack.format.shapes import Dim
@@ -63,7 +64,13 @@ def build(folded: Folded, graph: Graph, targets: Sequence[Callable[..., Any]], d
     items, regions = functions(folded, graph)
     builder = _Builder(graph, regions, targets, device)
     names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
-    return builder.module(names, builder.steps(items), _tuple(graph.outputs), None, "Stage")
+    module = builder.module(names, builder.steps(items), _tuple(graph.outputs), None, "Stage")
+    module.meta |= {NODES: len(graph.nodes), INPUTS: builder.described(names)}
+    return module
+
+
+# What the `meta` of a stage and of a region says: how many nodes it has, and what each input is, a `Value` or a `Weight`.
+NODES, INPUTS = "stagepack_nodes", "stagepack_inputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,13 @@ class _Builder:
             body = _Body(self, self._less_sizes(number, names), short=True)
             for place, (tensor, dim) in self.sizes[number].items():
                 body.size(names[place], names[tensor], dim)
-            self.regions.append(self.fill(body, self.steps(region.items), _tuple(given), None, f"Region{number}"))
+            module = self.fill(body, self.steps(region.items), _tuple(given), None, f"Region{number}")
+            module.meta |= {NODES: region.length, INPUTS: self.described(self._less_sizes(number, names))}
+            self.regions.append(module)
+
+    def described(self, names: Sequence[str]) -> list[Value | Weight]:
+        weights = {weight.value: weight for weight in self.graph.weights}
+        return [weights[name] if name in weights else self.types[name] for name in names]
 
     def _sizes(self, names: Sequence[str]) -> dict[int, tuple[int, int]]:
         """Numbers among some values that are sizes of tensors among them: the place of each, that of the tensor, and the dimension.

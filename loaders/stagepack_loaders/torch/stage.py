@@ -33,17 +33,21 @@ class Stage(torch.nn.Module):
         self,
         graph: Graph,
         graph_module: torch.fx.GraphModule,
+        run: torch.nn.Module,
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         state: Collection[str] = (),
     ) -> None:
-        """`tensors` holds the weights by the name of their value; `state` names those that a call writes."""
+        """`run` is `graph_module`, or the same compiled.
+
+        `tensors` holds the weights by the name of their value; `state` names those that a call writes.
+        """
         super().__init__()
         self.graph = graph
         self.device = device
         self._inputs = tuple(value.name for value in graph.inputs)
         # Held in a tuple, not registered as a child: the names in state_dict are the model's own.
-        self._held = (graph_module,)
+        self._held = (graph_module, run)
         # All attributes come before the weights: torch refuses one that has the name of a parameter or buffer.
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._initial = _written(graph, state, tensors)
@@ -71,7 +75,7 @@ class Stage(torch.nn.Module):
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage on values that are known to fit, in the order of its inputs."""
         moved = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
-        outputs: tuple[Any, ...] = self.graph_module(*moved, *(held[name] for held, name in self._slots))
+        outputs: tuple[Any, ...] = self._held[1](*moved, *(held[name] for held, name in self._slots))
         return outputs
 
     @torch.no_grad()
@@ -91,12 +95,18 @@ class Stage(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A stage that is known to be sound, of whose weights nothing is read yet but where they lie."""
+    """A stage that is known to be sound, of whose weights nothing is read yet but where they lie.
+
+    Attributes:
+        run: what will run: `module`, or the same compiled.
+    """
 
     bundle: Bundle
+    number: int
     entry: StageEntry
     graph: Graph
     module: torch.fx.GraphModule
+    run: torch.nn.Module
     places: Mapping[str, tuple[Path, StoredTensor]]
     device: torch.device
 
@@ -117,7 +127,16 @@ def prepare_stage(bundle: Bundle, number: int, device: torch.device, *, allow_op
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{entry.graph}: {error}") from None
     places = bundle.tensors(number, graph)
-    return Prepared(bundle=bundle, entry=entry, graph=graph, module=module, places=places, device=device)
+    return Prepared(
+        bundle=bundle,
+        number=number,
+        entry=entry,
+        graph=graph,
+        module=module,
+        run=module,
+        places=places,
+        device=device,
+    )
 
 
 def finish_stage(prepared: Prepared, *, verify: bool, cache: WeightCache) -> Stage:
@@ -130,7 +149,7 @@ def finish_stage(prepared: Prepared, *, verify: bool, cache: WeightCache) -> Sta
         _verify(prepared.bundle, prepared.entry)
     weights = prepared.graph.weights
     tensors = {weight.value: cache.read(weight, prepared.places, prepared.device) for weight in weights}
-    return Stage(prepared.graph, prepared.module, tensors, prepared.device, prepared.entry.state)
+    return Stage(prepared.graph, prepared.module, prepared.run, tensors, prepared.device, prepared.entry.state)
 
 
 def _verify(bundle: Bundle, stage: StageEntry) -> None:

@@ -1,0 +1,166 @@
+"""Compiled at the first call and ahead of time: each distinct region once, with the answers of the model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch._dynamo.utils import counters
+
+import stagepack
+from stagepack.cli import main
+from stagepack.errors import CompiledError, OutputExistsError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.load import compile_ahead
+
+
+class Block(torch.nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.up = torch.nn.Linear(8, 16)
+        self.down = torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Mix; the shape is used as numbers."""
+        hidden = torch.nn.functional.silu(self.up(self.norm(x))).view(x.shape[0], x.shape[1], 2, 8).sum(2)
+        return x + torch.tanh(self.down(torch.cat([hidden, hidden], -1)) * scale).relu()
+
+
+class Stack(torch.nn.Module):
+    """Blocks, with something before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix."""
+        scale = x.mean(1, keepdim=True).transpose(1, 2).expand(-1, -1, x.shape[1]).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x, scale)
+        return x.softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Bundle]:
+    """The model, and its bundle of two stages with four blocks each."""
+    torch.manual_seed(0)
+    model = Stack().eval()
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
+    bundle = stagepack.export(
+        model,
+        (torch.randn(2, 3, 8),),
+        out=tmp_path_factory.mktemp("stack") / "stack.stagepack",
+        split_at=["blocks.4"],
+        dynamic_shapes={"x": {0: batch, 1: length}},
+    )
+    return model, bundle
+
+
+@pytest.fixture(scope="module")
+def compiled(stack: tuple[Stack, Bundle], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle compiled ahead of time."""
+    out = tmp_path_factory.mktemp("compiled") / "stack.compiled"
+    done = CliRunner().invoke(main, ["compile", str(stack[1].path), "-o", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "1 of 1 parts" in done.output
+    return out
+
+
+def inputs() -> list[torch.Tensor]:
+    """At the sizes of the example and at others, and one that is not contiguous."""
+    return [torch.randn(2, 3, 8), torch.randn(5, 9, 8), torch.randn(1, 2, 8), torch.randn(8, 4, 3).permute(2, 1, 0)]
+
+
+@torch.no_grad()
+def test_a_region_of_several_stages_is_compiled_once(stack: tuple[Stack, Bundle]) -> None:
+    model, bundle = stack
+    torch._dynamo.reset()
+    counters.clear()
+    pipe = stagepack.load(bundle, compile=True)
+    for number, x in enumerate(inputs()):
+        torch.testing.assert_close(pipe(x), model(x))
+        assert counters["stats"]["unique_graphs"] == 1 or number > 1  # torch compiles a size of 1 and other strides anew
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+
+
+@torch.no_grad()
+def test_a_stage_is_compiled_as_a_whole(stack: tuple[Stack, Bundle]) -> None:
+    bundle = stack[1]
+    torch._dynamo.reset()
+    first = stagepack.load_stage(bundle, 0, compile="whole")
+    plain = stagepack.load_stage(bundle, 0)
+    x = torch.randn(2, 3, 8)
+    for found, wanted in zip(first(x), plain(x), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@torch.no_grad()
+def test_what_was_compiled_ahead_answers_at_all_sizes(stack: tuple[Stack, Bundle], compiled: Path) -> None:
+    model, bundle = stack
+    assert sorted(path.suffix for path in compiled.iterdir()) == [".json", ".pt2"]
+    pipe = stagepack.load(bundle, compiled=compiled)
+    for x in inputs():
+        torch.testing.assert_close(pipe(x), model(x))
+    stage = stagepack.load_stage(bundle, 1, compiled=compiled)
+    given = stagepack.load_stage(bundle, 0)(torch.randn(4, 7, 8))
+    torch.testing.assert_close(stage(*given), stagepack.load_stage(bundle, 1)(*given))
+
+
+def test_the_command_runs_what_was_compiled_ahead(stack: tuple[Stack, Bundle], compiled: Path) -> None:
+    args = ["load", str(stack[1].path), "--compiled", str(compiled), "--json"]
+    done = CliRunner().invoke(main, args, catch_exceptions=False)
+    facts = json.loads(done.output)
+    assert facts["difference"] < 1e-5
+    assert list(facts["start"]) == ["open", "import torch", "graphs", "compile", "weights", "inputs", "first call"]
+
+
+def test_code_of_something_else_is_refused(stack: tuple[Stack, Bundle], compiled: Path, tmp_path: Path) -> None:
+    bundle = stack[1]
+    other = stagepack.recut(bundle, out=tmp_path / "other.stagepack", stages=1)
+    with pytest.raises(
+        CompiledError, match=f"was compiled from the bundle {bundle.digest}, this one is {other.digest}"
+    ):
+        stagepack.load(other, compiled=compiled)
+    with pytest.raises(CompiledError, match="is no folder that stagepack compile wrote"):
+        stagepack.load(bundle, compiled=tmp_path)
+    with pytest.raises(OutputExistsError, match="exists"):
+        compile_ahead(bundle, compiled)
+    with pytest.raises(ValueError, match="exclude each other"):
+        stagepack.load(bundle, compiled=compiled, compile=True)
+    with pytest.raises(ValueError, match="expected False, True, 'regions' or 'whole', found 'all'"):
+        stagepack.load(bundle, compile="all")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("device", "cuda"), ("arch", "linux sparc"), ("torch_version", "1.0.0+cpu")]
+)
+def test_code_for_another_target_is_refused(
+    stack: tuple[Stack, Bundle], compiled: Path, tmp_path: Path, field: str, value: str
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(compiled, changed)
+    listed = json.loads((changed / "compiled.json").read_text())
+    listed["target"][field] = value
+    (changed / "compiled.json").write_text(json.dumps(listed))
+    with pytest.raises(
+        CompiledError, match=f"was compiled for .*{value.split('+')[0]}.*, this is cpu .*: compile it anew"
+    ):
+        stagepack.load(stack[1], compiled=changed)
+
+
+def test_damaged_code_is_refused(stack: tuple[Stack, Bundle], compiled: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(compiled, changed)
+    [file] = changed.glob("*.pt2")
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(CompiledError, match="is missing or was changed"):
+        stagepack.load(stack[1], compiled=changed)
+    file.unlink()
+    with pytest.raises(CompiledError, match="is missing or was changed"):
+        stagepack.load(stack[1], compiled=changed)

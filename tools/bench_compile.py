@@ -1,0 +1,151 @@
+"""Compiling a Llama-like model: whole with ``torch.compile``, by regions, and ahead of time. Run with ``python -m tools.bench_compile``.
+
+Every side is measured in this run, in processes of its own with empty caches; the times of steady calls are medians of calls in turn.
+First call: from a loaded model to the first answer. Ready: from the folder on disk to a pipeline that can be called.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import stagepack
+from stagepack.capture import Inputs, capture_module
+from stagepack.exporter import export_capture
+from stagepack.where import Where
+from stagepack_loaders.load import compile_ahead
+
+LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}
+HIDDEN = {"cpu": 512, "cuda": 2048}
+CALLS = 15
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(_MEASURES[options.measure](options.device, options.layers)))
+        return
+    few, many = LAYERS[options.device]
+    short = _in_a_process("regions", options.device, few)
+    found = _in_a_process("regions", options.device, many)
+    found |= _in_a_process("whole", options.device, many)
+    print(f"{options.device}, hidden {HIDDEN[options.device]}, torch {torch.__version__}")
+    print(f"first call by regions, {few} layers   {short['first']:8.2f} s")
+    print(
+        f"first call by regions, {many} layers  {found['first']:8.2f} s, {found['first'] / short['first']:.2f} times that"
+    )
+    print(
+        f"first call whole, {many} layers       {found['whole']:8.2f} s, by regions {found['first'] / found['whole']:.3f} of it"
+    )
+    print(f"ready, compiled ahead            {found['ready']:8.2f} s, 1/{found['whole'] / found['ready']:.0f} of whole")
+    for name in ("steady whole", "steady by regions", "steady compiled ahead", "steady eager"):
+        print(f"{name:31}  {found[name] * 1e3:8.1f} ms, {found[name] / found['steady whole']:.2f} of whole")
+
+
+def _in_a_process(measure: str, device: str, layers: int) -> dict[str, float]:
+    """A measurement in a process of its own, with an empty cache of the compiler that is not used again."""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "tools.bench_compile",
+                "--measure",
+                measure,
+                "--device",
+                device,
+                "--layers",
+                str(layers),
+            ],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
+        )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@torch.no_grad()
+def _regions(device: str, layers: int) -> dict[str, float]:
+    _, ids, bundle = _model(device, layers)
+    pipe = stagepack.load(bundle, [device], compile=True)
+    return {"first": _timed(lambda: pipe(ids), device)}
+
+
+@torch.no_grad()
+def _whole(device: str, layers: int) -> dict[str, float]:
+    model, ids, bundle = _model(device, layers)
+    whole = torch.compile(model)
+    found = {"whole": _timed(lambda: whole(ids, use_cache=False), device)}
+    compile_ahead(bundle, bundle.parent / "compiled", device)
+    regions = stagepack.load(bundle, [device], compile=True)
+    eager = stagepack.load(bundle, [device])
+    regions(ids)
+    started = time.perf_counter()
+    ahead = stagepack.load(bundle, [device], compiled=bundle.parent / "compiled")
+    found["ready"] = time.perf_counter() - started
+    sides: dict[str, Callable[[], object]] = {
+        "steady whole": lambda: whole(ids, use_cache=False),
+        "steady by regions": lambda: regions(ids),
+        "steady compiled ahead": lambda: ahead(ids),
+        "steady eager": lambda: eager(ids),
+    }
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(CALLS + 2):
+        for name, call in sides.items():
+            times[name].append(_timed(call, device))
+    return found | {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+
+
+_MEASURES = {"regions": _regions, "whole": _whole}
+
+
+def _model(device: str, layers: int) -> tuple[LlamaForCausalLM, torch.Tensor, Path]:
+    """A model with random weights, a batch for it, and its bundle."""
+    hidden = HIDDEN[device]
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    ids = torch.randint(0, 1024, (4, 128), device=device)
+    batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=1024)
+    inputs = Inputs(
+        kwargs={"input_ids": ids, "use_cache": False}, dynamic_shapes={"input_ids": {0: batch, 1: sequence}}
+    )
+    out = Path(tempfile.mkdtemp()) / "llama.stagepack"
+    export_capture(capture_module(model, inputs), out=out, where=Where(stages=1))
+    return model, ids, out
+
+
+def _timed(call: Callable[[], object], device: str) -> float:
+    started = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()
