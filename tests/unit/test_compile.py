@@ -85,7 +85,8 @@ def test_a_region_of_several_stages_is_compiled_once(stack: tuple[Stack, Bundle]
     pipe = stagepack.load(bundle, compile=True)
     for number, x in enumerate(inputs()):
         torch.testing.assert_close(pipe(x), model(x))
-        assert counters["stats"]["unique_graphs"] == 1 or number > 1  # torch compiles a size of 1 and other strides anew
+        if number <= 1:  # torch compiles a size of 1 and other strides anew
+            assert counters["stats"]["unique_graphs"] == 1
     assert pipe.state_dict().keys() == model.state_dict().keys()
 
 
