@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from stagepack.errors import CaptureError
+from stagepack.module_calls import TracedCalls
 
 _ADVICE = ("For more information", "For extended logs", "from user code", "Set TORCH", "The error above", "User Stack")
 
@@ -42,12 +43,14 @@ class Capture:
         inputs: the example that it was captured with.
         model: the module it came from, when there is one.
         method: the function that captured it, for the log.
+        calls: the calls of its modules, as far as they were recorded.
     """
 
     program: ExportedProgram
     inputs: Inputs
     model: torch.nn.Module | None = None
     method: str = "torch.export.export"
+    calls: TracedCalls = field(default_factory=TracedCalls)
 
 
 def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
@@ -62,15 +65,16 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             raise CaptureError(
                 f"{type(model).__name__}: example inputs are missing for {', '.join(required)}: pass args or kwargs"
             )
+    calls = TracedCalls()
     with unchanged(model):
         try:
-            with quiet():
+            with quiet(), calls.recorded():
                 program = torch.export.export(
                     model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=_complete(model, inputs)
                 )
         except Exception as error:
             raise CaptureError(f"{type(model).__name__} cannot be captured: {readable(error)}") from error
-    return Capture(program=program, inputs=inputs, model=model)
+    return Capture(program=program, inputs=inputs, model=model, calls=calls)
 
 
 def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:

@@ -7,7 +7,7 @@ import torch
 from stagepack.capture import Capture, ask
 from stagepack.errors import CaptureError, InputError
 from stagepack.format.contract import bind
-from stagepack.format.manifest import Signature
+from stagepack.format.signature import Signature
 from stagepack.format.tree import ValueLeaf, flatten
 from stagepack.format.weights import TensorSpec
 from stagepack.linearize.tensors import to_bytes

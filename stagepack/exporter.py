@@ -145,7 +145,8 @@ def _linearize(capture: Capture) -> Linearized:
     forward = capture.model.forward if capture.model is not None else None
     # Stock from_pretrained looks for every persistent buffer in the files.
     store_zeros = is_of_transformers(capture.model)
-    return linearize(capture.program, dimension_names(capture), forward, store_zeros=store_zeros)
+    names = dimension_names(capture)
+    return linearize(capture.program, names, forward, traced=capture.calls, store_zeros=store_zeros)
 
 
 def _cut(linear: Linearized, where: Where) -> tuple[Cut, Plan]:

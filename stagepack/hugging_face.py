@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from stagepack.capture import Capture, Inputs, ask, capture_module, quiet, readable, unchanged
 from stagepack.errors import CaptureError
 from stagepack.format.weights import ALIGNMENT
+from stagepack.module_calls import TracedCalls
 
 _PLAIN = "torch.export.export"
 _PATCHED = "transformers.exporters.DynamoExporter"
@@ -182,13 +183,14 @@ def _capture_patched(model: Any, inputs: Inputs) -> Capture:
     shapes = inputs.dynamic_shapes
     if isinstance(shapes, Mapping):
         shapes = {name: shapes.get(name) for name in kept}
+    calls = TracedCalls()
     config = exporters.DynamoConfig(dynamic=shapes is not None, dynamic_shapes=shapes)
     try:
-        with unchanged(model), quiet():
+        with unchanged(model), quiet(), calls.recorded():
             program = exporters.DynamoExporter().export_program(model, dict(kwargs), config)[0]
     except Exception as error:
         raise CaptureError(readable(error)) from error
-    return Capture(program=program, inputs=Inputs(kwargs=kept, dynamic_shapes=shapes), model=model)
+    return Capture(program=program, inputs=Inputs(kwargs=kept, dynamic_shapes=shapes), model=model, calls=calls)
 
 
 def _left_to_torch(shapes: Any) -> Any:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from stagepack.fold import fold
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZEROS
-from stagepack.format.manifest import Manifest, Producer, Signature, Stage
+from stagepack.format.manifest import Manifest, Producer, Stage
 from stagepack.format.operators import NAMESPACES, namespace
 from stagepack.format.plan import Plan
 from stagepack.format.reader import EXAMPLE_NAME
 from stagepack.format.shapes import Symbol
+from stagepack.format.signature import Signature
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
 from stagepack.format.weights import TensorSpec
@@ -77,13 +78,14 @@ def pack(
         for number, stage in enumerate(cut.stages):
             name, graph = f"stage-{number}.msgpack", stage.graph
             raise_problems(check_graph(graph, name))
-            writer.write(name, [encode_graph(fold(graph))])
             files = dict.fromkeys(
                 sorted(
                     (placed[tensor] for tensor in stored[number]), key=lambda file: (file.startswith("shared"), file)
                 )
             )
-            stages.append(_entry(stage, name, tuple(files), weights))
+            entry = _entry(stage, name, tuple(files), weights)
+            writer.write(name, [encode_graph(fold(graph, entry.numbers))])
+            stages.append(entry)
         for file in dict.fromkeys(placed.values()):
             writer.write_tensors(file, (weights.specs[name] for name in placed if placed[name] == file), weights.read)
         if example.specs:

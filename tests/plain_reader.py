@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def fill(template: str, texts: Sequence[str]) -> str:
@@ -43,9 +43,31 @@ def dims_filled(dim: Any, texts: Sequence[str]) -> Any:
     return fill(dim, texts) if isinstance(dim, str) else dim
 
 
-def unfold(graph: dict[str, Any]) -> tuple[list[tuple[dict[str, Any], str]], list[dict[str, Any]]]:
-    """The nodes of a graph, each with the path of its scope, and the weights, in any order."""
-    weights = list(graph.get("weights", []))
+def call_filled(call: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """The call of a module with texts in the holes of what a region leaves open in it."""
+
+    def tree(part: Any) -> Any:
+        if isinstance(part, list):
+            return [tree(item) for item in part]
+        if isinstance(part, dict) and part.get("type") == "value":
+            return part | {"name": fill(part["name"], texts)}
+        return {key: tree(item) for key, item in part.items()} if isinstance(part, dict) else part
+
+    made = {**call, "path": fill(call["path"], texts), "first": fill(call["first"], texts)}
+    return made | ({"signature": tree(call["signature"])} if "signature" in call else {})
+
+
+class Unfolded(NamedTuple):
+    """The nodes of a graph, each with the path of its scope; and in any order the weights, and the calls of modules."""
+
+    nodes: list[tuple[dict[str, Any], str]]
+    weights: list[dict[str, Any]]
+    calls: list[dict[str, Any]]
+
+
+def unfold(graph: dict[str, Any]) -> Unfolded:
+    """Fill in the calls of regions."""
+    weights, calls = list(graph.get("weights", [])), list(graph.get("calls", []))
 
     def nodes(body: dict[str, Any], texts: Sequence[str] | None) -> Iterator[tuple[dict[str, Any], str]]:
         for item in body.get("nodes", []):
@@ -56,7 +78,8 @@ def unfold(graph: dict[str, Any]) -> tuple[list[tuple[dict[str, Any], str]], lis
                 region = graph["regions"][item[0]]
                 inner = item[1] if texts is None else [fill(text, texts) for text in item[1]]
                 weights.extend(filled(weight, inner) for weight in region.get("weights", []))
+                calls.extend(call_filled(call, inner) for call in region.get("calls", []))
                 yield from nodes(region, inner)
 
     found = list(nodes(graph, None))
-    return found, list({json.dumps(weight): weight for weight in weights}.values())
+    return Unfolded(found, list({json.dumps(weight): weight for weight in weights}.values()), calls)

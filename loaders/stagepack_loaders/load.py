@@ -131,21 +131,41 @@ def load_stage(
     stage: int,
     device: str | torch.device = "cpu",
     *,
+    modules: bool = False,
+    types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: bool = True,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
 ) -> Stage:
-    """Load one stage as a `torch.nn.Module`; only its own files and the shared files it names are read. See `load`.
+    """Load one stage as a `torch.nn.Module`; only its own files and the shared files it names are read.
+
+    With `modules`, the modules of the original model stand in it under their names. Each that lies whole in the stage can be called
+    on its own, as the model called it, and replaced by another one that takes the same call. A module that the model calls several
+    times is one module; a call that runs another graph than the first is a module beside it, named ``layer@1``.
+
+    Args:
+        bundle: its folder, or what `stagepack.open` gave.
+        stage: its number.
+        device: where it runs.
+        modules: run by calls of the model's modules.
+        types: classes to build arguments and results of modules of, where the bundle names them; else such an object is a dict of
+            its fields.
+        allow_ops: see `load`; and so the others.
+        verify: see `load`.
+        compile: see `load`.
+        compiled: see `load`.
 
     Raises:
         IndexError: there is no stage of that number.
+        ValueError: `modules` and a way to compile are asked for together.
         NotABundleError, VersionError, DigestError, FormatError, DeviceError, OperatorError, CompiledError: see `load`.
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     if not 0 <= stage < len(opened.stages):
         raise IndexError(f"expected a stage from 0 to {len(opened.stages) - 1}, found {stage}")
-    [prepared] = speed_up(
-        opened, [prepare_stage(opened, stage, parse_device(device), allow_ops=allow_ops)], compile, compiled
-    )
-    return finish_stage(prepared, verify=verify, cache=WeightCache())
+    if modules and (compile or compiled is not None):
+        raise ValueError("modules excludes compile and compiled: a stage that runs by its modules runs as it is")
+    prepared = prepare_stage(opened, stage, parse_device(device), allow_ops=allow_ops, modules=modules, types=types)
+    [ready] = [prepared] if modules else speed_up(opened, [prepared], compile, compiled)
+    return finish_stage(ready, verify=verify, cache=WeightCache())

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from stagepack.format.contract import bind, check_values
 from stagepack.format.manifest import Manifest
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, tree_leaves, unflatten
+from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, unflatten, value_names
 
 
 class LoadedStage(Protocol):
@@ -38,7 +38,7 @@ class Pipeline:
         self.stages = tuple(stages)
         self._types = tuple(types)
         self._inputs = tuple(edge for edge in manifest.edges if edge.producer is None)
-        results = {leaf.name for leaf in tree_leaves(manifest.signature.result) if isinstance(leaf, ValueLeaf)}
+        results = set(value_names(manifest.signature.result))
         done: list[list[str]] = [[] for _ in manifest.stages]
         for edge in manifest.edges:
             if edge.consumers and edge.name not in results:

@@ -6,14 +6,14 @@ from stagepack.cli.output import print_line, print_table
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_range, format_shape
-from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack.format.tree import value_names
 from stagepack.quantities import readable_bytes, readable_flops
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
     """The facts of a bundle as plain data."""
     manifest = bundle.manifest
-    results = {leaf.name for leaf in tree_leaves(manifest.signature.result) if isinstance(leaf, ValueLeaf)}
+    results = set(value_names(manifest.signature.result))
     return {
         "path": str(bundle.path),
         "version": manifest.version,

@@ -1,25 +1,30 @@
 """A graph -> the form that its file holds, with equal parts as regions. Law: ``unfold(fold(g)) == g``."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.msgpack import encode
 from msgspec.structs import replace
 
 from stagepack.fold.find import Repeat, everywhere, find
-from stagepack.fold.names import Holes, renamed, renamed_weight
+from stagepack.fold.holes import Holes
 from stagepack.format.folded import Call, Folded, Region, plain
-from stagepack.format.graph import Graph, Node, Scope, Weight
-from stagepack.format.names import node_texts, weight_texts
+from stagepack.format.graph import Graph, ModuleCall, Node, Scope, Weight
+from stagepack.format.names import call_texts, node_texts, renamed, renamed_call, renamed_weight, weight_texts
 from stagepack.format.unfold import unfold
 from stagepack.format.walk import values_used
 
 
-def fold(graph: Graph) -> Folded:
-    """Fold a graph whose tables stand in the order that `unfold` gives them; of any other one nothing is folded."""
+def fold(graph: Graph, places: Sequence[int] | None = None) -> Folded:
+    """Fold a graph whose tables stand in the order that `unfold` gives them; of any other one nothing is folded.
+
+    `places` says where each node stands in the whole model, of which the graph is a stage; -1 for one that stands nowhere.
+    """
     repeats = find(graph).repeats
     if not repeats:
         return plain(graph)
-    folded = _Folding(graph, repeats).folded()
+    folded = _Folding(graph, repeats, range(len(graph.nodes)) if places is None else places).folded()
     return folded if unfold(folded) == graph else plain(graph)
 
 
@@ -46,10 +51,12 @@ class _Places:
 class _Folding:
     """A graph and its repeats, the longest first, on their way to regions."""
 
-    def __init__(self, graph: Graph, repeats: Sequence[Repeat]) -> None:
+    def __init__(self, graph: Graph, repeats: Sequence[Repeat], numbers: Sequence[int]) -> None:
         self.graph = graph
         self.weights = {weight.value: weight for weight in graph.weights}
         self.declared: set[str] = set()
+        self.begins = _begins(graph.calls, numbers)
+        self.called: set[str] = set()  # paths of calls of modules that regions hold
         self.places = [_Places(*pair) for pair in zip(repeats, everywhere(repeats), strict=True)]
         # Where calls stand that are written out: in the graph, and in the first place of each region.
         self.calls: dict[int, list[_Places]] = {}
@@ -80,6 +87,7 @@ class _Folding:
             weights=tuple(weight for weight in graph.weights if weight.value not in self.declared),
             scopes=tuple(graph.scopes[scope] for scope in at),
             subgraphs=tuple(subgraphs),
+            calls=tuple(call for call in graph.calls if call.path not in self.called),
             regions=tuple(regions),
         )
 
@@ -116,7 +124,23 @@ class _Folding:
         for column in weights:
             names = iter([template_of(texts) for texts in zip(*map(weight_texts, column), strict=True)])
             declared.append(renamed_weight(column[0], names))
-        return Region(nodes=tuple(nodes), weights=tuple(declared), scopes=tuple(scopes))
+        calls = []
+        for same in self._own_calls(places):
+            names = iter([template_of(texts) for texts in zip(*map(call_texts, same), strict=True)])
+            calls.append(renamed_call(same[0], names))
+        return Region(nodes=tuple(nodes), weights=tuple(declared), scopes=tuple(scopes), calls=tuple(calls))
+
+    def _own_calls(self, places: _Places) -> list[tuple[ModuleCall, ...]]:
+        """The calls of modules that each place has for itself and that are equal but for names; for each of them, that of every place."""
+        found: dict[tuple[str, ...], tuple[ModuleCall, ...]] = {}
+        for node in range(places.repeat.length):
+            for column in zip(*(self.begins[start + node] for start in places.starts), strict=False):
+                paths = tuple(call.path for call in column)
+                if len(set(paths)) == len(paths) and len(set(map(_nameless, column))) == 1:
+                    found[paths] = column
+        columns = [column for paths, column in found.items() if self.called.isdisjoint(paths)]
+        self.called.update(call.path for column in columns for call in column)
+        return columns
 
     def _own_weights(self, places: _Places) -> list[tuple[Weight, ...]]:
         """The weights that each place has for itself: for each of them, that of every place."""
@@ -129,3 +153,15 @@ class _Folding:
         columns = [column for column in zip(*rows, strict=True) if len(set(column)) == len(column)]
         self.declared.update(*columns)
         return [tuple(self.weights[name] for name in column) for column in columns]
+
+
+def _begins(calls: Iterable[ModuleCall], numbers: Sequence[int]) -> list[list[ModuleCall]]:
+    """The calls of modules that begin at each node, the innermost first."""
+    at: dict[int, list[ModuleCall]] = {}
+    for call in calls:
+        at.setdefault(int(call.first), []).insert(0, call)
+    return [at.get(number, []) for number in numbers]
+
+
+def _nameless(call: ModuleCall) -> bytes:
+    return encode(renamed_call(call, itertools.repeat("")))

@@ -8,8 +8,6 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
@@ -50,20 +48,19 @@ def worth(size: int, count: int) -> int:
 
 def _suffixes(sequence: Sequence[int]) -> list[int]:
     """The suffix array, by prefix doubling (Manber, Myers, 1990)."""
-    _, rank = np.unique(np.asarray(sequence, dtype=np.int64), return_inverse=True)
-    count, step = len(rank), 1
-    order = np.argsort(rank, kind="stable")
-    while step < count:
-        after = np.full(count, -1, dtype=np.int64)
-        after[: count - step] = rank[step:]
-        order = np.lexsort((after, rank))
-        changes = (np.diff(rank[order]) != 0) | (np.diff(after[order]) != 0)
-        rank = np.empty(count, dtype=np.int64)
-        rank[order] = np.concatenate(([0], np.cumsum(changes)))
-        if rank[order[-1]] == count - 1:
-            break
+    count, step = len(sequence), 1
+    keys: Sequence[int] = sequence
+    while True:
+        order = sorted(range(count), key=keys.__getitem__)
+        rank, number = [0] * count, 0
+        for place, start in enumerate(order):
+            number += place > 0 and keys[start] != keys[order[place - 1]]
+            rank[start] = number
+        if number == count - 1 or step >= count:
+            return order
+        after = [*rank[step:], *([-1] * step)]
+        keys = [one * (count + 1) + other + 1 for one, other in zip(rank, after, strict=True)]
         step *= 2
-    return list(map(int, order))
 
 
 def _common_prefixes(sequence: Sequence[int], order: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Value
-from stagepack.format.manifest import Edge, Signature
+from stagepack.format.manifest import Edge
 from stagepack.format.shapes import (
     Dim,
     Expr,
@@ -22,7 +22,8 @@ from stagepack.format.shapes import (
     is_within,
     symbols_in,
 )
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, flatten, tree_leaves
+from stagepack.format.signature import Signature
+from stagepack.format.tree import UNUSED, ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, flatten, value_names
 
 _PYTHON: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
 
@@ -39,19 +40,21 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """Match a call with the signature: the name of each value -> what the caller gave for it.
 
     Raises:
-        InputError: an argument is missing, unknown or given twice, containers differ, or a constant differs from the export's.
+        InputError: an argument is missing, unknown or given twice, containers differ, or a constant differs from the export's, or two
+            values that were one.
     """
     named = _by_parameter(signature, args, kwargs)
     bound: dict[str, Given] = {}
     for parameter in signature.parameters:
         if parameter.name not in named:
-            missing = [leaf for leaf in tree_leaves(parameter.tree) if isinstance(leaf, ValueLeaf)]
-            if missing:
+            if any(True for _ in value_names(parameter.tree)):
                 raise InputError(f"the argument {parameter.name!r} is missing")
             continue
         for where, leaf, given in flatten(parameter.tree, named[parameter.name], parameter.name):
             if isinstance(leaf, ValueLeaf):
-                bound[leaf.name] = Given(where, given)
+                first = bound.setdefault(leaf.name, Given(where, given))
+                if first.value is not given and leaf.name != UNUSED:
+                    raise InputError(f"{where} was the same as {first.where} at export: export again to change it")
             else:
                 _check_constant(leaf, given, where)
     return bound

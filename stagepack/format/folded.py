@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from stagepack.format.graph import Context, Graph, Node, Op, Scope, Subgraph, Value, Weight
+from stagepack.format.graph import Context, Graph, ModuleCall, Node, Op, Scope, Subgraph, Value, Weight
 from stagepack.format.limits import Int64
 from stagepack.format.shapes import Symbol
 
@@ -23,18 +23,20 @@ class Call(NamedTuple):
 class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run of nodes that stands in the graph several times.
 
-    In the names of values, symbols, weights and scopes, ``{2}`` is the third text of a call, ``{2+5}`` the number that this text is,
-    plus 5, and ``{{`` and ``}}`` are braces.
+    In the names of values, symbols, weights, scopes and modules, ``{2}`` is the third text of a call, ``{2+5}`` the number that this
+    text is, plus 5, and ``{{`` and ``}}`` are braces.
 
     Attributes:
         nodes: they refer to the scopes of the region, and to the operators, contexts and subgraphs of the graph.
         weights: those that each call has for itself.
         scopes: where the nodes came from.
+        calls: the calls of modules that each call of the region has for itself.
     """
 
     nodes: tuple[Node | Call, ...]
     weights: tuple[Weight, ...] = ()
     scopes: tuple[Scope, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()
 
 
 class Folded(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -49,6 +51,7 @@ class Folded(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ops: tuple[Op, ...] = ()
     scopes: tuple[Scope, ...] = ()
     contexts: tuple[Context, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()
     regions: tuple[Region, ...] = ()
 
 

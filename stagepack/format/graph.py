@@ -1,4 +1,4 @@
-"""The graph of a model or of a stage: one type for both (SPEC G1 to G14).
+"""The graph of a model or of a stage: one type for both (SPEC G1 to G15).
 
 A graph is pure data: operators, scopes and contexts stand in tables, and the nodes refer to them by index.
 Values have names; a name is an identifier and is made once (static single assignment).
@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from stagepack.format.limits import Int64
 from stagepack.format.shapes import Dim, Symbol
+from stagepack.format.signature import Signature
 
 
 class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -232,8 +233,27 @@ class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     result: Argument
 
 
+class ModuleCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call of a module: a run of nodes of the whole model, of which a stage may have some.
+
+    Attributes:
+        path: the module's path in the model; from its second call on with ``@1`` and so on at the end.
+        type: the name of its class.
+        first: where the first of its nodes stands in the list of nodes of the whole model; in digits, so that it may be a template.
+        nodes: how many nodes it has, those of modules inside it too.
+        signature: what it was given and gave back, as it was called; a leaf may name a value that nothing uses and that is not in
+            the graph. None when the capture did not tell.
+    """
+
+    path: str
+    type: str = ""
+    first: str
+    nodes: Int64
+    signature: Signature | None = None
+
+
 class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A model before the cut, or a stage after it. `outputs` are names of values."""
+    """A model before the cut, or a stage after it. `outputs` are names of values; `calls` stand in the order of their nodes."""
 
     symbols: tuple[Symbol, ...] = ()
     inputs: tuple[Value, ...] = ()
@@ -244,3 +264,4 @@ class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ops: tuple[Op, ...] = ()
     scopes: tuple[Scope, ...] = ()
     contexts: tuple[Context, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()

@@ -3,9 +3,9 @@
 from msgspec import Struct
 
 from stagepack.format.limits import Int64
-from stagepack.format.plan import Plan, Run
+from stagepack.format.plan import Plan, Run, numbers
 from stagepack.format.shapes import Dim, Symbol
-from stagepack.format.tree import Tree
+from stagepack.format.signature import Signature
 
 
 class Producer(Struct, frozen=True, kw_only=True):
@@ -13,27 +13,6 @@ class Producer(Struct, frozen=True, kw_only=True):
 
     stagepack: str
     torch: str
-
-
-class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One parameter of the model's call.
-
-    Attributes:
-        positional: may be given by position; positional parameters come first, in order.
-        keyword: may be given by name.
-    """
-
-    name: str
-    tree: Tree
-    positional: bool = False
-    keyword: bool = True
-
-
-class Signature(Struct, frozen=True, kw_only=True):
-    """How the model is called, and what it gives back."""
-
-    parameters: tuple[Parameter, ...]
-    result: Tree
 
 
 class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +58,11 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: tuple[str, ...] = ()
     added: Int64 = 0
     places: tuple[Run, ...] = ()
+
+    @property
+    def numbers(self) -> list[int]:
+        """Where each node stands in the list of nodes of the whole model; -1 for one that was added."""
+        return [-1] * self.added + list(numbers(self.places))
 
 
 class File(Struct, frozen=True, kw_only=True):

@@ -3,6 +3,8 @@
 Costs are those of one call at the sizes of the example.
 """
 
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from msgspec import Struct
@@ -11,6 +13,18 @@ from stagepack.format.limits import Int64
 
 # Nodes that stand side by side in the whole model: the number of the first, and how many.
 Run = tuple[Int64, Int64]
+
+
+def runs(numbers: Iterable[int]) -> tuple[Run, ...]:
+    """Ascending numbers as runs: the first of those that follow one another, and how many."""
+    groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    listed = ([number for _, number in group] for _, group in groups)
+    return tuple((group[0], len(group)) for group in listed)
+
+
+def numbers(found: Iterable[Run]) -> Iterator[int]:
+    """Yield the numbers of runs, in order: the inverse of `runs`."""
+    return itertools.chain.from_iterable(range(first, first + count) for first, count in found)
 
 
 class PlannedStage(Struct, frozen=True, kw_only=True, omit_defaults=True):

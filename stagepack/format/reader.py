@@ -41,15 +41,15 @@ class GraphFile(NamedTuple):
     graph: Graph
 
 
-def read_graph(content: bytes, where: str, *, newer: bool = False) -> GraphFile:
-    """Read the content of a graph file, checked; of a bundle of a `newer` minor version or not.
+def read_graph(content: bytes, where: str, *, newer: bool = False, calls: bool = True) -> GraphFile:
+    """Read the content of a graph file, checked; of a bundle of a `newer` minor version or not, with the `calls` of modules or not.
 
     Raises:
         FormatError: it breaks rules.
     """
     folded = decode_graph(content, where, newer=newer)
     raise_problems(check_folded(folded, where))
-    graph = unfold(folded, where)
+    graph = unfold(folded, where, calls=calls)
     raise_problems(check_graph(graph, where))
     return GraphFile(folded, graph)
 
@@ -115,15 +115,15 @@ class Bundle:
         """
         return self.graph_file(stage).graph
 
-    def graph_file(self, stage: int) -> GraphFile:
-        """Read the graph of a stage: as the file holds it, and unfolded.
+    def graph_file(self, stage: int, *, calls: bool = True) -> GraphFile:
+        """Read the graph of a stage: as the file holds it, and unfolded, with the `calls` of modules or without, which is faster.
 
         Raises:
             DigestError: the file is missing or is not the one that the manifest lists.
             FormatError: it breaks rules.
         """
         name = self.stages[stage].graph
-        file = read_graph(self.read(name), name, newer=is_newer(self.manifest.version))
+        file = read_graph(self.read(name), name, newer=is_newer(self.manifest.version), calls=calls)
         raise_problems(check_stage(file.graph, self.stages[stage], self._edge))
         return file
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stagepack.errors import InputError
 from stagepack.format.limits import Int64
@@ -55,6 +56,9 @@ class ObjectTree(Struct, frozen=True, kw_only=True, tag="object"):
     fields: tuple[tuple[str, "Tree"], ...]
 
 
+# The name of a value that nothing uses, so that no graph has it.
+UNUSED: Final = "_"
+
 Tree = ValueLeaf | ConstantLeaf | NonFiniteLeaf | SequenceTree | DictTree | ObjectTree
 
 _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
@@ -81,6 +85,24 @@ def tree_leaves(tree: Tree) -> Iterator[ValueLeaf | ConstantLeaf | NonFiniteLeaf
         yield tree
     for child in children(tree):
         yield from tree_leaves(child)
+
+
+def value_names(*trees: Tree) -> Iterator[str]:
+    """Yield the names of the values in containers, from left to right."""
+    return (leaf.name for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, ValueLeaf))
+
+
+def renamed(tree: Tree, name: Callable[[str], str]) -> Tree:
+    """A tree with other names of values; `name` is asked from left to right."""
+    if isinstance(tree, ValueLeaf):
+        return ValueLeaf(name(tree.name))
+    if isinstance(tree, SequenceTree):
+        return replace(tree, items=tuple([renamed(item, name) for item in tree.items]))
+    if isinstance(tree, DictTree):
+        return replace(tree, items=tuple([(key, renamed(item, name)) for key, item in tree.items]))
+    if isinstance(tree, ObjectTree):
+        return replace(tree, fields=tuple([(key, renamed(item, name)) for key, item in tree.fields]))
+    return tree
 
 
 def constant(leaf: ConstantLeaf | NonFiniteLeaf) -> bool | float | str | None:

@@ -1,7 +1,7 @@
 """A graph as its file holds it -> the graph (SPEC F1 to F5)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from stagepack.format.graph import (
     DictArg,
     Graph,
     ListArg,
+    ModuleCall,
     Node,
     Scope,
     SliceArg,
@@ -24,26 +25,30 @@ from stagepack.format.graph import (
 from stagepack.format.names import region_texts, value_texts
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.template import TemplateError, fill, has_holes
-from stagepack.format.walk import values_used
+from stagepack.format.walk import in_order, values_used
 
 # What a text of a region is at one call.
 _Texts = Mapping[str, str]
 
 
-def unfold(folded: Folded, where: str = "") -> Graph:
+def unfold(folded: Folded, where: str = "", *, calls: bool = True) -> Graph:
     """Fill in all calls of regions. `folded` keeps the rules that `validate.check_folded` checks.
 
     The scopes of a folded graph stand sorted by path and type in the graph; its weights in the order of their first use, and
-    after them those that no node uses.
+    after them those that no node uses; its calls of modules in the order of their nodes. Without `calls` these are left out,
+    which is faster.
 
     Raises:
         FormatError: a hole cannot be filled (F5).
     """
     fields = {name: getattr(folded, name) for name in Graph.__struct_fields__}
+    if not calls:
+        fields["calls"] = ()
     if not folded.regions:
         return Graph(**fields)
     try:
         steps = list(_Steps(folded.regions).of(folded))
+        inner = [_call(call, step.texts) for step in steps for call in step.calls] if calls else []
     except TemplateError as error:
         raise FormatError([Problem(rule="F5", where=where, message=str(error))]) from None
     scopes = sorted({*folded.scopes, *(scope for step in steps for scope in step.scopes)}, key=_order)
@@ -66,6 +71,7 @@ def unfold(folded: Folded, where: str = "") -> Graph:
         "scopes": tuple(scopes),
         "weights": tuple(weights[name] for name in (*used, *(name for name in weights if name not in used))),
         "subgraphs": subgraphs,
+        "calls": in_order((*fields["calls"], *inner)),
     }
     return Graph(**fields)
 
@@ -84,7 +90,8 @@ class _Step:
     makers: Sequence[_Maker]
     texts: _Texts
     scopes: list[Scope]
-    weights: list[Weight]
+    weights: list[Weight] = field(default_factory=list)
+    calls: Sequence[ModuleCall] = ()
 
 
 class _Steps:
@@ -108,15 +115,15 @@ class _Steps:
             if isinstance(item, Node):
                 nodes += 1
                 continue
-            yield _Step(makers[done:nodes], texts, scopes, [])
+            yield _Step(makers[done:nodes], texts, scopes)
             done = nodes
             yield from self._call(item.region, [texts.get(hole, hole) for hole in item.holes])
-        yield _Step(makers[done:], texts, scopes, [])
+        yield _Step(makers[done:], texts, scopes)
 
     def _call(self, number: int, holes: list[str]) -> Iterator[_Step]:
         region = self._regions[number]
         texts = {template: fill(template, holes) for template in self._templates[number]}
-        yield _Step([], texts, [], [_weight(weight, texts) for weight in region.weights])
+        yield _Step([], texts, [], [_weight(weight, texts) for weight in region.weights], region.calls)
         scopes = [Scope(path=texts[scope.path], type=scope.type) for scope in region.scopes]
         yield from self._body(region.nodes, self._makers[number], scopes, texts)
 
@@ -128,6 +135,11 @@ def _weight(weight: Weight, texts: _Texts) -> Weight:
         names=tuple(texts[name] for name in weight.names),
         base=None if weight.base is None else texts[weight.base],
     )
+
+
+def _call(call: ModuleCall, texts: _Texts) -> ModuleCall:
+    signature = None if call.signature is None else call.signature.renamed(texts.__getitem__)
+    return replace(call, path=texts[call.path], first=texts[call.first], signature=signature)
 
 
 def _keeper(node: Node) -> _Maker:

@@ -1,12 +1,13 @@
 """Small questions about graphs that several parts ask."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from stagepack.format.graph import (
     Argument,
     DictArg,
     Graph,
     ListArg,
+    ModuleCall,
     Node,
     Op,
     SliceArg,
@@ -86,3 +87,8 @@ def given(node: Node, op: Op, parameter: str) -> Argument:
 def bound(node: Node, op: Op, parameter: str) -> Iterator[str]:
     """Yield the names of the values given to one parameter of an operator."""
     return (leaf.name for leaf in leaves(given(node, op, parameter)) if isinstance(leaf, ValueArg))
+
+
+def in_order(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
+    """Calls of modules in the order of their nodes; of those that begin together, the one with most nodes first."""
+    return tuple(sorted(calls, key=lambda call: (len(call.first), call.first, -call.nodes, call.path)))

@@ -30,6 +30,7 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
+from stagepack.format.tree import UNUSED
 from stagepack.format.walk import parts, subgraphs_used
 from stagepack.linearize.operators import seen_aliases
 from stagepack.linearize.tables import Tables
@@ -54,12 +55,14 @@ class Body:
         self.tables = tables
         self.module = module
         self.inner = inner
-        self.taken = set() if inner else set(tables.weights.values())
+        self.taken = set() if inner else {UNUSED, *tables.weights.values()}
         self.env: dict[FxNode, Argument | list[Argument]] = {}
         self.wrapped: dict[
             FxNode, str
         ] = {}  # weights of a tensor subclass, by name: only the tensors inside are values
         self.nodes: list[Node] = []
+        self.inputs: list[Value] = []
+        self.sources: list[FxNode] = []  # what each of the nodes was
         self.result: Argument = None
 
     def convert(self, module: GraphModule | None = None, context: int | None = None) -> Argument:
@@ -92,6 +95,7 @@ class Body:
         op = self.tables.op(torch.ops.aten.copy_.default)
         scope = self.tables.scope(target)
         self.nodes.append(Node(op=op, args=(self.argument(target, target), given), outputs=(None,), scope=scope))
+        self.sources.append(target)
 
     def argument(self, given: object, node: FxNode) -> Argument:
         """One argument of a node as data."""
@@ -127,14 +131,13 @@ class Body:
 
     def _subgraph(self, module: GraphModule) -> int:
         body = Body(self.tables, module, inner=True)
-        inputs: list[Value] = []
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                value = body.value(f"arg_{len(inputs)}", node.meta["val"], node)
-                inputs.append(value)
+                value = body.value(f"arg_{len(body.inputs)}", node.meta["val"], node)
+                body.inputs.append(value)
                 body.env[node] = ValueArg(value.name)
         result = body.convert()
-        self.tables.subgraphs.append(Subgraph(inputs=tuple(inputs), nodes=tuple(body.nodes), result=result))
+        self.tables.subgraphs.append(Subgraph(inputs=tuple(body.inputs), nodes=tuple(body.nodes), result=result))
         return len(self.tables.subgraphs) - 1
 
     def _call(self, module: GraphModule, node: FxNode, context: int | None) -> None:
@@ -204,6 +207,7 @@ class Body:
         costs = (self.tables.costs.of(node), *inner)
         cost = Cost(flops=sum(part.flops for part in costs), bytes=sum(part.bytes for part in costs))
         self.nodes.append(replace(made, cost=cost))
+        self.sources.append(node)
         results = [None if output is None else ValueArg(output.name) for output in outputs]
         self.env[node] = list(results) if unpack else results[0]
 

@@ -26,14 +26,16 @@ from torch.fx import Node as FxNode
 from torch.utils import _pytree as pytree
 
 from stagepack.errors import UnsupportedError
-from stagepack.format.graph import Argument, Graph, Value, ValueArg
-from stagepack.format.manifest import Signature
+from stagepack.format.graph import Argument, Graph, ValueArg
+from stagepack.format.signature import Signature
 from stagepack.format.walk import parts
 from stagepack.linearize.body import Body, constant
+from stagepack.linearize.modules import module_calls
 from stagepack.linearize.signature import Leaf, signature_of
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.tensors import Kind, WeightTable, plain_tensors, weight_table
+from stagepack.module_calls import TracedCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ def linearize(
     names: Mapping[str, str],
     forward: Callable[..., Any] | None,
     *,
+    traced: TracedCalls | None = None,
     store_zeros: bool = False,
 ) -> Linearized:
     """Turn a program into data.
@@ -68,6 +71,7 @@ def linearize(
         program: any that ``torch.export`` makes.
         names: names for torch's symbols.
         forward: the call of the original model, for its parameters' order and defaults.
+        traced: the calls of modules, where the trace was recorded.
         store_zeros: whether persistent buffers of all zeros shall have their bytes in the files.
 
     Raises:
@@ -78,12 +82,13 @@ def linearize(
     symbols = SymbolTable(program.range_constraints, names, _hints(program))
     tables = Tables(symbols, _device(program), weights.values)
     body = Body(tables, program.graph_module)
-    inputs, given = _inputs(program, body)
+    given = _inputs(program, body)
     body.convert()
     results = _results(program, body)
+    calls = tuple(module_calls(body, traced or TracedCalls()))
     graph = Graph(
         symbols=tables.symbols.symbols,
-        inputs=tuple(inputs),
+        inputs=tuple(body.inputs),
         weights=weights.weights,
         nodes=tuple(body.nodes),
         outputs=tuple(dict.fromkeys(leaf for leaf in results if isinstance(leaf, str))),
@@ -91,6 +96,7 @@ def linearize(
         ops=tuple(tables.ops),
         scopes=tables.scopes,
         contexts=tables.contexts,
+        calls=calls,
     )
     signature = signature_of(program, given, results, forward)
     return Linearized(
@@ -117,9 +123,8 @@ def _hints(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
     return {}
 
 
-def _inputs(program: ExportedProgram, body: Body) -> tuple[list[Value], list[Leaf]]:
-    """Name what the program is given: the inputs of the graph, and the leaves of the model's call."""
-    inputs: list[Value] = []
+def _inputs(program: ExportedProgram, body: Body) -> list[Leaf]:
+    """Name what the program is given: the inputs of the body, and the leaves of the model's call, which are returned."""
     leaves: list[Leaf] = []
     for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
@@ -131,10 +136,10 @@ def _inputs(program: ExportedProgram, body: Body) -> tuple[list[Value], list[Lea
             leaves.append(spec.arg)
         else:
             value = body.value(node.name, node.meta["val"], node)
-            inputs.append(value)
+            body.inputs.append(value)
             body.env[node] = ValueArg(value.name)
             leaves.append(value.name)
-    return inputs, leaves
+    return leaves
 
 
 def _results(program: ExportedProgram, body: Body) -> list[Leaf]:

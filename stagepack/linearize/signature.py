@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
-from stagepack.format.manifest import Parameter, Signature
+from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import (
     ConstantLeaf,
     DictTree,
@@ -23,6 +23,7 @@ from stagepack.format.tree import (
     ValueLeaf,
     type_name,
 )
+from stagepack.module_calls import TracedCall
 
 _TAG = "_t"
 _IMPLIED = ("dtype", "device", "layout", "type")  # what an object holds besides: its tensors tell
@@ -50,6 +51,27 @@ def signature_of(
         parameters=tuple(_parameters(program, args, kwargs, forward)),
         result=_tree(program.call_spec.out_spec, iter(results), "the result"),
     )
+
+
+def call_signature(call: TracedCall, given: Sequence[Leaf], results: Sequence[Leaf]) -> Signature:
+    """The signature of a call of a module: what it was given, as it was given.
+
+    Raises:
+        UnsupportedError: a container or a constant that a bundle cannot hold.
+    """
+    leaves = iter(given)
+    by_position, by_name = _children(call.given_spec)
+    declared = [p for p in call.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    parameters = []
+    for number, child in enumerate(_children(by_position)):
+        known = declared[number] if number < len(declared) else None
+        name = f"arg_{number}" if known is None else known.name
+        keyword = known is not None and known.kind != known.POSITIONAL_ONLY
+        tree = _tree(child, leaves, f"the argument {name}")
+        parameters.append(Parameter(name=name, tree=tree, positional=True, keyword=keyword))
+    for name, child in zip(_context(by_name), _children(by_name), strict=True):
+        parameters.append(Parameter(name=name, tree=_tree(child, leaves, f"the argument {name}")))
+    return Signature(parameters=tuple(parameters), result=_tree(call.result_spec, iter(results), "the result"))
 
 
 def _parameters(

@@ -73,12 +73,18 @@ class Tables:
 
     def scope(self, node: FxNode) -> int:
         """The index of the module that a node came from."""
-        stack = node.meta.get("nn_module_stack") or {}
-        if not stack:
-            return self._scopes.setdefault(Scope(path=""), len(self._scopes))
-        key, (path, cls) = list(stack.items())[-1]
+        stack = module_stack(node)
+        scope = stack[-1] if stack else Scope(path="")
+        return self._scopes.setdefault(scope, len(self._scopes))
+
+
+def module_stack(node: FxNode) -> list[Scope]:
+    """The calls of modules in which a node was made, the outermost first."""
+    stack = []
+    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
         if path.startswith("_empty_nn_module_stack"):  # torch's mark of a node that no module has made
-            return self._scopes.setdefault(Scope(path=""), len(self._scopes))
+            return []
         call = key.rpartition("@")[2] if "@" in key else ""
         name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
-        return self._scopes.setdefault(Scope(path=f"{path}@{call}" if call else path, type=name), len(self._scopes))
+        stack.append(Scope(path=f"{path}@{call}" if call else path, type=name))
+    return stack

@@ -3,8 +3,7 @@
 So a graph depends on its nodes alone, not on the way that they went: cut, joined, and cut again, it is the same.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -25,9 +24,8 @@ from stagepack.format.graph import (
     Value,
     Weight,
 )
-from stagepack.format.plan import Run
 from stagepack.format.shapes import Symbol, symbols_in
-from stagepack.format.walk import subgraphs_used, values_used
+from stagepack.format.walk import in_order, subgraphs_used, values_used
 
 
 def whole(graph: Graph) -> Graph:
@@ -39,19 +37,8 @@ def whole(graph: Graph) -> Graph:
     place = {name: number for number, name in enumerate(used)}
     weights = sorted(graph.weights, key=lambda weight: (place.get(weight.value, len(place)), weight.names))
     assembly = Assembly(graph.symbols)
-    return replace(assembly.graph(graph, graph.nodes, graph.inputs, weights, graph.outputs), symbols=graph.symbols)
-
-
-def runs(numbers: Iterable[int]) -> tuple[Run, ...]:
-    """Ascending numbers as runs: the first of those that follow one another, and how many."""
-    groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    listed = ([number for _, number in group] for _, group in groups)
-    return tuple((group[0], len(group)) for group in listed)
-
-
-def numbers(found: Iterable[Run]) -> Iterator[int]:
-    """Yield the numbers of runs, in order: the inverse of `runs`."""
-    return itertools.chain.from_iterable(range(first, first + count) for first, count in found)
+    made = assembly.graph(graph, graph.nodes, graph.inputs, weights, graph.outputs)
+    return replace(made, symbols=graph.symbols, calls=in_order(graph.calls))
 
 
 class Assembly:

@@ -4,17 +4,18 @@ A value goes straight from where it is made to every stage that uses it. Names o
 says where its nodes stand in the whole model, so that `join` gives the graph back: ``join(cut(whole(g), ...)) == whole(g)``.
 """
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from msgspec.structs import replace
 
-from stagepack.format.graph import Graph, Node, Value, Weight
+from stagepack.format.graph import Graph, ModuleCall, Node, Value, Weight
 from stagepack.format.manifest import Edge
-from stagepack.format.plan import Run
+from stagepack.format.plan import Run, runs
 from stagepack.format.walk import values_made, values_used
-from stagepack.split.assemble import Assembly, runs
+from stagepack.split.assemble import Assembly
 from stagepack.split.costs import Costs
 from stagepack.split.policy import Assignment
 from stagepack.split.rematerialize import SIZE_OF, rematerialize
@@ -56,23 +57,25 @@ def cut(graph: Graph, assignment: Assignment, costs: Costs, shared: Sharing = "r
     edges = tuple(_edges(graph, nodes, weights))
     values = {value.name: value for value in (*graph.inputs, *_made(graph))}
     values |= {w.value: Value(name=w.value, dtype=w.dtype, shape=w.shape) for w in graph.weights}
-    return Cut(
-        stages=tuple(
-            CutStage(
-                graph=Assembly(graph.symbols).graph(
-                    graph,
-                    nodes[number],
-                    inputs=[values[edge.name] for edge in edges if number in edge.consumers],
-                    weights=weights[number],
-                    outputs=[edge.name for edge in edges if edge.producer == number],
-                ),
-                added=len(parts[number].added),
-                places=runs(parts[number].nodes),
-            )
-            for number in range(count)
-        ),
-        edges=edges,
-    )
+    stages = []
+    for number, part in enumerate(parts):
+        stage = Assembly(graph.symbols).graph(
+            graph,
+            nodes[number],
+            inputs=[values[edge.name] for edge in edges if number in edge.consumers],
+            weights=weights[number],
+            outputs=[edge.name for edge in edges if edge.producer == number],
+        )
+        calls = tuple(call for call in graph.calls if _has_some(part.nodes, call))
+        stages.append(CutStage(graph=replace(stage, calls=calls), added=len(part.added), places=runs(part.nodes)))
+    return Cut(stages=tuple(stages), edges=edges)
+
+
+def _has_some(nodes: Sequence[int], call: ModuleCall) -> bool:
+    """Whether there are some of a call's nodes among these, which ascend."""
+    first = int(call.first)
+    at = bisect.bisect_left(nodes, first)
+    return at < len(nodes) and nodes[at] < first + call.nodes
 
 
 def _made(graph: Graph) -> Iterator[Value]:

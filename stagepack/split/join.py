@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph, Value
 from stagepack.format.manifest import Manifest
-from stagepack.format.tree import ValueLeaf, tree_leaves
-from stagepack.split.assemble import Assembly, numbers, whole
+from stagepack.format.plan import numbers
+from stagepack.format.tree import value_names
+from stagepack.split.assemble import Assembly, whole
 
 
 def join(manifest: Manifest, stages: Sequence[Graph]) -> Graph:
@@ -35,6 +36,7 @@ def join(manifest: Manifest, stages: Sequence[Graph]) -> Graph:
         if edge.producer is None
     ]
     weights = {weight.value: weight for graph in stages for weight in graph.weights}
-    results = [leaf.name for leaf in tree_leaves(manifest.signature.result) if isinstance(leaf, ValueLeaf)]
+    results = value_names(manifest.signature.result)
+    calls = {call.path: call for graph in stages for call in graph.calls}
     graph = assembly.finish(nodes, inputs, list(weights.values()), list(dict.fromkeys(results)))
-    return whole(replace(graph, symbols=manifest.symbols))
+    return whole(replace(graph, symbols=manifest.symbols, calls=tuple(calls.values())))

@@ -8,10 +8,9 @@ from dataclasses import replace
 from stagepack.errors import CutError
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Graph
-from stagepack.format.plan import Plan, PlannedStage
+from stagepack.format.plan import Plan, PlannedStage, runs
 from stagepack.format.walk import values_made, values_used
 from stagepack.partition import Row, Shared, least_excess, measure, sending_time, split
-from stagepack.split.assemble import runs
 from stagepack.split.bonds import bonds, memory_of
 from stagepack.split.costs import Costs, working_bytes
 from stagepack.split.policy import Assignment

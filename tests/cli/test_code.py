@@ -1,6 +1,7 @@
 """`inspect --graph`: a graph as code that reads as Python."""
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import stagepack
 from stagepack.cli.code import code
 from stagepack.exporter import export_capture
+from stagepack.format.folded import plain
 from stagepack.where import Where
 from tests.hostile.attack import run
 from tests.zoo.case import Case
@@ -31,18 +33,33 @@ MODELS = named(
 def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> None:
     bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", where=Where(stages=2))
     for number in range(2):
-        graph = bundle.graph(number)
-        functions = ast.parse("\n".join(code(graph, f"stage_{number}"))).body
-        names = [function.name for function in functions if isinstance(function, ast.FunctionDef)]
-        assert names == [*(f"subgraph_{index}" for index in range(len(graph.subgraphs))), f"stage_{number}"]
-        calls = [node for node in ast.walk(functions[-1]) if isinstance(node, ast.Assign | ast.Expr)]
-        assert len(calls) == len(graph.nodes)
+        folded, graph = bundle.graph_file(number)
+        subgraphs = [f"subgraph_{index}" for index in range(len(graph.subgraphs))]
+        flat = functions(code(plain(graph), graph, f"stage_{number}"))
+        assert list(flat) == [*subgraphs, f"stage_{number}"]
+        assert lines(flat[f"stage_{number}"]) == len(graph.nodes)
+        found = functions(code(folded, graph, f"stage_{number}"))
+        regions = [f"region_{index}" for index in range(len(folded.regions))]
+        assert list(found) == [*subgraphs, *regions, f"stage_{number}"]
+        bodies = [*zip(regions, folded.regions, strict=True), (f"stage_{number}", folded)]
+        assert all(lines(found[name]) == len(body.nodes) for name, body in bodies)
+
+
+def functions(printed: Iterable[str]) -> dict[str, ast.FunctionDef]:
+    """The functions of code, by name."""
+    body = ast.parse("\n".join(printed)).body
+    return {function.name: function for function in body if isinstance(function, ast.FunctionDef)}
+
+
+def lines(function: ast.FunctionDef) -> int:
+    """How many calls stand in a function."""
+    return len([node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.Expr)])
 
 
 def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
     bundle = stagepack.open(sound)
     one = run("inspect", str(sound), "--graph", "--stage", "1").stdout
-    assert one.splitlines()[:-1] == list(code(bundle.graph(1), "stage_1"))
+    assert one.splitlines()[:-1] == list(code(*bundle.graph_file(1), "stage_1"))
     assert (
         "    # first (torch.nn.modules.linear.Linear)\n    linear_1 = aten.linear.default(embedding_0, weights['first.weight']"
         in one

@@ -7,8 +7,9 @@ from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZEROS
 from stagepack.format.folded import plain
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.manifest import Edge, Manifest, Parameter, Producer, Signature, Stage
+from stagepack.format.manifest import Edge, Manifest, Producer, Stage
 from stagepack.format.shapes import Symbol
+from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter

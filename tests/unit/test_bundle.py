@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -18,6 +19,7 @@ from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedE
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph, encode_manifest
 from stagepack.format.folded import plain
+from stagepack.format.graph import ModuleCall
 from stagepack.format.reader import read_graph
 from stagepack.format.walk import values_made
 from stagepack.where import Where
@@ -69,9 +71,13 @@ def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
     manifest = json.loads((tied_llama / "manifest.json").read_text())
     model = dict(named("decoders-llama-tied")[0].capture().model.named_parameters())  # type: ignore[union-attr]
     nodes, weights = [], {}
-    for stage in manifest["stages"]:
+    for number, stage in enumerate(manifest["stages"]):
         graph = msgpack.unpackb((tied_llama / stage["graph"]).read_bytes())
-        found, held = plain_reader.unfold(graph)
+        found, held, calls = plain_reader.unfold(graph)
+        ours = stagepack.open(tied_llama).graph(number).calls
+        assert sorted(calls, key=lambda call: str(call["path"])) == sorted(
+            map(plain_call, ours), key=lambda call: str(call["path"])
+        )
         for node, path in found:
             outputs = [value["name"] for value in node.get("outputs", []) if value]
             nodes.append((graph["ops"][node["op"]]["name"], path, outputs))
@@ -91,6 +97,12 @@ def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
     assert model.keys() <= weights.keys()
     for name, parameter in model.items():
         assert torch.equal(torch.from_numpy(weights[name]), parameter.detach())
+
+
+def plain_call(call: ModuleCall) -> dict[str, Any]:
+    """The call of a module as plain containers."""
+    fields: dict[str, Any] = msgpack.unpackb(msgspec.msgpack.encode(call))
+    return fields
 
 
 def test_weights_of_several_stages_are_stored_once_and_shared(tied_llama: Path) -> None:

@@ -17,7 +17,8 @@ from stagepack.capture import Inputs, capture_module
 from stagepack.errors import CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.manifest import Manifest, Producer, Signature, Stage
+from stagepack.format.manifest import Manifest, Producer, Stage
+from stagepack.format.signature import Signature
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.validate import check_graph
 from stagepack.split.assemble import whole

@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from stagepack.capture import Inputs, capture_module
 from stagepack.fold import find, fold
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import plain
-from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
+from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.reader import read_graph
 from stagepack.format.shapes import Expr, Symbol
+from stagepack.format.signature import Parameter, Signature
 from stagepack.format.template import Hole, TemplateError, escape, fill, parse
+from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.unfold import unfold
+from stagepack.format.walk import values_made, values_used
 from stagepack.linearize import linearize
 from stagepack.split.assemble import whole
 
@@ -64,8 +68,27 @@ class Build:
                 outputs=outputs,
                 ops=OPS,
                 scopes=tuple(self.scopes),
+                calls=tuple(self.calls()),
             )
         )
+
+    def calls(self) -> Iterator[ModuleCall]:
+        """The calls of modules whose nodes stand together: given what their first node is given, they give back what the last makes."""
+        numbers: dict[str, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            parts = self.scopes[node.scope].path.split(".")
+            for length in range(1, len(parts) + 1):
+                numbers.setdefault(".".join(parts[:length]), []).append(number)
+        for path, found in numbers.items():
+            first, last = self.nodes[found[0]], self.nodes[found[-1]]
+            if path and len(found) == found[-1] - found[0] + 1:
+                parameters = [
+                    Parameter(name=f"arg_{place}", tree=ValueLeaf(name), positional=True)
+                    for place, name in enumerate(values_used(first))
+                ]
+                result = SequenceTree(kind="tuple", items=tuple(map(ValueLeaf, values_made(last))))
+                signature = Signature(parameters=tuple(parameters), result=result)
+                yield ModuleCall(path=path, first=str(found[0]), nodes=len(found), signature=signature)
 
 
 def block(build: Build, x: str, name: str, scope: str | None = None, factor: float = 2.0, length: int = 6) -> str:
@@ -93,6 +116,8 @@ def test_layers_stand_once(scoped: bool) -> None:
     assert [len(region.nodes) for region in folded.regions] == [6]
     assert len(folded.regions[0].weights) == 1
     assert not folded.weights
+    assert [call.path for call in folded.calls] == ["layers"] * scoped
+    assert [call.path for call in folded.regions[0].calls] == ["layers.{0}"] * scoped
     assert len(folded.nodes) == 8
     assert unfold(folded) == graph
     assert len(encode_graph(folded)) < len(encode_graph(plain(graph))) / 3
@@ -120,6 +145,8 @@ def test_parts_inside_of_parts() -> None:
     folded = fold(graph)
     assert sizes(graph) == [(31, 3), (6, 6)]
     assert [len(region.nodes) for region in folded.regions] == [6, 6]  # the second has five calls and a node
+    paths = [[call.path for call in held.calls] for held in (*folded.regions, folded)]
+    assert paths == [["{0}"], ["layers.{0}.steps", "layers.{0}"], ["layers"]]
     assert unfold(folded) == graph
 
 

@@ -12,8 +12,9 @@ from safetensors import safe_open
 from stagepack.errors import FormatError, LimitError, WriteError
 from stagepack.format import limits
 from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
-from stagepack.format.manifest import Edge, Manifest, Parameter, Producer, Signature, Stage
+from stagepack.format.manifest import Edge, Manifest, Producer, Stage
 from stagepack.format.reader import Bundle
+from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf
 from stagepack.format.weights import ALIGNMENT, PADDING, TensorSpec, header, read_index
 from stagepack.format.writer import BundleWriter, check_output

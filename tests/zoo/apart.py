@@ -35,11 +35,16 @@ class Apart:
         return self._stage.parameters()
 
 
-def load_apart(bundle: Bundle, *, types: Collection[type], allow_ops: Collection[str]) -> Pipeline:
+def load_apart(
+    bundle: Bundle, *, types: Collection[type], allow_ops: Collection[str], modules: bool = False
+) -> Pipeline:
     """Load each stage of a bundle on its own."""
     given = {edge.name for edge in bundle.manifest.edges if edge.producer is None}
     stages = [
-        Apart(load_stage(bundle, number, allow_ops=allow_ops), [name not in given for name in entry.inputs])
+        Apart(
+            load_stage(bundle, number, modules=modules, types=types, allow_ops=allow_ops),
+            [name not in given for name in entry.inputs],
+        )
         for number, entry in enumerate(bundle.stages)
     ]
     return Pipeline(bundle.manifest, stages, types)

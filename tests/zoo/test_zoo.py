@@ -49,7 +49,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
     where = Where(policy=lambda node: stage_of[node.index])
     bundle = export_capture(capture, out=tmp_path / "even.stagepack", where=where)
     assert not needless_sizes(bundle)
-    apart = load_apart(bundle, types=case.classes(), allow_ops=namespaces(bundle))
+    apart = load_apart(bundle, types=case.classes(), allow_ops=namespaces(bundle), modules=True)
     assert_equal(answers(apart, calls), wanted)
     again = stagepack.recut(bundles[0], out=tmp_path / "again.stagepack", stages=STAGES[-1])
     assert again.digest == bundles[-1].digest

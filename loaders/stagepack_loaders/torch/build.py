@@ -62,9 +62,9 @@ def build(folded: Folded, graph: Graph, targets: Sequence[Callable[..., Any]], d
         DeviceError: the graph names a device that this machine does not have.
     """
     items, regions = functions(folded, graph)
-    builder = _Builder(graph, regions, targets, device)
+    builder = Builder(graph, regions, targets, device)
     names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
-    module = builder.module(names, builder.steps(items), _tuple(graph.outputs), None, "Stage")
+    module = builder.module(names, builder.steps(items), values_of(graph.outputs), None, "Stage")
     module.meta |= {NODES: len(graph.nodes), INPUTS: builder.described(names)}
     return module
 
@@ -83,10 +83,21 @@ class _RegionCall:
     context: None = None
 
 
-_Step = Node | _RegionCall
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """A call of a function with an object of Python and then values; it returns a tuple of values."""
+
+    function: Callable[..., Any]
+    held: object
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    context: int | None
 
 
-class _Builder:
+Step = Node | _RegionCall | FunctionCall
+
+
+class Builder:
     """What all modules of one graph share."""
 
     def __init__(
@@ -116,11 +127,12 @@ class _Builder:
             body = _Body(self, self._less_sizes(number, names), short=True)
             for place, (tensor, dim) in self.sizes[number].items():
                 body.size(names[place], names[tensor], dim)
-            module = self.fill(body, self.steps(region.items), _tuple(given), None, f"Region{number}")
+            module = self.fill(body, self.steps(region.items), values_of(given), None, f"Region{number}")
             module.meta |= {NODES: region.length, INPUTS: self.described(self._less_sizes(number, names))}
             self.regions.append(module)
 
     def described(self, names: Sequence[str]) -> list[Value | Weight]:
+        """What inputs of these names are."""
         weights = {weight.value: weight for weight in self.graph.weights}
         return [weights[name] if name in weights else self.types[name] for name in names]
 
@@ -143,7 +155,7 @@ class _Builder:
     def _less_sizes(self, number: int, names: Sequence[str]) -> list[str]:
         return [name for place, name in enumerate(names) if place not in self.sizes[number]]
 
-    def steps(self, items: Iterable[Item]) -> list[_Step]:
+    def steps(self, items: Iterable[Item]) -> list[Step]:
         """What a body consists of: nodes, and calls of regions with the names at their places."""
         return [self._region_call(item) if isinstance(item, CallAt) else self.graph.nodes[item] for item in items]
 
@@ -153,13 +165,13 @@ class _Builder:
         return _RegionCall(call.region, taken, region.given(self.graph, call.start))
 
     def module(
-        self, inputs: Sequence[str], steps: Sequence[_Step], result: Argument, context: int | None, name: str
+        self, inputs: Sequence[str], steps: Sequence[Step], result: Argument, context: int | None, name: str
     ) -> GraphModule:
-        """A module of nodes that stand in one context or in contexts inside it, and of calls of regions."""
+        """A module of steps that stand in one context or in contexts inside it."""
         return self.fill(_Body(self, inputs), steps, result, context, name)
 
     def fill(
-        self, body: "_Body", steps: Sequence[_Step], result: Argument, context: int | None, name: str
+        self, body: "_Body", steps: Sequence[Step], result: Argument, context: int | None, name: str
     ) -> GraphModule:
         """The module of a body, with these steps at its end."""
         uses = _uses(steps)
@@ -169,10 +181,9 @@ class _Builder:
                 for step in run:
                     body.append(step)
             else:
-                nodes = [step for step in run if isinstance(step, Node)]
-                inside = _uses(nodes)
-                made = (name for node in nodes for name in values_made(node))
-                body.in_context(inner, nodes, [name for name in made if uses[name] > inside[name]])
+                inside = _uses(run)
+                made = (name for step in run for name in made_by(step))
+                body.in_context(inner, run, [name for name in made if uses[name] > inside[name]])
         body.graph.output(body.argument(result))
         module = GraphModule(body.attributes, body.graph, class_name=name)
         # fx's own call prints a traceback beside the error that it raises.
@@ -183,7 +194,7 @@ class _Builder:
 class _Body:
     """One fx graph while it grows."""
 
-    def __init__(self, builder: _Builder, inputs: Sequence[str], *, short: bool = False) -> None:
+    def __init__(self, builder: Builder, inputs: Sequence[str], *, short: bool = False) -> None:
         self.builder = builder
         self.short = (
             short  # so that regions of several stages that are equal have equal code: no number of a place in a name
@@ -204,21 +215,26 @@ class _Body:
         given = (self.values[tensor], dim)
         self.values[name] = self._node("call_function", torch.ops.aten.sym_size.int, given, name=name)
 
-    def append(self, step: _Step) -> None:
-        """Append a node or a call of a region."""
+    def append(self, step: Step) -> None:
+        """Append a step."""
         if isinstance(step, Node):
             self._call(step)
             return
+        given = tuple(self.values[name] for name in step.inputs)
+        if isinstance(step, FunctionCall):
+            held = self._attribute(step.held, "held")
+            self._take_apart("call_function", step.function, (held, *given), step.outputs)
+            return
         name = f"region_{step.region}"
         self.attributes[name] = self.builder.regions[step.region]
-        self._take_apart("call_module", name, tuple(self.values[name] for name in step.inputs), step.outputs)
+        self._take_apart("call_module", name, given, step.outputs)
 
-    def in_context(self, context: int, nodes: Sequence[Node], outputs: Sequence[str]) -> None:
-        """Append nodes of a context: a module of its own, called by a function that opens and closes the context around it."""
-        made = {name for node in nodes for name in values_made(node)}
-        used = dict.fromkeys(name for node in nodes for name in values_used(node))
+    def in_context(self, context: int, steps: Sequence[Step], outputs: Sequence[str]) -> None:
+        """Append steps of a context: a module of its own, called by a function that opens and closes the context around it."""
+        made = {name for step in steps for name in made_by(step)}
+        used = dict.fromkeys(name for step in steps for name in used_by(step))
         inputs = [name for name in used if name not in made]
-        module = self.builder.module(inputs, nodes, _tuple(outputs), context, f"Context{context}")
+        module = self.builder.module(inputs, steps, values_of(outputs), context, f"Context{context}")
         target, args = _opener(self.builder.graph.contexts[context], self.builder.device)
         called = self._attribute(module, "context")
         given = (*args, called, *(self.values[name] for name in inputs))
@@ -304,10 +320,10 @@ def named(name: str, kind: type) -> Any:
 
 
 def _runs(
-    contexts: Sequence[Context], steps: Sequence[_Step], context: int | None
-) -> Iterator[tuple[int | None, list[_Step]]]:
+    contexts: Sequence[Context], steps: Sequence[Step], context: int | None
+) -> Iterator[tuple[int | None, list[Step]]]:
     """Consecutive steps by the context directly inside `context` that they stand in, or `context` itself."""
-    run: list[_Step] = []
+    run: list[Step] = []
     current: int | None = None
     for step in steps:
         inner = step.context
@@ -322,12 +338,23 @@ def _runs(
         yield current, run
 
 
-def _uses(steps: Iterable[_Step]) -> Counter[str]:
+def used_by(step: Step) -> Sequence[str]:
+    """The names of the values that a step is given, with repeats."""
+    return values_used(step) if isinstance(step, Node) else step.inputs
+
+
+def made_by(step: Step) -> Iterable[str]:
+    """The names of the values that a step makes."""
+    return values_made(step) if isinstance(step, Node) else step.outputs
+
+
+def _uses(steps: Iterable[Step]) -> Counter[str]:
     """How often each value is used."""
-    return Counter(name for step in steps for name in (values_used(step) if isinstance(step, Node) else step.inputs))
+    return Counter(name for step in steps for name in used_by(step))
 
 
-def _tuple(names: Iterable[str]) -> TupleArg:
+def values_of(names: Iterable[str]) -> TupleArg:
+    """Values as one tuple."""
     return TupleArg(tuple(map(ValueArg, names)))
 
 

@@ -1,6 +1,6 @@
 """A stage as a `torch.nn.Module`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.reader import Bundle, raise_digest_problems
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.build import build
+from stagepack_loaders.torch.modules import Body, Container, Slot, attach, build_modules, module_tree
 from stagepack_loaders.torch.ops import resolve
 from stagepack_loaders.torch.weights import WeightCache
 
@@ -37,10 +38,12 @@ class Stage(torch.nn.Module):
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         state: Collection[str] = (),
+        calls: Sequence[Body] = (),
     ) -> None:
         """`run` is `graph_module`, or the same compiled.
 
-        `tensors` holds the weights by the name of their value; `state` names those that a call writes.
+        `tensors` holds the weights by the name of their value; `state` names those that a call writes; `calls` are those of the
+        model's modules, if it runs by them.
         """
         super().__init__()
         self.graph = graph
@@ -49,10 +52,14 @@ class Stage(torch.nn.Module):
         # Held in a tuple, not registered as a child: the names in state_dict are the model's own.
         self._held = (graph_module, run)
         # All attributes come before the weights: torch refuses one that has the name of a parameter or buffer.
-        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._slots: list[Slot] = []
         self._initial = _written(graph, state, tensors)
+        for path, module in module_tree(calls):
+            *around, name = path.split(".")
+            _owner(self, around)._modules[name] = module
         for weight in graph.weights:
             self._slots.append(_register(self, weight, tensors[weight.value]))
+        attach(self, calls, {weight.value: slot for weight, slot in zip(graph.weights, self._slots, strict=True)})
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -99,6 +106,7 @@ class Prepared:
 
     Attributes:
         run: what will run: `module`, or the same compiled.
+        calls: the calls of the model's modules that it makes, if it runs by them.
     """
 
     bundle: Bundle
@@ -109,10 +117,21 @@ class Prepared:
     run: torch.nn.Module
     places: Mapping[str, tuple[Path, StoredTensor]]
     device: torch.device
+    calls: Sequence[Body] = ()
 
 
-def prepare_stage(bundle: Bundle, number: int, device: torch.device, *, allow_ops: Collection[str]) -> Prepared:
+def prepare_stage(
+    bundle: Bundle,
+    number: int,
+    device: torch.device,
+    *,
+    allow_ops: Collection[str],
+    modules: bool = False,
+    types: Collection[type] = (),
+) -> Prepared:
     """Read all of one stage but its weights: its graph, the operators it needs, the headers of its weight files.
+
+    With `modules` it runs by calls of the model's modules, whose arguments and results are built of `types`.
 
     Raises:
         FormatError: the graph or a weight file breaks rules; `DigestError` when a file is not the one listed.
@@ -120,10 +139,14 @@ def prepare_stage(bundle: Bundle, number: int, device: torch.device, *, allow_op
         DeviceError: the graph names a device that this machine does not have.
     """
     entry = bundle.stages[number]
-    folded, graph = bundle.graph_file(number)
+    folded, graph = bundle.graph_file(number, calls=modules)
     targets = resolve(graph.ops, allow_ops, entry.graph)
+    calls: Sequence[Body] = ()
     try:
-        module = build(folded, graph, targets, device)
+        if modules:
+            module, calls = build_modules(graph, entry.numbers, targets, device, types)
+        else:
+            module = build(folded, graph, targets, device)
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{entry.graph}: {error}") from None
     places = bundle.tensors(number, graph)
@@ -136,6 +159,7 @@ def prepare_stage(bundle: Bundle, number: int, device: torch.device, *, allow_op
         run=module,
         places=places,
         device=device,
+        calls=calls,
     )
 
 
@@ -149,7 +173,9 @@ def finish_stage(prepared: Prepared, *, verify: bool, cache: WeightCache) -> Sta
         _verify(prepared.bundle, prepared.entry)
     weights = prepared.graph.weights
     tensors = {weight.value: cache.read(weight, prepared.places, prepared.device) for weight in weights}
-    return Stage(prepared.graph, prepared.module, prepared.run, tensors, prepared.device, prepared.entry.state)
+    return Stage(
+        prepared.graph, prepared.module, prepared.run, tensors, prepared.device, prepared.entry.state, prepared.calls
+    )
 
 
 def _verify(bundle: Bundle, stage: StageEntry) -> None:
@@ -173,15 +199,20 @@ def _written(
     return list(found.values())
 
 
-def _register(root: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> tuple[dict[str, Any], str]:
+def _owner(root: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
+    """The module of a path, which is made where there is none."""
+    for part in path:
+        if part not in root._modules:
+            root._modules[part] = Container()
+        root = root._modules[part]  # type: ignore[assignment]
+    return root
+
+
+def _register(root: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> Slot:
     """Hang a weight into the module under all its names; return the place to look it up at each call."""
     for name in weight.names:
         *path, leaf = name.split(".")
-        owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner._modules[part] = torch.nn.Module()
-            owner = owner._modules[part]  # type: ignore[assignment]
+        owner = _owner(root, path)
         slot: dict[str, Any] = owner._parameters if weight.kind == "parameter" else owner._buffers
         slot[leaf] = tensor
         if weight.kind in ("non_persistent_buffer", "constant"):

@@ -8,7 +8,9 @@ from stagepack.format.folded import Folded, Region
 from stagepack.format.graph import Argument, Node
 from stagepack.format.names import region_texts
 from stagepack.format.template import Hole, TemplateError, parse
+from stagepack.format.tree import Tree, children
 from stagepack.format.validate.problems import Fault
+from stagepack.format.validate.signature import check_depth
 from stagepack.format.walk import parts
 
 
@@ -38,6 +40,9 @@ def _folded(folded: Folded) -> Iterator[Fault]:
                 holes[number] = max([holes[number], *(hole + 1 for hole in used)])
         if any(isinstance(item, Node) and not 0 <= item.scope < len(region.scopes) for item in region.nodes):
             yield "G4", where, "the scope of a node is not in the table of the region"
+        signatures = (call.signature for call in region.calls if call.signature is not None)
+        for signature in signatures:
+            yield from check_depth(signature, where)
         yield from _calls(region, holes[:number], where)
         inner = [call.region for call in region.nodes if not isinstance(call, Node) and 0 <= call.region < number]
         called.update(inner)
@@ -80,7 +85,13 @@ def _size(region: Region) -> int:
     """How much a call of a region adds to the graph: nodes, arguments, names."""
     nodes = [item for item in region.nodes if isinstance(item, Node)]
     given = (argument for node in nodes for argument in (*node.args, *(argument for _, argument in node.kwargs)))
-    return len(region.nodes) + sum(map(_count, given)) + sum(1 for _ in region_texts(region))
+    signatures = (call.signature for call in region.calls if call.signature is not None)
+    trees = sum(_count_tree(tree) for signature in signatures for tree in signature.trees)
+    return len(region.nodes) + sum(map(_count, given)) + sum(1 for _ in region_texts(region)) + trees
+
+
+def _count_tree(tree: Tree) -> int:
+    return 1 + sum(map(_count_tree, children(tree)))
 
 
 def _count(argument: Argument) -> int:

@@ -1,4 +1,4 @@
-"""The rules on a graph (SPEC G1 to G13)."""
+"""The rules on a graph (SPEC G1 to G15)."""
 
 import math
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from stagepack.format.graph import (
     LayoutArg,
     ListArg,
     MemoryFormatArg,
+    ModuleCall,
     Node,
     Op,
     SliceArg,
@@ -27,10 +28,11 @@ from stagepack.format.graph import (
     Weight,
 )
 from stagepack.format.operators import is_denied, is_well_formed
-from stagepack.format.validate.names import WORD, is_identifier, is_tensor_name
+from stagepack.format.validate.names import PLACE, WORD, is_identifier, is_tensor_name
 from stagepack.format.validate.problems import Fault
+from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
-from stagepack.format.walk import parts, subgraphs_used
+from stagepack.format.walk import in_order, parts, subgraphs_used
 
 _TRAINABLE = ("float", "bfloat", "complex")  # how the names of dtypes begin that have gradients
 
@@ -60,6 +62,37 @@ def _graph(graph: Graph) -> Iterator[Fault]:
     for name in graph.outputs:
         if name not in made:
             yield "G3", "outputs", f"{name[:80]!r} is made nowhere"
+    yield from _calls(graph.calls)
+
+
+def _calls(calls: tuple[ModuleCall, ...]) -> Iterator[Fault]:
+    """The rules on the calls of modules."""
+    seen: set[str] = set()
+    open_: list[int] = []  # where calls around this one end
+    sound = True
+    for call in calls:
+        where = f"call of {call.path[:80]!r}"
+        if max(len(call.path), len(call.type)) > limits.NAME_CHARACTERS:
+            yield "L1", where, "the name is too long"
+        if not all(call.path.split(".")) or call.path in seen:
+            yield "G15", where, "the path has an empty part, or stands twice"
+        seen.add(call.path)
+        if not PLACE.fullmatch(call.first) or call.nodes < 1:
+            sound = False
+            yield "G15", where, f"{call.first[:80]!r} is not the place of a node, or it has {call.nodes} nodes"
+        if call.signature is not None:
+            deep = list(check_depth(call.signature, where))
+            yield from deep or check_signature(call.signature, where)
+    for call in in_order(calls) if sound else ():
+        first, end = int(call.first), int(call.first) + call.nodes
+        while open_ and open_[-1] <= first:
+            open_.pop()
+        if open_ and open_[-1] < end:
+            yield "G15", f"call of {call.path[:80]!r}", "another call ends in the middle of it"
+        open_.append(end)
+        if len(open_) > limits.DEPTH:
+            yield "L2", f"call of {call.path[:80]!r}", f"calls of modules are nested deeper than {limits.DEPTH}"
+            break
 
 
 def _contexts(contexts: tuple[Context, ...]) -> Iterator[Fault]:

@@ -8,7 +8,7 @@ from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.manifest import File, Manifest, Stage
 from stagepack.format.plan import Plan, Run
-from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf, children, tree_leaves
+from stagepack.format.tree import value_names
 from stagepack.format.validate.names import (
     FILE_NAME,
     MANIFEST_NAME,
@@ -18,6 +18,7 @@ from stagepack.format.validate.names import (
     is_identifier,
 )
 from stagepack.format.validate.problems import Fault, few
+from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
 
 
@@ -44,11 +45,12 @@ def _manifest(manifest: Manifest) -> Iterator[Fault]:
     if manifest.plan is not None:
         yield from _plan(manifest.plan, len(manifest.stages))
     yield from check_symbols(manifest.symbols)
-    if any(_too_deep(tree) for tree in _trees(manifest)):
-        yield "L2", "signature", f"containers are nested deeper than {limits.DEPTH}"
-    else:
+    deep = list(check_depth(manifest.signature, "signature"))
+    yield from deep
+    if not deep:
         yield from _edges(manifest, {symbol.name for symbol in manifest.symbols})
-        yield from _signature(manifest)
+        yield from check_signature(manifest.signature, "signature")
+        yield from _carried(manifest)
     if not WORD.fullmatch(manifest.device):
         yield "M11", "device", f"{manifest.device[:80]!r} is not a device type"
 
@@ -118,7 +120,7 @@ def _files(files: tuple[File, ...]) -> Iterator[Fault]:
 def _edges(manifest: Manifest, symbols: set[str]) -> Iterator[Fault]:
     stages = range(len(manifest.stages))
     seen: set[str] = set()
-    results = {leaf.name for leaf in tree_leaves(manifest.signature.result) if isinstance(leaf, ValueLeaf)}
+    results = set(value_names(manifest.signature.result))
     inputs: dict[int, list[str]] = {number: [] for number in stages}
     outputs: dict[int, list[str]] = {number: [] for number in stages}
     for edge in manifest.edges:
@@ -143,49 +145,13 @@ def _edges(manifest: Manifest, symbols: set[str]) -> Iterator[Fault]:
             yield "M10", f"stage {number}", "its inputs or outputs are not those that the edges give, in their order"
 
 
-def _signature(manifest: Manifest) -> Iterator[Fault]:
-    signature = manifest.signature
-    names = [parameter.name for parameter in signature.parameters]
-    if len(set(names)) != len(names) or any(len(name) > limits.NAME_CHARACTERS for name in names):
-        yield "T1", "signature", "a parameter stands twice, or its name is too long"
-    positional = [parameter.positional for parameter in signature.parameters]
-    if positional != sorted(positional, reverse=True):
-        yield "T1", "signature", "a positional parameter follows one that is not"
-    if any(not parameter.positional and not parameter.keyword for parameter in signature.parameters):
-        yield "T1", "signature", "a parameter can be given neither by position nor by name"
-    trees = [parameter.tree for parameter in signature.parameters]
-    given = [leaf.name for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, ValueLeaf)]
+def _carried(manifest: Manifest) -> Iterator[Fault]:
+    """The rules on the signature and the edges together."""
+    given = list(value_names(*(parameter.tree for parameter in manifest.signature.parameters)))
     inputs = [edge.name for edge in manifest.edges if edge.producer is None]
     if sorted(given) != sorted(inputs):
         yield "T2", "signature", f"its parameters hold {few(given)}, the edges into the model are {few(inputs)}"
     made = {edge.name for edge in manifest.edges}
-    for leaf in tree_leaves(signature.result):
-        if isinstance(leaf, ValueLeaf) and leaf.name not in made:
-            yield "T3", "signature", f"the result holds {leaf.name[:80]!r}, which no edge carries"
-    for tree in _trees(manifest):
-        yield from _containers(tree)
-
-
-def _trees(manifest: Manifest) -> Iterator[Tree]:
-    yield from (parameter.tree for parameter in manifest.signature.parameters)
-    yield manifest.signature.result
-
-
-def _containers(tree: Tree) -> Iterator[Fault]:
-    if isinstance(tree, SequenceTree) and tree.maxlen is not None:
-        if tree.kind != "deque" or tree.maxlen < len(tree.items):
-            yield "T4", "signature", f"a {tree.kind} of {len(tree.items)} items has the maxlen {tree.maxlen}"
-    elif isinstance(tree, DictTree | ObjectTree):
-        keys = [key for key, _ in (tree.items if isinstance(tree, DictTree) else tree.fields)]
-        if len(set(keys)) != len(keys):
-            yield "T4", "signature", f"a key of a container stands twice: {few(keys)}"
-    if isinstance(tree, DictTree) and tree.factory is not None and tree.kind != "defaultdict":
-        yield "T4", "signature", f"a {tree.kind} has a factory"
-    if isinstance(tree, ObjectTree) and len(tree.class_name) > limits.NAME_CHARACTERS:
-        yield "T4", "signature", "the name of a class is too long"
-    for child in children(tree):
-        yield from _containers(child)
-
-
-def _too_deep(tree: Tree, depth: int = 0) -> bool:
-    return depth > limits.DEPTH or any(_too_deep(child, depth + 1) for child in children(tree))
+    for name in value_names(manifest.signature.result):
+        if name not in made:
+            yield "T3", "signature", f"the result holds {name[:80]!r}, which no edge carries"

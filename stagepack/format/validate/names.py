@@ -12,6 +12,7 @@ SIGNATURE_NAME = "model.sig"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 FILE_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,198}[A-Za-z0-9_-])?", re.ASCII)
 WORD = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+PLACE = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 

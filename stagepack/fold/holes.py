@@ -1,22 +1,7 @@
 """The names at all places of a region -> one template, and the texts that a call has for its holes."""
 
 import re
-from collections.abc import Iterator
 
-from msgspec.structs import replace
-
-from stagepack.format.graph import (
-    Argument,
-    DictArg,
-    ListArg,
-    Node,
-    SliceArg,
-    TupleArg,
-    Value,
-    ValueArg,
-    Weight,
-)
-from stagepack.format.shapes import Dim, Expr
 from stagepack.format.template import Hole, escape
 
 _PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
@@ -67,43 +52,3 @@ class Holes:
     def _new(self, texts: tuple[str, ...]) -> int:
         self.texts.append(texts)
         return len(self.texts) - 1
-
-
-def renamed(node: Node, names: Iterator[str]) -> Node:
-    """A node with other names, which come in the order of `format.names.node_texts`."""
-    args = tuple([_argument(argument, names) for argument in node.args])
-    kwargs = tuple([(key, _argument(argument, names)) for key, argument in node.kwargs])
-    return replace(node, args=args, kwargs=kwargs, outputs=tuple([_value(value, names) for value in node.outputs]))
-
-
-def renamed_weight(weight: Weight, names: Iterator[str]) -> Weight:
-    """A weight with other names, which come in the order of `format.names.weight_texts`."""
-    value, own = next(names), tuple([next(names) for _ in weight.names])
-    return replace(weight, value=value, names=own, base=None if weight.base is None else next(names))
-
-
-def _argument(argument: Argument, names: Iterator[str]) -> Argument:
-    match argument:
-        case ValueArg():
-            return ValueArg(next(names))
-        case ListArg(items) | TupleArg(items):
-            return type(argument)(tuple([_argument(item, names) for item in items]))
-        case DictArg(items):
-            return DictArg(tuple([(key, _argument(item, names)) for key, item in items]))
-        case SliceArg(start, stop, step):
-            return SliceArg(*[_argument(part, names) for part in (start, stop, step)])
-        case _:
-            return argument
-
-
-def _value(value: Value | None, names: Iterator[str]) -> Value | None:
-    if value is None:
-        return None
-    name, shape = next(names), tuple([_dim(dim, names) for dim in value.shape])
-    return replace(value, name=name, shape=shape, expr=None if value.expr is None else _dim(value.expr, names))
-
-
-def _dim(dim: Dim, names: Iterator[str]) -> Dim:
-    if isinstance(dim, Expr):
-        return Expr(op=dim.op, args=tuple([_dim(arg, names) for arg in dim.args]))
-    return next(names) if isinstance(dim, str) else dim

@@ -1,0 +1,48 @@
+"""The rules on a signature, of the model or of a call of a module (SPEC T1 and T4)."""
+
+from collections.abc import Iterator
+
+from stagepack.format import limits
+from stagepack.format.signature import Signature
+from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, children
+from stagepack.format.validate.problems import Fault, few
+
+
+def check_depth(signature: Signature, where: str) -> Iterator[Fault]:
+    """Yield a rule that is broken when containers are nested too deep for the other checks."""
+    if any(_too_deep(tree) for tree in signature.trees):
+        yield "L2", where, f"containers are nested deeper than {limits.DEPTH}"
+
+
+def check_signature(signature: Signature, where: str) -> Iterator[Fault]:
+    """Yield the rules that a signature breaks which is not nested too deep."""
+    names = [parameter.name for parameter in signature.parameters]
+    if len(set(names)) != len(names) or any(len(name) > limits.NAME_CHARACTERS for name in names):
+        yield "T1", where, "a parameter stands twice, or its name is too long"
+    positional = [parameter.positional for parameter in signature.parameters]
+    if positional != sorted(positional, reverse=True):
+        yield "T1", where, "a positional parameter follows one that is not"
+    if any(not parameter.positional and not parameter.keyword for parameter in signature.parameters):
+        yield "T1", where, "a parameter can be given neither by position nor by name"
+    for tree in signature.trees:
+        yield from _containers(tree, where)
+
+
+def _containers(tree: Tree, where: str) -> Iterator[Fault]:
+    if isinstance(tree, SequenceTree) and tree.maxlen is not None:
+        if tree.kind != "deque" or tree.maxlen < len(tree.items):
+            yield "T4", where, f"a {tree.kind} of {len(tree.items)} items has the maxlen {tree.maxlen}"
+    elif isinstance(tree, DictTree | ObjectTree):
+        keys = [key for key, _ in (tree.items if isinstance(tree, DictTree) else tree.fields)]
+        if len(set(keys)) != len(keys):
+            yield "T4", where, f"a key of a container stands twice: {few(keys)}"
+    if isinstance(tree, DictTree) and tree.factory is not None and tree.kind != "defaultdict":
+        yield "T4", where, f"a {tree.kind} has a factory"
+    if isinstance(tree, ObjectTree) and len(tree.class_name) > limits.NAME_CHARACTERS:
+        yield "T4", where, "the name of a class is too long"
+    for child in children(tree):
+        yield from _containers(child, where)
+
+
+def _too_deep(tree: Tree, depth: int = 0) -> bool:
+    return depth > limits.DEPTH or any(_too_deep(child, depth + 1) for child in children(tree))
