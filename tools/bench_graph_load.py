@@ -1,7 +1,7 @@
-"""Time to get the graph of a 32-layer Llama of tiny weights ready to run: a bundle's stages against `torch.export.load`.
+"""What the graph of a Llama of tiny weights takes: bytes, folded and not, and with more layers; and the time to get it ready to run.
 
-Both sides are measured in this run, several times in turn; the medians and their ratio are printed.
-Loading a bundle's graphs means: read, compare with the digest, check every rule, find the operators, build the fx modules.
+Loading a bundle's graphs means: read, compare with the digest, check every rule, find the operators, build the fx modules. The other
+side is `torch.export.load` of the same program. Both are measured in this run, in turn; the medians and their ratio are printed.
 """
 
 import argparse
@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stagepack.capture import Inputs, capture_module
+from stagepack.capture import Capture, Inputs, capture_module
 from stagepack.exporter import export_capture
+from stagepack.format.codec import encode_graph
+from stagepack.format.folded import plain
 from stagepack.format.reader import Bundle
 from stagepack.where import Where
 from stagepack_loaders.torch.build import build
@@ -26,15 +28,41 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--more", type=int, default=80, help="layers of the model whose graph is compared in size")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
+    capture, where = _capture(options.layers), Where(stages=options.stages)
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "llama.pt2"
+        torch.export.save(capture.program, program)
+        bundle = export_capture(capture, out=Path(folder) / "llama.stagepack", where=where)
+        folded = _graph_bytes(bundle)
+        unfolded = sum(len(encode_graph(plain(bundle.graph(number)))) for number in range(options.stages))
+        print(
+            f"{options.layers} layers, {sum(stage.nodes for stage in bundle.stages):,} nodes, stages: {options.stages}"
+        )
+        print(f"graphs folded      {folded:9,} bytes, 1/{unfolded / folded:.1f} of {unfolded:,} unfolded")
+        larger = export_capture(_capture(options.more), out=Path(folder) / "more.stagepack", where=where)
+        print(f"with {options.more} layers     {_graph_bytes(larger) - folded:+9,} bytes")
+        ours, theirs = [], []
+        for _ in range(options.runs):
+            ours.append(_timed(lambda: _load_graphs(bundle.path)))
+            theirs.append(_timed(lambda: torch.export.load(program)))
+        print(f"stagepack graphs   {statistics.median(ours):9.3f} s  {' '.join(f'{seconds:.3f}' for seconds in ours)}")
+        print(
+            f"torch.export.load  {statistics.median(theirs):9.3f} s  {' '.join(f'{seconds:.3f}' for seconds in theirs)}"
+        )
+        print(f"ratio              1/{statistics.median(theirs) / statistics.median(ours):.1f}")
+
+
+def _capture(layers: int) -> Capture:
     batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=512)
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
     )
@@ -42,30 +70,17 @@ def main() -> None:
         kwargs={"input_ids": torch.randint(0, 128, (2, 8)), "use_cache": False},
         dynamic_shapes={"input_ids": {0: batch, 1: sequence}},
     )
-    capture = capture_module(LlamaForCausalLM(config).eval(), inputs)
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "llama.pt2"
-        torch.export.save(capture.program, program)
-        bundle = export_capture(capture, out=Path(folder) / "llama.stagepack", where=Where(stages=options.stages))
-        nodes = sum(stage.nodes for stage in bundle.stages)
-        size = sum(bundle.files[stage.graph].size for stage in bundle.stages)
-        ours, theirs = [], []
-        for _ in range(options.runs):
-            ours.append(_timed(lambda: _load_graphs(bundle.path)))
-            theirs.append(_timed(lambda: torch.export.load(program)))
-        print(f"{options.layers} layers, {nodes} nodes in {options.stages} stages", end=", ")
-        print(f"{size / 1000:.0f} kB of graphs, {program.stat().st_size / 1e6:.1f} MB .pt2")
-        print(f"stagepack graphs   {statistics.median(ours):8.3f} s  {' '.join(f'{seconds:.3f}' for seconds in ours)}")
-        print(
-            f"torch.export.load  {statistics.median(theirs):8.3f} s  {' '.join(f'{seconds:.3f}' for seconds in theirs)}"
-        )
-        print(f"ratio              1/{statistics.median(theirs) / statistics.median(ours):.1f}")
+    return capture_module(LlamaForCausalLM(config).eval(), inputs)
+
+
+def _graph_bytes(bundle: Bundle) -> int:
+    return sum(bundle.files[stage.graph].size for stage in bundle.stages)
 
 
 def _load_graphs(path: Path) -> None:
     bundle = Bundle(path)
     for number in range(len(bundle.stages)):
-        file = bundle.graph_file(number)
+        file = bundle.graph_file(number, calls=False)
         build(*file, resolve(file.graph.ops, (), bundle.stages[number].graph), torch.device("cpu"))
 
 

@@ -7,6 +7,7 @@ held to the same answers.
 import argparse
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,12 @@ from typing import Any
 import torch
 
 from stagepack.capture import Inputs
+from stagepack.fold import find, fold
+from stagepack.format.codec import encode_graph
+from stagepack.format.folded import plain
+from stagepack.format.graph import Graph
+from stagepack.linearize import linearize
+from stagepack.split.assemble import whole
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
 from tests.zoo.cases import ARCHITECTURES, CASES, EXAMPLES, ROWS
@@ -69,19 +76,30 @@ def main() -> None:
         PAGE.write_text(page)
 
 
-Side = Callable[[Case], tuple[str, str]]
-Found = dict[tuple[str, str], tuple[str, str]]
+# What is said of a side: right or what went wrong, with the example's sizes and with others; of ours also what was folded.
+Cells = tuple[str, ...]
+Side = Callable[[Case], Cells]
+Found = dict[tuple[str, str], Cells]
 
 
-def ours(case: Case) -> tuple[str, str]:
-    """What the test says of a model, and whether its sizes may change."""
+def ours(case: Case) -> Cells:
+    """What the test says of a model, whether its sizes may change, its regions, and how much smaller these make its graph."""
     with tempfile.TemporaryDirectory() as folder:
         test_bit_exact(case, Path(folder))
     capture = case.capture()
-    return RIGHT, NONE if other_size(capture.program, capture.inputs) is capture.inputs else RIGHT
+    other = NONE if other_size(capture.program, capture.inputs) is capture.inputs else RIGHT
+    return RIGHT, other, *_folded(whole(linearize(capture.program, {}, None, traced=capture.calls).graph))
 
 
-def theirs(case: Case) -> tuple[str, str]:
+def _folded(graph: Graph) -> Cells:
+    folded = fold(graph)
+    if not folded.regions:
+        return ("lost" if find(graph).repeats else NONE, NONE)
+    unfolded = len(encode_graph(plain(graph)))
+    return str(len(folded.regions)), f"{unfolded / len(encode_graph(folded)):.1f}"
+
+
+def theirs(case: Case) -> Cells:
     """Whether `torch.distributed.pipelining` keeps the answers of a model, and whether it does at another size."""
     capture = case.capture()
     other = other_size(capture.program, capture.inputs)
@@ -111,14 +129,14 @@ def run(work: list[tuple[Case, Side]]) -> Found:
         return {(case.name, side.__name__): answer for (case, side), answer in zip(work, answers, strict=True)}
 
 
-def _in_a_process(case: Case, side: Side) -> tuple[str, str]:
+def _in_a_process(case: Case, side: Side) -> Cells:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(case, side, sender))
     process.start()
     sender.close()
     try:
-        answer: tuple[str, str] = receiver.recv() if receiver.poll(LIMIT) else (f"takes over {LIMIT} s", NONE)
+        answer: Cells = receiver.recv() if receiver.poll(LIMIT) else (f"takes over {LIMIT} s", NONE)
     except EOFError:
         answer = ("crashes", NONE)
     process.kill()
@@ -146,11 +164,14 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
     torch_version = torch.__version__.split("+")[0]
     yield "Written by `make coverage`; each line is a model of `tests/zoo`."
     yield ""
-    yield "- **stagepack** cuts it in 2, 3 and 5 stages, three calls in a row, and is held to the answers of the captured program bit for"
-    yield "  bit, state included; cut again from 2 stages to 5, the bundle must come out the same."
+    yield "- **stagepack** cuts it in 2, 3 and 5 stages, folds each, and is held to the answers of the captured program bit for bit, three"
+    yield "  calls in a row, state included; so it is in 3 even stages that run by the modules of the model (`modules=True`). Cut again"
+    yield "  from 2 stages to 5, the bundle must come out the same."
     yield f"- **pipelining** is `torch.distributed.pipelining` of torch {torch_version}: the same model in 3 even parts, in one process,"
     yield "  held to the same answers."
     yield "- **other size** is a call with other sizes than the example's, where the model allows them."
+    yield "- **regions** are the parts of the uncut graph that stand in it once and are called several times; **smaller** is how many"
+    yield "  times smaller they make its file. (The models are tiny: few layers, so few calls.)"
     yield ""
     yield "| | models | stagepack right | pipelining right | of other sizes | stagepack right | pipelining right | wrong without a word |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|"
@@ -162,7 +183,7 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
         mine = [found[case.name, "ours"] for case in group if case in cases]
         other = [found[case.name, "theirs"] for case in group if case in cases]
         wrong = sum(WRONG in cells for cells in other)
-        cells = (
+        counts = (
             len(mine),
             _right(mine, 0),
             _right(other, 0),
@@ -171,7 +192,13 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
             _right(other, 1),
             wrong,
         )
-        yield f"| {name} | {' | '.join(map(str, cells))} |"
+        yield f"| {name} | {' | '.join(map(str, counts))} |"
+    ratios = [float(cells[3]) for case in cases if len(cells := found[case.name, "ours"]) == 4 and cells[3]]
+    yield ""
+    yield (
+        f"{len(ratios)} of {len(cases)} models have regions: their graphs are {min(ratios)} to {max(ratios)} times smaller, "
+        f"in the median {statistics.median(ratios):.1f}."
+    )
     yield from ("", "## Rows", "", "| row | tests |", "|---|---|")
     rows: dict[str, list[str]] = {}
     for case in ROWS:
@@ -179,10 +206,10 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
     for row, names in [*rows.items(), *((row, [f"`{name}`" for name in names]) for row, names in ELSEWHERE.items())]:
         yield f"| {row} | {', '.join(names)} |"
     yield from ("", "A model `NAME` is the test `tests/zoo/test_zoo.py::test_bit_exact[NAME]`.", "", "## Models", "")
-    yield "| model | row | stagepack | other size | pipelining | other size |"
-    yield "|---|---|---|---|---|---|"
+    yield "| model | row | stagepack | other size | regions | smaller | pipelining | other size |"
+    yield "|---|---|---|---|--:|--:|---|---|"
     for case in cases:
-        cells = (*found[case.name, "ours"], *found[case.name, "theirs"])
+        cells = (*(*found[case.name, "ours"], NONE, NONE)[:4], *found[case.name, "theirs"])
         yield f"| `{case.name}` | {case.row} | {' | '.join(cells)} |"
     yield from ("", "## Not captured", "")
     yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
@@ -190,12 +217,12 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
     yield from (f"- `{case.name}`: {REASON}" for case in REFUSED)
 
 
-def _right(found: list[tuple[str, str]], size: int) -> int:
+def _right(found: list[Cells], size: int) -> int:
     """How many are right: at the example's size (0), or at another (1)."""
     return sum(cells[size] == RIGHT for cells in found)
 
 
-def _fixed(found: list[tuple[str, str]]) -> int:
+def _fixed(found: list[Cells]) -> int:
     """How many allow no other size."""
     return sum(cells[1] == NONE for cells in found)
 

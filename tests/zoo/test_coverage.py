@@ -10,9 +10,13 @@ from tools.coverage import ELSEWHERE, PAGE
 
 
 def test_the_page_has_every_model_and_all_are_right() -> None:
-    lines = re.findall(r"^\| `([\w-]+)` \| .*? \| (\w+) \| (\w*) \|", PAGE.read_text(), re.MULTILINE)
-    assert [name for name, _, _ in lines] == [case.name for case in CASES]
-    assert {(first, other) for _, first, other in lines} <= {("right", "right"), ("right", "")}
+    lines = re.findall(
+        r"^\| `([\w-]+)` \| .*? \| (\w+) \| (\w*) \| (\w*) \| ([\d.]*) \|", PAGE.read_text(), re.MULTILINE
+    )
+    assert [name for name, *_ in lines] == [case.name for case in CASES]
+    assert {(first, other) for _, first, other, _, _ in lines} <= {("right", "right"), ("right", "")}
+    assert all(regions.isdigit() and float(smaller) > 1 for *_, regions, smaller in lines if regions)
+    assert sum(bool(regions) for *_, regions, _ in lines) > 100
 
 
 @pytest.mark.parametrize("test", [test for tests in ELSEWHERE.values() for test in tests])

@@ -33,7 +33,7 @@ from stagepack.format.tree import (
     value_names,
 )
 from stagepack.format.walk import given, in_order, values_made, values_used
-from stagepack_loaders.torch.build import Builder, FunctionCall, Step, used_by, values_of
+from stagepack_loaders.torch.build import Builder, FunctionCall, Step, made_by, used_by, values_of
 
 # Where a weight is looked up at each call: a dict, and its key.
 Slot = tuple[dict[str, Any], str]
@@ -333,21 +333,24 @@ class _Building:
     def _steps(self, start: int, end: int, spans: Sequence[_Span], around: Body | None) -> list[Step]:
         """Nodes, and calls in their place; `spans` are those inside, in order."""
         steps: list[Step] = []
+        known = self.weights.union((value.name for value in self.graph.inputs) if around is None else around.inputs)
         number = 0
         while start < end:
             if number == len(spans) or spans[number].start != start:
                 steps.append(self.graph.nodes[start])
                 start += 1
-                continue
-            span, first = spans[number], number + 1
-            number = first
-            while number < len(spans) and spans[number].start < span.end:
-                number += 1
-            steps.append(self._call(span, spans[first:number], around))
-            start = span.end
+            else:
+                span, first = spans[number], number + 1
+                number = first
+                while number < len(spans) and spans[number].start < span.end:
+                    number += 1
+                steps.append(self._call(span, spans[first:number], around, known))
+                start = span.end
+            known.update(made_by(steps[-1]))
         return steps
 
-    def _call(self, span: _Span, inside: Sequence[_Span], around: Body | None) -> FunctionCall:
+    def _call(self, span: _Span, inside: Sequence[_Span], around: Body | None, known: Collection[str]) -> FunctionCall:
+        """A call of a module, with those `inside` it; `known` are the values that there are before it."""
         start, end, call = span
         nodes = self.graph.nodes[start:end]
         used = dict.fromkeys(name for node in nodes for name in values_used(node) if self.made_at[name] < start)
@@ -356,9 +359,8 @@ class _Building:
         used_after = [name for name in made if self.last_use.get(name, -1) >= end]
         signature = call.signature or self._plain_signature(needs, used_after)
         leaves = value_names(*(parameter.tree for parameter in signature.parameters))
-        known = (name for name in leaves if self.made_at.get(name, end) < start)
-        inputs = list(dict.fromkeys((*needs, *known)))
-        results = {*used_after, *value_names(signature.result)}
+        inputs = list(dict.fromkeys((*needs, *(name for name in leaves if name in known))))
+        results = {*used_after, *value_names(signature.result), *(() if around is None else around.outputs)}
         body = Body(
             call=call,
             around=around,
