@@ -219,22 +219,32 @@ class _Search:
         return found
 
     def _take_equal(self, parts: Sequence[_Part]) -> bool:
+        known = next((self._calls[first][after] for first, after in parts if after in self._calls[first]), None)
+        if known is not None:  # more parts of a repeat, found where modules do not tell
+            before, length = self.repeats[known].starts, self.repeats[known].length
+            starts = {*before, *(first for first, _ in parts if first > before[0])}
+            if len(starts) == len(before):
+                return False
+            parts = [(first, first + length) for first in sorted(starts)]
         start, end = parts[0]
         if worth(end - start, len(parts)) < _LEAST:
             return False
         repeat = Repeat(length=end - start, starts=tuple(start for start, _ in parts))
         reason = self._nodes.effects(parts)
         if reason is not None:
-            if any(left.covers(repeat) for left in self.left_alone):
-                return False
-            self.left_alone.append(LeftAlone(repeat=repeat, reason=reason))
+            if known is None and not any(left.covers(repeat) for left in self.left_alone):
+                self.left_alone.append(LeftAlone(repeat=repeat, reason=reason))
             return False
+        number = len(self.repeats) if known is None else known
         for first, after in parts:
-            self._calls[first][after] = len(self.repeats)
+            self._calls[first][after] = number
         for first, after in parts[1:]:
             self._gone[first:after] = b"\1" * (after - first)
-        self._bodies.append((start, end))
-        self.repeats.append(repeat)
+        if known is None:
+            self._bodies.append((start, end))
+            self.repeats.append(repeat)
+        else:
+            self.repeats[known] = repeat
         return True
 
 

@@ -149,8 +149,12 @@ class _Folding:
             used = (
                 name for node in self.graph.nodes[start : start + places.repeat.length] for name in values_used(node)
             )
-            rows.append([name for name in dict.fromkeys(used) if name in self.weights and name not in self.declared])
-        columns = [column for column in zip(*rows, strict=True) if len(set(column)) == len(column)]
+            rows.append([name for name in dict.fromkeys(used) if name in self.weights])
+        columns = [
+            column
+            for column in zip(*rows, strict=True)
+            if len(set(column)) == len(column) and self.declared.isdisjoint(column)
+        ]
         self.declared.update(*columns)
         return [tuple(self.weights[name] for name in column) for column in columns]
 

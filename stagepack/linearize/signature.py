@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
@@ -130,8 +131,8 @@ def _tree(spec: pytree.TreeSpec, leaves: Iterator[Leaf], where: str) -> Tree:
         return _leaf(next(leaves), where)
     cls, context = spec.type, spec.context
     items = [_tree(child, leaves, where) for child in _children(spec)]
-    if cls in (tuple, list):
-        return SequenceTree(kind="tuple" if cls is tuple else "list", items=tuple(items))
+    if cls in (tuple, list, torch.Size):
+        return SequenceTree(kind="list" if cls is list else "tuple", items=tuple(items))
     if cls is collections.deque:
         return SequenceTree(kind="deque", items=tuple(items), maxlen=context)
     if cls in (dict, collections.OrderedDict):

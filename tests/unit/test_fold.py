@@ -134,6 +134,21 @@ def test_layers_that_differ_in_one_place_stay_apart() -> None:
     assert unfold(fold(graph)) == graph
 
 
+def test_a_module_and_the_same_nodes_in_no_module_of_their_own() -> None:
+    build, x = Build(), "x"
+    for name in ("first", "second", "third", "fourth"):
+        x = block(build, x, name)
+    for layer in range(2):
+        for number in range(3):
+            x = block(build, x, f"layers.{layer}.{number}", scope=f"layers.{layer}")
+            x = build(ADD, x, float(number), scope=f"layers.{layer}")
+    graph = build.graph(x)
+    folded = fold(graph)
+    assert unfold(folded) == graph
+    assert sizes(graph) == [(21, 2), (6, 7)]
+    assert [len(region.nodes) for region in folded.regions] == [6, 6]
+
+
 def test_parts_inside_of_parts() -> None:
     build, x = Build(), "x"
     for layer in range(3):
