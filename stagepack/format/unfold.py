@@ -47,7 +47,7 @@ def unfold(folded: Folded, where: str = "", *, calls: bool = True) -> Graph:
     if not folded.regions:
         return Graph(**fields)
     try:
-        steps = list(_Steps(folded.regions).of(folded))
+        steps = list(_Steps(folded.regions, calls=calls).of(folded))
         inner = [_call(call, step.texts) for step in steps for call in step.calls] if calls else []
     except TemplateError as error:
         raise FormatError([Problem(rule="F5", where=where, message=str(error))]) from None
@@ -97,9 +97,10 @@ class _Step:
 class _Steps:
     """The calls of a graph, filled in."""
 
-    def __init__(self, regions: Sequence[Region]) -> None:
+    def __init__(self, regions: Sequence[Region], *, calls: bool) -> None:
         self._regions = regions
-        self._templates = [sorted(set(region_texts(region))) for region in regions]
+        parts = regions if calls else [replace(region, calls=()) for region in regions]
+        self._templates = [sorted(set(region_texts(region))) for region in parts]
         self._makers = [[_filler(item) for item in region.nodes if isinstance(item, Node)] for region in regions]
 
     def of(self, folded: Folded) -> Iterator[_Step]:
@@ -183,7 +184,7 @@ def _each(made: Iterable[_Part], kept: Sequence[Any]) -> Callable[[_Texts], tupl
     if all(make is None for make, _ in pairs):
         same = tuple(kept)
         return lambda _: same
-    return lambda texts: tuple(part if make is None else make(texts) for make, part in pairs)
+    return lambda texts: tuple([part if make is None else make(texts) for make, part in pairs])
 
 
 def _same(parts: Iterable[_Part]) -> bool:

@@ -110,13 +110,13 @@ class Builder:
         self.graph = graph
         self.targets = targets
         self.device = device
-        self.names = {value.name for value in _values(graph)} | {weight.value for weight in graph.weights}
+        self.types = {value.name: value for value in _values(graph)}
+        self.names = {*self.types, *(weight.value for weight in graph.weights)}
         self.subgraphs: list[GraphModule] = []
         for number, subgraph in enumerate(graph.subgraphs):
             names = [value.name for value in subgraph.inputs]
             self.subgraphs.append(self.module(names, subgraph.nodes, subgraph.result, None, f"Subgraph{number}"))
         self.functions = regions
-        self.types = {value.name: value for value in _values(graph)}
         self.regions: list[GraphModule] = []
         self.sizes: list[
             dict[int, tuple[int, int]]
@@ -185,7 +185,10 @@ class Builder:
                 made = (name for step in run for name in made_by(step))
                 body.in_context(inner, run, [name for name in made if uses[name] > inside[name]])
         body.graph.output(body.argument(result))
-        module = GraphModule(body.attributes, body.graph, class_name=name)
+        # Inner modules come after it is made: fx would write the code of each anew.
+        inner = {name: held for name, held in body.attributes.items() if isinstance(held, GraphModule)}
+        module = GraphModule(body.attributes | dict.fromkeys(inner, torch.nn.Module()), body.graph, class_name=name)
+        module._modules.update(inner)
         # fx's own call prints a traceback beside the error that it raises.
         type(module).__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
         return module
