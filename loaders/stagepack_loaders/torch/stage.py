@@ -15,7 +15,8 @@ from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.reader import Bundle, raise_digest_problems
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.build import build
-from stagepack_loaders.torch.modules import Body, Container, Slot, attach, build_modules, module_tree
+from stagepack_loaders.torch.build_modules import build_modules
+from stagepack_loaders.torch.modules import Body, Container, Slot, attach, module_tree
 from stagepack_loaders.torch.ops import resolve
 from stagepack_loaders.torch.weights import WeightCache
 
