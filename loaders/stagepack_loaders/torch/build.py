@@ -186,9 +186,9 @@ class Builder:
                 body.in_context(inner, run, [name for name in made if uses[name] > inside[name]])
         body.graph.output(body.argument(result))
         # Inner modules come after it is made: fx would write the code of each anew.
-        inner: dict[str, Any] = {name: held for name, held in body.attributes.items() if isinstance(held, GraphModule)}
-        module = GraphModule(body.attributes | dict.fromkeys(inner, torch.nn.Module()), body.graph, class_name=name)
-        module._modules.update(inner)
+        children = {name: held for name, held in body.attributes.items() if isinstance(held, GraphModule)}
+        module = GraphModule(body.attributes | dict.fromkeys(children, torch.nn.Module()), body.graph, class_name=name)
+        module._modules.update(children)
         # fx's own call prints a traceback beside the error that it raises.
         type(module).__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
         return module
