@@ -168,7 +168,7 @@ def test_no_depth_is_too_deep_for_an_error(depth: int) -> None:
     with pytest.raises(LimitError, match="L2"):
         read_manifest(manifest)
     unknown = json.dumps(MANIFEST | {"version": "@"}).encode().replace(b'"@"', b"[" * depth + b"]" * depth)
-    with pytest.raises(FormatError, match="M2" if depth < 900 else "L2"):
+    with pytest.raises(FormatError, match="M2" if depth < 900 else "L2|M2"):  # a library may have raised Python's limit
         read_manifest(unknown)
 
 

@@ -1,6 +1,7 @@
-"""Run a bundle in a fresh process: BUNDLE OUT OPERATORS INPUTS...: one call for each inputs file, in order.
+"""Run the bundles of a folder in a fresh process: FOLDER OPERATORS.
 
-It knows the bundle alone. OPERATORS is empty, or the module that registers custom operators; their namespace is its package.
+It calls each `NAME.stagepack` with `inputs-0.safetensors` and so on, and writes the results to `NAME.out`. It knows these
+alone. OPERATORS is empty, or the module that registers custom operators; their namespace is its package.
 """
 
 import importlib
@@ -13,16 +14,19 @@ import stagepack
 from stagepack_loaders.torch.example import call, read_inputs, write_outputs
 
 
-def main(bundle: str, out: str, operators: str, *inputs: str) -> None:
-    """Write the results of each call to OUT/0.safetensors, OUT/1.safetensors ..."""
+def main(folder: str, operators: str) -> None:
+    """Run all bundles."""
     allowed = []
     if operators:
         importlib.import_module(operators)
         allowed.append(operators.split(".")[0])
-    pipe = stagepack.load(bundle, allow_ops=allowed)
-    for number, path in enumerate(inputs):
-        torch.manual_seed(0)
-        write_outputs(call(pipe, read_inputs(Path(path))), Path(out) / f"{number}.safetensors")
+    inputs = sorted(Path(folder).glob("inputs-*.safetensors"))
+    for bundle in Path(folder).glob("*.stagepack"):
+        pipe = stagepack.load(bundle, allow_ops=allowed)
+        bundle.with_suffix(".out").mkdir()
+        for number, path in enumerate(inputs):
+            torch.manual_seed(0)
+            write_outputs(call(pipe, read_inputs(path)), bundle.with_suffix(".out") / f"{number}.safetensors")
     assert "transformers" not in sys.modules or "transformers" in allowed
 
 

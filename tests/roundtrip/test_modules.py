@@ -1,14 +1,12 @@
 """`load_stage(..., modules=True)`: the modules of the original model, each called on its own, and replaced."""
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.errors import InputError
@@ -16,48 +14,11 @@ from stagepack.exporter import capture_source, export_capture
 from stagepack.format.reader import Bundle
 from stagepack.where import Where
 from stagepack_loaders.pipeline import Pipeline
+from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case, answers, assert_equal, captured_answers
 from tests.zoo.cases import named
 
 MODELS = named("decoders-llama", "encoders-bert", "encoders-albert", "vision-resnet")
-
-
-class Called(NamedTuple):
-    """What a module of the original was called with, and what it gave."""
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    result: Any
-    made: bool  # else what it gave back is what it was given: a dropout that is off
-
-
-@torch.no_grad()
-def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> list[Called]:
-    """The calls of all modules of a model during one call of it, in the order of their ends."""
-    found: list[Called] = []
-    handles = []
-    for name, module in model.named_modules():
-
-        def keep(_: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
-            made = any(
-                leaf is not None and not any(leaf is other for other in pytree.tree_leaves((args, kwargs)))
-                for leaf in pytree.tree_leaves(result)
-            )
-            found.append(
-                Called(name, *copy.deepcopy((args, dict(kwargs), result)), made)
-            )  # later ones may write into them
-
-        handles.append(module.register_forward_hook(keep, with_kwargs=True))
-    model(*args, **kwargs)
-    for handle in handles:
-        handle.remove()
-    return [call for call in found if call.name]
-
-
-def is_equal(found: Any, expected: Any) -> bool:
-    pairs = list(zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True))
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
