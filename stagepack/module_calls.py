@@ -48,7 +48,7 @@ class TracedCalls:
     """The calls of a trace.
 
     Attributes:
-        of: the calls of the last trace, each with the number that marks have for it.
+        of: the calls, each with the number that marks have for it; of several traces, the last one that made the call counts.
     """
 
     def __init__(self) -> None:

@@ -53,10 +53,11 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         for where, leaf, given in flatten(parameter.tree, named[parameter.name], parameter.name):
             if isinstance(leaf, ValueLeaf):
                 first = bound.setdefault(leaf.name, Given(where, given))
-                if first.value is not given and leaf.name != UNUSED:
+                same = first.value is given or (isinstance(given, bool | int | float) and first.value == given)
+                if not same and leaf.name != UNUSED:
                     raise InputError(f"{where} was the same as {first.where} at export: export again to change it")
             else:
-                _check_constant(leaf, given, where)
+                check_constant(leaf, given, where)
     return bound
 
 
@@ -110,7 +111,12 @@ def _by_parameter(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[s
     return named
 
 
-def _check_constant(leaf: ConstantLeaf | NonFiniteLeaf, given: Any, where: str) -> None:
+def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, given: Any, where: str) -> None:
+    """Check what stands in the place of a constant.
+
+    Raises:
+        InputError: it is another one.
+    """
     expected = constant(leaf)
     same = type(given) is type(expected) and (given == expected or (given != given and expected != expected))
     if not same:

@@ -129,9 +129,11 @@ class _Building:
         made = [name for node in nodes for name in values_made(node)]
         used_after = [name for name in made if self.last_use.get(name, -1) >= end]
         signature = call.signature or self._plain_signature(needs, used_after)
-        leaves = value_names(*(parameter.tree for parameter in signature.parameters))
+        given_back = list(value_names(signature.result))
+        arguments = value_names(*(parameter.tree for parameter in signature.parameters))
+        leaves = (*arguments, *(name for name in given_back if name not in self.weights))
         inputs = list(dict.fromkeys((*needs, *(name for name in leaves if name in known))))
-        results = {*used_after, *value_names(signature.result), *(() if around is None else around.outputs)}
+        results = {*used_after, *given_back, *(() if around is None else around.outputs)}
         body = Body(
             call=call,
             around=around,
@@ -140,6 +142,7 @@ class _Building:
             inputs=inputs,
             needs=needs,
             outputs=[name for name in made if name in results],
+            passed={name for name in given_back if name in known and self.last_use.get(name, -1) >= end},
             weights=[],
             types=self.types,
             stage=self.graph,
@@ -147,8 +150,8 @@ class _Building:
         )
         self.bodies.append(body)
         steps = self._steps(start, end, inside, body)
-        own = (name for step in steps for name in used_by(step) if name in self.weights and name not in inputs)
-        body.weights.extend(dict.fromkeys(own))
+        own = (*(name for step in steps for name in used_by(step)), *given_back)
+        body.weights.extend(dict.fromkeys(name for name in own if name in self.weights and name not in inputs))
         names = [*inputs, *body.weights]
         body.graph = self.builder.module(names, steps, values_of(body.outputs), None, "Module")
         return FunctionCall(enter, body, inputs, body.outputs, self._context(nodes))

@@ -13,7 +13,8 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.errors import InputError
-from stagepack.format.contract import Given, bind, check_values
+from stagepack.format.contract import Given, bind, check_constant, check_values
+from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Graph, ModuleCall, Value
 from stagepack.format.shapes import evaluate, symbols_in
 from stagepack.format.signature import Signature
@@ -26,26 +27,51 @@ from stagepack.format.tree import (
     flatten,
     unflatten,
 )
-
-# Where a weight is looked up at each call: a dict, and its key.
-Slot = tuple[dict[str, Any], str]
+from stagepack_loaders.torch.slots import Slot
 
 
 class Container(torch.nn.Module):
     """A module that cannot be called: it holds weights and other modules, ``layers[3]`` is the one with the name ``3``."""
 
+    _called: frozenset[str] = frozenset()  # names of the modules directly inside that the stage calls
+
     def __getitem__(self, name: int | str) -> torch.nn.Module:
-        """The module of that name."""
-        return self.get_submodule(str(name))
+        """The module of that name directly inside."""
+        found = self._modules.get(str(name))
+        if found is None:
+            raise KeyError(f"there is no module {str(name)!r} here, but {', '.join(self._modules) or 'none at all'}")
+        return found
 
     def __setitem__(self, name: int | str, module: torch.nn.Module) -> None:
         """Put a module in the place of the one of that name."""
-        self.get_submodule(str(name))
-        self._modules[str(name)] = module
+        setattr(self, str(name), module)
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        """The modules directly inside."""
+        """The modules directly inside; where their names are numbers, in the order of these."""
         return self.children()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Put a module in the place of one that the stage calls, or set any other attribute.
+
+        Raises:
+            InputError: the stage would not call the module.
+        """
+        if name in self._called and isinstance(value, torch.nn.Module):
+            self._modules[name] = value
+        elif isinstance(value, torch.nn.Module):
+            raise InputError(
+                f"the stage would not call what stands at {name!r}: a module can be replaced where the model calls it, "
+                "outside of branches and loops, it does something, it lies whole in the stage, and modules=True was given"
+            )
+        else:
+            super().__setattr__(name, value)
+
+    def settle(self) -> None:
+        """Put the modules inside in order, now that they are all there, and know which of them are called."""
+        self._called = frozenset(name for name, child in self._modules.items() if isinstance(child, Module))
+        if all(name.partition("@")[0].isdigit() for name in self._modules):
+            for name in sorted(self._modules, key=lambda name: (int(name.partition("@")[0]), name)):
+                self._modules[name] = self._modules.pop(name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse the call."""
@@ -62,7 +88,7 @@ class Module(Container):
     """
 
     def __init__(self, bodies: list["Body"]) -> None:
-        """`bodies` are its calls, the first one is that which is run when a caller calls it."""
+        """`bodies` are its calls, which have equal graphs."""
         super().__init__()
         self._bodies = bodies
         for body in bodies:
@@ -78,14 +104,22 @@ class Module(Container):
             InputError: an argument is missing, unknown, or does not fit what it was at export; or it uses what no argument gives.
         """
         entry = _entered.get()
-        if entry is not None and any(entry.body is body for body in self._bodies):
-            _entered.set(None)  # it is for this call alone
-            given = entry.given | entry.body.bound(args, kwargs)
-            entry.made = entry.body.run(given)
-            return entry.body.result(given | entry.made)
-        body = self._bodies[0]
-        given = body.bound_alone(args, kwargs)
-        return body.result(given | body.run(given))
+        if entry is None or not any(entry.body is body for body in self._bodies):
+            body = self._fitting(args, kwargs)
+            return body.run(body.values(args, kwargs, {}))[1]
+        _entered.set(None)  # it is for this call alone
+        entry.made, result = entry.body.run(entry.body.values(args, kwargs, entry.given))
+        return result
+
+    def _fitting(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Body":
+        """The first call that took such arguments, else the first one: they may differ in sizes that are fixed."""
+        for body in self._bodies[1:] and self._bodies:
+            try:
+                body.values(args, kwargs, {})
+            except InputError:
+                continue
+            return body
+        return self._bodies[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +134,15 @@ class Body:
         inputs: the names of the values that it is given by what runs around it.
         needs: those of them without which it cannot run.
         outputs: the names of the values that it gives.
-        weights: the names of those that it uses itself, not in modules inside of it.
+        passed: what it gives back and does not make, and what is used after it: inputs and weights.
+        weights: the names of those that it uses itself or gives back, not in modules inside of it.
+        types: all values of the stage.
+        stage: the graph of the stage.
+        classes: to build arguments and results of.
+        graph: what runs; it takes the inputs, then the weights, and returns the outputs.
+        slots: where the weights are.
+        module: that runs it, unless the user has put another one there.
+        root: the stage.
     """
 
     call: ModuleCall
@@ -110,6 +152,7 @@ class Body:
     inputs: list[str]
     needs: list[str]
     outputs: list[str]
+    passed: set[str]
     weights: list[str]
     types: Mapping[str, Value]
     stage: Graph
@@ -120,7 +163,10 @@ class Body:
     root: torch.nn.Module | None = None
 
     def find(self) -> torch.nn.Module:
-        """The module that stands where this call goes to; it may be the user's."""
+        """The module that stands where this call goes to; it may be the user's.
+
+        It is looked up from the module around it as it was loaded, which the user may have wrapped into another one.
+        """
         found, path = self.root, self.owner
         if self.around is not None and path.startswith(f"{self.around.owner}."):
             found, path = self.around.module, path.removeprefix(f"{self.around.owner}.")
@@ -141,51 +187,63 @@ class Body:
                 kwargs[parameter.name] = argument
         return args, kwargs
 
-    def result(self, known: Mapping[str, Any]) -> Any:
-        """What the module gives back."""
-        return self._build(self.signature.result, known)
-
-    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that arguments hold."""
-        return {name: given.value for name, given in bind(self.signature, args, kwargs).items()}
-
-    def bound_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that arguments hold which a caller gives, checked, and the sizes that they tell."""
+    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that a call gives, checked: of its arguments, sizes that these tell, and else what is known around it."""
         bound = bind(self.signature, args, kwargs)
-        types = [self.types[name] for name in bound if name in self.types]
-        sizes = check_values(types, bound, self.stage.symbols)
-        given = {name: argument.value for name, argument in bound.items()}
+        sizes = self._check(bound)
+        hidden = {}
         for name in self.needs:
             expr = self.types[name].expr
-            if name not in given and expr is not None and set(symbols_in(expr)) <= sizes.keys():
-                given[name] = evaluate(expr, sizes)
-        return given
+            if name in bound:
+                continue
+            if expr is not None and set(symbols_in(expr)) <= sizes.keys():
+                hidden[name] = Given(name, evaluate(expr, sizes))
+            elif name in around:
+                hidden[name] = Given(name, around[name])
+        if hidden:
+            self._check(bound | hidden)
+        return {**around, **{name: given.value for name, given in (bound | hidden).items()}}
 
-    def run(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Run on values by name; return the outputs."""
+    def _check(self, given: Mapping[str, Given]) -> dict[str, int]:
+        """Check values that it needs, and others that there are, against their types; return the sizes of symbols."""
+        names = [name for name in given if name in self.types and (name in self.needs or given[name].value is not None)]
+        return check_values([self.types[name] for name in names], given, self.stage.symbols)
+
+    def run(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Run on values by name; return the outputs by name, and what the module gives back."""
         missing = [name for name in self.needs if name not in given]
         if missing:
             raise InputError(
                 f"{self.call.path} uses {', '.join(missing)}, which its arguments do not give: it runs only inside of its stage"
             )
         assert self.graph is not None
-        weights = (given.get(name, held[key]) for name, (held, key) in zip(self.weights, self.slots, strict=True))
-        return dict(zip(self.outputs, self.graph(*map(given.get, self.inputs), *weights), strict=True))
+        weights = self._held() | {name: given[name] for name in self.weights if name in given}
+        made = dict(zip(self.outputs, self.graph(*map(given.get, self.inputs), *weights.values()), strict=True))
+        return made, self._build(self.signature.result, {**given, **weights, **made})
 
-    def given_back(self, result: Any) -> dict[str, Any]:
-        """The outputs in what the module gave back, which may be the user's.
+    def _held(self) -> dict[str, Any]:
+        return {name: slot.get() for name, slot in zip(self.weights, self.slots, strict=True)}
+
+    def given_back(self, result: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs in what the module gave back, which may be the user's; `given` is what the call went with.
 
         Raises:
             InputError: it is not what the original gives back.
         """
-        places = flatten(self.signature.result, result, f"the result of {self.owner}")
-        found = {
-            leaf.name: Given(place, part)
-            for place, leaf, part in places
-            if isinstance(leaf, ValueLeaf) and leaf.name in self.outputs
-        }
-        check_values([self.types[name] for name in found], found, ())
-        return {name: given.value for name, given in found.items()}
+        found = {}
+        for place, leaf, part in flatten(self.signature.result, result, f"the result of {self.owner}"):
+            if not isinstance(leaf, ValueLeaf):
+                if constant(leaf) is not None:
+                    check_constant(leaf, part, place)
+            elif leaf.name in self.outputs:
+                found[leaf.name] = Given(place, part)
+            elif leaf.name in self.passed and part is not {**given, **self._held()}[leaf.name]:
+                raise InputError(
+                    f"{place}: expected the very value that was given, which others use too: the stage runs on with it"
+                )
+        around = {name: Given(name, given[name]) for name in self.needs if self.types[name].dtype not in SCALARS}
+        check_values([self.types[name] for name in (*around, *found)], around | found, ())
+        return {name: part.value for name, part in found.items()}
 
     def _build(self, tree: Tree, known: Mapping[str, Any]) -> Any:
         def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
@@ -215,7 +273,7 @@ def enter(body: Body, *values: Any) -> tuple[Any, ...]:
         result = body.find()(*args, **kwargs)
     finally:
         _entered.reset(token)
-    made = (entry.made or {}) | body.given_back(result)
+    made = (entry.made or {}) | body.given_back(result, entry.given)
     missing = [name for name in body.outputs if name not in made]
     if missing:
         raise InputError(
@@ -224,11 +282,14 @@ def enter(body: Body, *values: Any) -> tuple[Any, ...]:
     return tuple(made[name] for name in body.outputs)
 
 
-def attach(stage: torch.nn.Module, bodies: Sequence[Body], slots: Mapping[str, Slot]) -> None:
-    """Tell calls where the modules and the weights of their stage are."""
+def attach(stage: Container, bodies: Sequence[Body], slots: Mapping[str, Slot]) -> None:
+    """Tell calls where the modules and the weights of their stage are, and modules which of those inside them are called."""
     for body in bodies:
         body.root = stage
         body.slots = [slots[name] for name in body.weights]
+    for module in stage.modules():
+        if isinstance(module, Container):
+            module.settle()
 
 
 def module_tree(bodies: Iterable[Body]) -> list[tuple[str, Module]]:

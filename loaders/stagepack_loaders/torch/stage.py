@@ -1,5 +1,6 @@
 """A stage as a `torch.nn.Module`."""
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from stagepack.format.reader import Bundle, raise_digest_problems
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.build_modules import build_modules
-from stagepack_loaders.torch.modules import Body, Container, Slot, attach, module_tree
+from stagepack_loaders.torch.modules import Body, Container, attach, module_tree
 from stagepack_loaders.torch.ops import resolve
+from stagepack_loaders.torch.slots import Slot
 from stagepack_loaders.torch.weights import WeightCache
 
 
-class Stage(torch.nn.Module):
+class Stage(Container):
     """One stage of a bundle: called with its inputs, by position or by edge name, it returns a tuple of its outputs.
 
     Its parameters and buffers have the names that they have in the model, so `state_dict` is a part of the model's.
@@ -54,12 +56,16 @@ class Stage(torch.nn.Module):
         self._held = (graph_module, run)
         # All attributes come before the weights: torch refuses one that has the name of a parameter or buffer.
         self._slots: list[Slot] = []
-        self._initial = _written(graph, state, tensors)
+        self._initial: list[tuple[Slot, torch.Tensor]] = []
         for path, module in module_tree(calls):
             *around, name = path.split(".")
             _owner(self, around)._modules[name] = module
         for weight in graph.weights:
-            self._slots.append(_register(self, weight, tensors[weight.value]))
+            slot = _register(self, weight, tensors[weight.value])
+            self._slots.append(slot)
+            if not set(state).isdisjoint(weight.names):
+                memory = _memory(tensors[weight.value])
+                self._initial.append((slot, memory.new_zeros(()) if weight.zeros else memory.clone()))
         attach(self, calls, {weight.value: slot for weight, slot in zip(graph.weights, self._slots, strict=True)})
 
     @property
@@ -83,14 +89,36 @@ class Stage(torch.nn.Module):
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage on values that are known to fit, in the order of its inputs."""
         moved = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
-        outputs: tuple[Any, ...] = self._held[1](*moved, *(held[name] for held, name in self._slots))
+        outputs: tuple[Any, ...] = self._held[1](*moved, *(slot.get() for slot in self._slots))
         return outputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
+        """A copy with weights of its own."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse to be pickled."""
+        raise TypeError(
+            "a loaded stage is not pickled: hand on the bundle, or the state_dict, and load the stage there"
+        )
 
     @torch.no_grad()
     def reset_state(self) -> None:
-        """Give the buffers that calls write the content that they were loaded with."""
-        for octets, initial in self._initial:
-            octets.copy_(initial)
+        """Give the buffers that calls write the content that they were loaded with.
+
+        Raises:
+            InputError: one of them was replaced by one of another size or type.
+        """
+        for slot, initial in self._initial:
+            memory = _memory(slot.get())
+            if initial.dim() and initial.shape != memory.shape:
+                raise InputError(
+                    f"{slot.names[0]} was replaced by a buffer of another size or type: it cannot be reset"
+                )
+            memory.copy_(initial)
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = dict(zip(self._inputs, args, strict=False)) | dict(kwargs)
@@ -187,17 +215,10 @@ def _verify(bundle: Bundle, stage: StageEntry) -> None:
         )
 
 
-def _written(
-    graph: Graph, state: Collection[str], tensors: Mapping[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The memory of the weights that a call writes, as bytes, each with a copy of what it holds now; of zeros one is enough."""
-    found = {}
-    for weight in graph.weights:
-        if not set(state).isdisjoint(weight.names):
-            storage = tensors[weight.value].untyped_storage()
-            octets = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            found[storage.data_ptr()] = (octets, octets.new_zeros(()) if weight.zeros else octets.clone())
-    return list(found.values())
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All the memory that a tensor is a view of, as bytes."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _owner(root: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
@@ -210,12 +231,14 @@ def _owner(root: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
 
 
 def _register(root: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> Slot:
-    """Hang a weight into the module under all its names; return the place to look it up at each call."""
+    """Hang a weight into the module under all its names."""
+    places = []
     for name in weight.names:
         *path, leaf = name.split(".")
         owner = _owner(root, path)
-        slot: dict[str, Any] = owner._parameters if weight.kind == "parameter" else owner._buffers
-        slot[leaf] = tensor
+        held: dict[str, Any] = owner._parameters if weight.kind == "parameter" else owner._buffers
+        held[leaf] = tensor
         if weight.kind in ("non_persistent_buffer", "constant"):
             owner._non_persistent_buffers_set.add(leaf)
-    return slot, leaf
+        places.append((held, leaf))
+    return Slot(weight.names, tuple(places))
