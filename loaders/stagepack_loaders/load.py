@@ -142,7 +142,9 @@ def load_stage(
 
     With `modules`, the modules of the original model stand in it under their names. Each that lies whole in the stage can be called
     on its own, as the model called it, and replaced by another one that takes the same call. A module that the model calls several
-    times is one module; a call that runs another graph than the first is a module beside it, named ``layer@1``.
+    times is one module; a call that runs another graph than the first is a module beside it, named ``layer@1``. Modules that do
+    nothing, or are called in branches and loops, cannot be called or replaced. What the model gave a module as a constant may be left
+    out of a call.
 
     Args:
         bundle: its folder, or what `stagepack.open` gave.

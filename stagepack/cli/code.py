@@ -4,7 +4,7 @@ It looks like Python and is not meant to run.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagepack.format.folded import Folded, Region
@@ -28,7 +28,7 @@ from stagepack.format.graph import (
 )
 from stagepack.format.regions import Item, functions
 from stagepack.format.shapes import format_shape
-from stagepack.format.template import Hole, fill, has_holes, parse
+from stagepack.format.template import Hole, escape, fill, parse
 
 _INDENT = "    "
 
@@ -131,16 +131,19 @@ def _shown(region: Region) -> list[int]:
     return sorted({part.number for text in texts for part in parse(text) if isinstance(part, Hole)})
 
 
-def _holes(template: str) -> str:
-    """A template with names for its holes."""
+def _holes(template: str, literal: Callable[[str], str] = str) -> str:
+    """A template with names for its holes; `literal` writes what stands between them."""
     return "".join(
-        f"{{at{part.number}{f'{part.plus:+d}' * bool(part.plus)}}}" if isinstance(part, Hole) else part
+        f"{{at{part.number}{f'{part.plus:+d}' * bool(part.plus)}}}" if isinstance(part, Hole) else literal(part)
         for part in parse(template)
     )
 
 
 def _formatted(template: str) -> str:
-    return f"f{_holes(template)!r}" if has_holes(template) else repr(template)
+    """The text of Python for a template."""
+    if any(isinstance(part, Hole) for part in parse(template)):
+        return f"f{_holes(template, escape)!r}"
+    return repr(_holes(template))
 
 
 def _call(graph: Graph, node: Node, weights: Mapping[str, str]) -> str:

@@ -1,10 +1,12 @@
 """`inspect --graph`: a graph as code that reads as Python."""
 
 import ast
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 import stagepack
 from stagepack.cli.code import code
@@ -77,3 +79,31 @@ def test_code_and_json_exclude_each_other(sound: Path) -> None:
     done = run("inspect", str(sound), "--graph", "--json")
     assert done.exit_code == 2
     assert "--graph and --json exclude each other" in done.stderr
+
+
+def test_names_with_braces_are_written_as_python_reads_them(tmp_path: Path) -> None:
+    layers = torch.nn.ModuleDict(
+        {
+            f"k{{0}}{number}": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4))
+            for number in range(12)
+        }
+    )
+    bundle = stagepack.export(InTurn(layers), (torch.randn(2, 4),), out=tmp_path / "m.stagepack")
+    printed = "\n".join(code(*bundle.graph_file(0), "stage_0"))
+    [name] = set(re.findall(r"weights\[(f'.*?\.0\.weight')\]", printed))
+    at = re.search(r"\{(at\d+)\}", name)
+    assert at
+    assert eval(name, {at[1]: 5}) == "layers.k{0}5.0.weight"  # noqa: S307 - ours
+
+
+class InTurn(torch.nn.Module):
+    """Calls modules one after another."""
+
+    def __init__(self, layers: torch.nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
