@@ -59,7 +59,7 @@ def fill(template: str, texts: Sequence[str]) -> str:
         TemplateError: it is not one, there is no text for a hole, a number is added to what is none, or the result is under 0 or
             too long.
     """
-    found = "".join(part if isinstance(part, str) else _filled(part, texts) for part in parse(template))
+    found = "".join([_filled(part, texts) if isinstance(part, Hole) else part for part in parse(template)])
     if len(found) > limits.NAME_CHARACTERS:
         raise TemplateError(f"{template[:80]!r} becomes a text of over {limits.NAME_CHARACTERS} characters")
     return found

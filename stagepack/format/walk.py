@@ -16,6 +16,8 @@ from stagepack.format.graph import (
     ValueArg,
 )
 
+_CONTAINERS = frozenset({ListArg, TupleArg, DictArg, SliceArg})
+
 
 def parts(argument: Argument) -> Iterator[Argument]:
     """Yield the arguments inside a container argument, or nothing."""
@@ -55,9 +57,10 @@ def values_used(node: Node) -> list[str]:
 
 
 def _add_names(argument: Argument, names: list[str]) -> None:
-    if type(argument) is ValueArg:  # much faster than `leaves`, and every node is asked several times
-        names.append(argument.name)
-    else:
+    kind = type(argument)  # much faster than `leaves`, and every node is asked several times
+    if kind is ValueArg:
+        names.append(argument.name)  # type: ignore[union-attr, arg-type]
+    elif kind in _CONTAINERS:
         for part in parts(argument):
             _add_names(part, names)
 

@@ -209,7 +209,8 @@ def _body(
         where = f"{prefix}node {number}"
         yield from _tables(graph, node, where)
         for argument in (*node.args, *(argument for _, argument in node.kwargs)):
-            yield from _argument(argument, made, callable_below, where)
+            if type(argument) is not ValueArg or argument.name not in made:  # most are known values: graphs are large
+                yield from _argument(argument, made, callable_below, where)
         for name, _ in node.kwargs:
             if not is_identifier(name):
                 yield "G1", where, f"the argument name {name[:80]!r} is not an identifier"
@@ -233,7 +234,7 @@ def _tables(graph: Graph, node: Node, where: str) -> Iterator[Fault]:
 def _call(node: Node, where: str) -> Iterator[Fault]:
     if not node.unpack and len(node.outputs) > 1:
         yield "G8", where, "several outputs of an operator that returns no sequence"
-    if len({name for name, _ in node.kwargs}) != len(node.kwargs):
+    if node.kwargs and len({name for name, _ in node.kwargs}) != len(node.kwargs):
         yield "G8", where, "an argument stands twice"
     if min(node.cost.flops, node.cost.bytes) < 0:
         yield "G8", where, "a cost is negative"
