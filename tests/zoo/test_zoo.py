@@ -22,7 +22,7 @@ from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS, named
 
 STAGES = (2, 3, 5)
 # The slow ones run with `make test-zoo`.
-SLOW = [pytest.param(case, marks=pytest.mark.slow) if number % 4 else case for number, case in enumerate(ARCHITECTURES)]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) if number % 3 else case for number, case in enumerate(ARCHITECTURES)]
 
 
 def name_of(case: Case) -> str:
@@ -55,24 +55,23 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
     assert again.digest == bundles[-1].digest
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", ROWS, ids=name_of)
-def test_back_and_forth(case: Case, seed: int, tmp_path: Path) -> None:
+def test_back_and_forth(case: Case, tmp_path: Path) -> None:
     """Stages that take their nodes from all over the model; a cut that would tear state is refused."""
     capture = case.capture()
     calls = [capture.inputs] * 2
-    uncut = export_capture(capture, out=tmp_path / "1.stagepack", where=Where(stages=1))
-    stage_of = scattered(uncut.graph(0), stages=2 + seed % 2, seed=seed)
-    try:
-        bundle = export_capture(
-            capture, out=tmp_path / "cut.stagepack", where=Where(policy=lambda node: stage_of[node.index])
-        )
-    except CutError as error:
-        assert "must stay in one stage" in str(error) or "random numbers" in str(error)  # noqa: PT017 - both ends are right
-        return
     wanted = captured_answers(capture, calls)
-    for load in (stagepack.load, load_apart):
-        assert_equal(answers(load(bundle, types=case.classes(), allow_ops=namespaces(bundle)), calls), wanted)
+    uncut = export_capture(capture, out=tmp_path / "1.stagepack", where=Where(stages=1)).graph(0)
+    for seed in range(3):
+        stage_of = scattered(uncut, stages=2 + seed % 2, seed=seed)
+        where = Where(policy=lambda node, stage_of=stage_of: stage_of[node.index])
+        try:
+            bundle = export_capture(capture, out=tmp_path / f"cut-{seed}.stagepack", where=where)
+        except CutError as error:
+            assert "must stay in one stage" in str(error) or "random numbers" in str(error)  # noqa: PT017 - both ends are right
+            continue
+        for load in (stagepack.load, load_apart):
+            assert_equal(answers(load(bundle, types=case.classes(), allow_ops=namespaces(bundle)), calls), wanted)
 
 
 @pytest.mark.parametrize(

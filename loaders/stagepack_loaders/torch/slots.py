@@ -26,11 +26,19 @@ class Slot:
         Raises:
             InputError: it is gone, or its names no longer stand for one weight.
         """
-        found: list[Any] = [held.get(key) for held, key in self.places]
-        for name, tensor in zip(self.names, found, strict=True):
-            if tensor is None:
-                raise InputError(f"the weight {name} is gone: a loaded stage cannot be pruned or parametrized")
-            if tensor is not found[0] and tensor.data_ptr() != found[0].data_ptr():
-                raise InputError(f"{self.names[0]} and {name} are one weight in the model: give both names the new one")
-        weight: torch.Tensor = found[0]
+        weight = self._at(0)
+        for number in range(1, len(self.names)):
+            other = self._at(number)
+            if other is not weight and other.data_ptr() != weight.data_ptr():
+                names = f"{self.names[0]} and {self.names[number]}"
+                raise InputError(f"{names} are one weight in the model: give both names the new one")
+        return weight
+
+    def _at(self, number: int) -> torch.Tensor:
+        held, key = self.places[number]
+        weight: torch.Tensor | None = held.get(key)
+        if weight is None:
+            raise InputError(
+                f"the weight {self.names[number]} is gone: a loaded stage cannot be pruned or parametrized"
+            )
         return weight
