@@ -15,6 +15,8 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from stagepack.format.walk import split_call
+
 # A call of a module: the path of the module, and the text behind ``@`` of a call that is not its first.
 CallKey = tuple[str, str]
 _MARKS = "stagepack_calls"
@@ -104,7 +106,7 @@ def marks(node: torch.fx.Node) -> list[Mark]:
 
 
 def _key(text: str) -> CallKey:
-    path, _, number = text.partition("@")
+    path, number = split_call(text)
     return path.removeprefix(_ROOT).removeprefix("."), number
 
 

@@ -27,7 +27,7 @@ from stagepack.format.graph import (
 )
 from stagepack.format.names import value_texts
 from stagepack.format.shapes import Dim, Expr
-from stagepack.format.walk import values_made, values_used
+from stagepack.format.walk import split_call, values_made, values_used
 from stagepack.split.bonds import effects
 
 _LEAST = 8  # nodes that a region must save
@@ -155,7 +155,7 @@ def _modules(graph: Graph) -> set[_Part]:
 
 
 def _path(scope: str) -> list[str]:
-    path = scope.partition("@")[0]
+    path = split_call(scope)[0]
     return path.split(".") if path else []
 
 

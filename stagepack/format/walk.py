@@ -95,3 +95,9 @@ def bound(node: Node, op: Op, parameter: str) -> Iterator[str]:
 def in_order(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
     """Calls of modules in the order of their nodes; of those that begin together, the one with most nodes first."""
     return tuple(sorted(calls, key=lambda call: (len(call.first), call.first, -call.nodes, call.path)))
+
+
+def split_call(path: str) -> tuple[str, str]:
+    """The path of a call of a module, or the last part of it -> that of the module, and the number of the call: empty for the first."""
+    module, mark, number = path.rpartition("@")
+    return (module, number) if mark and number.isdecimal() else (path, "")

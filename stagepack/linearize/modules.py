@@ -11,6 +11,7 @@ from stagepack.format.graph import Argument, ModuleCall, Scope, ValueArg
 from stagepack.format.shapes import Dim
 from stagepack.format.signature import Signature
 from stagepack.format.tree import UNUSED
+from stagepack.format.walk import split_call
 from stagepack.linearize.body import Body
 from stagepack.linearize.signature import Leaf, call_signature
 from stagepack.linearize.tables import module_stack
@@ -33,10 +34,8 @@ def module_calls(body: Body, traced: TracedCalls) -> Iterator[ModuleCall]:
     for scope, found in numbers.items():
         if not scope.path or found[-1] - found[0] + 1 != len(found):
             continue
-        path, _, call = scope.path.partition("@")
-        signature = None
-        if (path, call) in traced.of:
-            signature = _signature(*traced.of[path, call], body, leaves, sizes)
+        known = traced.of.get(split_call(scope.path))
+        signature = None if known is None else _signature(*known, body, leaves, sizes)
         yield ModuleCall(path=scope.path, type=scope.type, first=str(found[0]), nodes=len(found), signature=signature)
 
 

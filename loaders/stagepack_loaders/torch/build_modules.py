@@ -13,7 +13,7 @@ from stagepack.format.graph import Cost, Graph, ModuleCall, Node, ValueArg
 from stagepack.format.names import node_texts, renamed
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf, value_names
-from stagepack.format.walk import given, in_order, values_made, values_used
+from stagepack.format.walk import given, in_order, split_call, values_made, values_used
 from stagepack_loaders.torch.build import Builder, FunctionCall, Step, made_by, used_by, values_of
 from stagepack_loaders.torch.modules import Body, enter
 
@@ -169,8 +169,7 @@ class _Building:
 
     def _owner(self, call: ModuleCall, signature: Signature, nodes: Sequence[Node]) -> str:
         """The path of the module that runs a call: that of the first call with the same graph."""
-        path, mark, number = call.path.rpartition("@")
-        path = path if mark and number.isdigit() else call.path
+        path, _ = split_call(call.path)
         numbers: dict[str, str] = {}
 
         def plain(name: str) -> str:

@@ -27,6 +27,7 @@ from stagepack.format.tree import (
     flatten,
     unflatten,
 )
+from stagepack.format.walk import split_call
 from stagepack_loaders.torch.slots import Slot
 
 
@@ -69,8 +70,8 @@ class Container(torch.nn.Module):
     def settle(self) -> None:
         """Put the modules inside in order, now that they are all there, and know which of them are called."""
         self._called = frozenset(name for name, child in self._modules.items() if isinstance(child, Module))
-        if all(name.partition("@")[0].isdigit() for name in self._modules):
-            for name in sorted(self._modules, key=lambda name: (int(name.partition("@")[0]), name)):
+        if all(split_call(name)[0].isdecimal() for name in self._modules):
+            for name in sorted(self._modules, key=lambda name: (int(split_call(name)[0]), name)):
                 self._modules[name] = self._modules.pop(name)
 
     def forward(self, *_: Any, **__: Any) -> Any:

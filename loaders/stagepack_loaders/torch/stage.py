@@ -60,11 +60,15 @@ class Stage(Container):
         for path, module in module_tree(calls):
             *around, name = path.split(".")
             _owner(self, around)._modules[name] = module
+        kept: set[int] = set()  # weights may share memory
         for weight in graph.weights:
             slot = _register(self, weight, tensors[weight.value])
             self._slots.append(slot)
-            if not set(state).isdisjoint(weight.names):
-                memory = _memory(tensors[weight.value])
+            if set(state).isdisjoint(weight.names):
+                continue
+            memory = _memory(tensors[weight.value])
+            if memory.data_ptr() not in kept:
+                kept.add(memory.data_ptr())
                 self._initial.append((slot, memory.new_zeros(()) if weight.zeros else memory.clone()))
         attach(self, calls, {weight.value: slot for weight, slot in zip(graph.weights, self._slots, strict=True)})
 
