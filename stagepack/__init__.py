@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.format.reader import Bundle as open  # noqa: N813 - `stagepack.open` is the name users look for
     from stagepack.markers import split_here as split_here
+    from stagepack.onnx import add_onnx as add_onnx
     from stagepack.plan_file import read_plan as read_plan
     from stagepack.recutter import recut as recut
     from stagepack.split.policy import PolicyNode as PolicyNode
@@ -24,6 +25,7 @@ _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Inputs": ("stagepack.capture", "Inputs"),
     "PolicyNode": ("stagepack.split.policy", "PolicyNode"),
+    "add_onnx": ("stagepack.onnx", "add_onnx"),
     "export": ("stagepack.exporter", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
@@ -37,6 +39,7 @@ __all__ = [
     "Bundle",
     "Inputs",
     "PolicyNode",
+    "add_onnx",
     "errors",
     "export",
     "load",

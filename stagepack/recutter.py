@@ -12,7 +12,7 @@ from pathlib import Path
 from stagepack.format.dtypes import STORED_AS
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.plan import Plan
-from stagepack.format.reader import EXAMPLE_NAME, Bundle, raise_digest_problems
+from stagepack.format.reader import EXAMPLE_NAME, Bundle
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.weights import StoredTensor, TensorSpec, read_index
 from stagepack.format.writer import check_output
@@ -40,6 +40,8 @@ def recut(
     overwrite: bool = False,
 ) -> Bundle:
     """Write the model of a bundle in other stages; the result has the same bytes as an export with this cut.
+
+    ONNX files are of the old stages, and are left out: `stagepack.add_onnx` makes new ones.
 
     Args:
         bundle: its folder, or what `stagepack.open` gave.
@@ -72,11 +74,14 @@ def recut(
 def recut_at(opened: Bundle, *, out: str | os.PathLike[str], where: Where, overwrite: bool = False) -> Bundle:
     """Write the model of a bundle in other stages; see `recut`."""
     check_output(out, overwrite=overwrite)
-    raise_digest_problems([problem for name in opened.files for problem in opened.check_digest(name)])
+    opened.check_digests(opened.files)
     whole = _join(opened)
     cut, made = _cut(whole, where)
     manifest = opened.manifest
-    own = {name for stage in manifest.stages for name in (stage.graph, *stage.weights)} | {EXAMPLE_NAME, INDEX_NAME}
+    own = {name for stage in manifest.stages for name in (stage.graph, *stage.weights, *stage.onnx_files)} | {
+        EXAMPLE_NAME,
+        INDEX_NAME,
+    }
     origin = Origin(
         signature=manifest.signature,
         symbols=manifest.symbols,

@@ -22,7 +22,7 @@ import stagepack
 from stagepack.capture import Inputs, capture_module
 from stagepack.exporter import export_capture
 from stagepack.where import Where
-from stagepack_loaders.load import compile_ahead
+from stagepack_loaders.torch.speed import compile_ahead
 
 LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}
 HIDDEN = {"cpu": 512, "cuda": 2048}

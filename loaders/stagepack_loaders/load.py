@@ -1,38 +1,56 @@
-"""A bundle -> a pipeline or a stage, on devices."""
+"""A bundle -> a pipeline or a stage, on devices. Imports torch, or ONNX Runtime, only where a stage runs in it."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-
-import torch
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from stagepack.format.reader import Bundle
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.pipeline import LoadedStage, Pipeline
 from stagepack_loaders.placement import place
-from stagepack_loaders.torch.aot import CompiledFolder, CompiledPart, compile_parts
-from stagepack_loaders.torch.compile import Compile, Compiler
-from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.stage import Prepared, Stage, finish_stage, prepare_stage
-from stagepack_loaders.torch.weights import WeightCache
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagepack_loaders.torch.compile import Compile
 
 Source = str | os.PathLike[str] | Bundle
+Runtime = Literal["torch", "onnxruntime"]
+RUNTIMES: tuple[Runtime, ...] = ("torch", "onnxruntime")
+
+
+class Prepared(Protocol):
+    """A stage that is known to be sound, of whose weights nothing is read yet."""
+
+    def finish(self, *, verify: bool) -> LoadedStage:
+        """Read the weights.
+
+        Raises:
+            DigestError: a weight file is not the one listed.
+            FormatError: a weight file breaks rules.
+        """
 
 
 def load(
     bundle: Source,
-    devices: Sequence[str | torch.device] = ("cpu",),
+    devices: "Sequence[str | torch.device]" = ("cpu",),
     *,
+    runtime: Runtime | Sequence[Runtime] = "torch",
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: bool = True,
-    compile: Compile = False,
+    compile: "Compile" = False,
     compiled: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Load all stages of a bundle into this process.
 
+    In torch, a pipeline takes and gives torch tensors. With a stage in ONNX Runtime, it takes torch tensors or numpy arrays, and gives
+    numpy arrays, but torch tensors to a call with one. Stages hand their values on without a copy, where the devices are the same.
+
     Args:
         bundle: its folder, or what `stagepack.open` gave.
         devices: one a stage in order, or fewer: then consecutive stages share one.
+        runtime: ``"torch"`` or ``"onnxruntime"``, or one of them for each stage. ONNX Runtime needs the ONNX files that
+            ``stagepack onnx`` adds, and no torch.
         types: classes to build results of, where the bundle names them; else such a result is a dict of its fields.
         allow_ops: namespaces of custom operators that may run; their library must be imported already.
         verify: compare every file with its digest before it is used.
@@ -43,102 +61,33 @@ def load(
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         DeviceError: a device is not there, or there are more devices than stages.
-        OperatorError: an operator is missing here, not allowed, or has another schema.
+        OperatorError: an operator is missing here, not allowed, or has another schema; or a stage has no ONNX model.
         CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
+        ValueError: a runtime is unknown, or what compiles is asked of ONNX Runtime.
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-    prepared = speed_up(opened, prepare_stages(opened, devices, allow_ops=allow_ops), compile, compiled)
-    return Pipeline(opened.manifest, list(finish_stages(prepared, verify=verify)), types)
-
-
-def prepare_stages(
-    bundle: Bundle, devices: Sequence[str | torch.device], *, allow_ops: Collection[str] = ()
-) -> list[Prepared]:
-    """Read all of a bundle but its weights, so that what is wrong with any stage is said before a weight of the first one is read.
-
-    Raises:
-        DigestError, FormatError, DeviceError, OperatorError: see `load`.
-    """
-    named = [devices] if isinstance(devices, str | torch.device) else devices
-    placed = place(bundle.manifest, [parse_device(device) for device in named])
-    return [prepare_stage(bundle, number, device, allow_ops=allow_ops) for number, device in enumerate(placed)]
-
-
-def speed_up(
-    bundle: Bundle, prepared: Sequence[Prepared], compile: Compile, compiled: str | os.PathLike[str] | None
-) -> list[Prepared]:
-    """Stages that will run compiled; see `load`.
-
-    Raises:
-        CompiledError: see `load`.
-        ValueError: `compile` is none of its values, or both ways are asked for.
-    """
-    if compiled is None:
-        compiler = Compiler(compile)
-        return [replace(stage, run=compiler.stage(stage.module, stage.graph)) for stage in prepared]
-    if compile:
-        raise ValueError("compile and compiled exclude each other: give one of them")
-    folder = CompiledFolder(compiled, bundle)
-    return [
-        replace(stage, run=folder.stage(stage.number, stage.module, stage.graph, stage.device)) for stage in prepared
-    ]
-
-
-def compile_ahead(
-    bundle: Source,
-    out: str | os.PathLike[str],
-    device: str | torch.device = "cpu",
-    *,
-    allow_ops: Collection[str] = (),
-    progress: Callable[[str], None] = lambda _: None,
-) -> list[CompiledPart]:
-    """Compile each distinct part of a bundle with AOTInductor, for `load(..., compiled=out)`. Reads no weights.
-
-    A part is a region that a stage calls several times; or a whole stage, when most of it lies outside of such regions. What
-    cannot be compiled runs as it is; the result says why.
-
-    Args:
-        bundle: its folder, or what `stagepack.open` gave.
-        out: the folder to write; it must not exist.
-        device: one of the kind that the code shall run on.
-        allow_ops: namespaces of custom operators that may run.
-        progress: is told what is compiled.
-
-    Raises:
-        OutputExistsError: `out` exists.
-        WriteError: it cannot be written.
-        DigestError, FormatError, DeviceError, OperatorError: see `load`.
-    """
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-    prepared = prepare_stages(opened, [device], allow_ops=allow_ops)
-    stages = [(stage.module, stage.graph) for stage in prepared]
-    return compile_parts(opened, stages, parse_device(device), out, progress)
-
-
-def finish_stages(prepared: Iterable[Prepared], *, verify: bool = True) -> Iterator[Stage]:
-    """Read the weights of prepared stages, one stage after another; those on one device share what they share in the model.
-
-    Raises:
-        DigestError, FormatError: a weight file is damaged, or breaks a rule of the format.
-    """
-    cache = WeightCache()
-    for stage in prepared:
-        yield finish_stage(stage, verify=verify, cache=cache)
+    prepared = prepare_stages(opened, devices, runtime=runtime, allow_ops=allow_ops)
+    ready = speed_up(opened, prepared, compile, compiled)
+    return assemble(opened, [stage.finish(verify=verify) for stage in ready], types)
 
 
 def load_stage(
     bundle: Source,
     stage: int,
-    device: str | torch.device = "cpu",
+    device: "str | torch.device" = "cpu",
     *,
+    runtime: Runtime = "torch",
     modules: bool = False,
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: bool = True,
-    compile: Compile = False,
+    compile: "Compile" = False,
     compiled: str | os.PathLike[str] | None = None,
-) -> Stage:
-    """Load one stage as a `torch.nn.Module`; only its own files and the shared files it names are read.
+) -> Any:
+    """Load one stage; only its own files and the shared files it names are read.
+
+    In torch it is a `torch.nn.Module`, in ONNX Runtime a callable with a session, `stagepack_loaders.onnxruntime.stage.Stage`. Both
+    are called with their inputs, by position or by edge name, and return a tuple of their outputs.
 
     With `modules`, the modules of the original model stand in it under their names. Each that lies whole in the stage can be called
     on its own, as the model called it, and replaced by another one that takes the same call. A module that the model calls several
@@ -150,6 +99,7 @@ def load_stage(
         bundle: its folder, or what `stagepack.open` gave.
         stage: its number.
         device: where it runs.
+        runtime: ``"torch"`` or ``"onnxruntime"``.
         modules: run by calls of the model's modules.
         types: classes to build arguments and results of modules of, where the bundle names them; else such an object is a dict of
             its fields.
@@ -160,7 +110,7 @@ def load_stage(
 
     Raises:
         IndexError: there is no stage of that number.
-        ValueError: `modules` and a way to compile are asked for together.
+        ValueError: `modules` and a way to compile are asked for together, or one of them of ONNX Runtime.
         NotABundleError, VersionError, DigestError, FormatError, DeviceError, OperatorError, CompiledError: see `load`.
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
@@ -168,6 +118,82 @@ def load_stage(
         raise IndexError(f"expected a stage from 0 to {len(opened.stages) - 1}, found {stage}")
     if modules and (compile or compiled is not None):
         raise ValueError("modules excludes compile and compiled: a stage that runs by its modules runs as it is")
-    prepared = prepare_stage(opened, stage, parse_device(device), allow_ops=allow_ops, modules=modules, types=types)
-    [ready] = [prepared] if modules else speed_up(opened, [prepared], compile, compiled)
-    return finish_stage(ready, verify=verify, cache=WeightCache())
+    prepared = prepare(opened, {stage: device}, runtime, modules=modules, types=types, allow_ops=allow_ops)
+    [ready] = speed_up(opened, list(prepared.values()), compile, compiled)
+    return ready.finish(verify=verify)
+
+
+def prepare_stages(
+    bundle: Bundle,
+    devices: "Sequence[str | torch.device]",
+    *,
+    runtime: Runtime | Sequence[Runtime] = "torch",
+    allow_ops: Collection[str] = (),
+) -> list[Prepared]:
+    """Read all of a bundle but its weights, so that what is wrong with any stage is said before a weight of the first one is read.
+
+    Raises:
+        DigestError, FormatError, DeviceError, OperatorError, ValueError: see `load`.
+    """
+    named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+    runtimes = [runtime] * len(bundle.stages) if isinstance(runtime, str) else list(runtime)
+    if len(runtimes) != len(bundle.stages):
+        raise ValueError(f"expected a runtime, or one for each of {len(bundle.stages)} stages, found {len(runtimes)}")
+    placed = place(bundle.manifest, named)
+    found: dict[int, Prepared] = {}
+    for kind in dict.fromkeys(runtimes):
+        mine = {number: device for number, device in enumerate(placed) if runtimes[number] == kind}
+        found.update(prepare(bundle, mine, kind, allow_ops=allow_ops))
+    return [found[number] for number in range(len(placed))]
+
+
+def prepare(
+    bundle: Bundle,
+    placed: "Mapping[int, str | torch.device]",
+    runtime: Runtime,
+    *,
+    allow_ops: Collection[str] = (),
+    modules: bool = False,
+    types: Collection[type] = (),
+) -> Mapping[int, Prepared]:
+    """Read all of some stages, by their numbers, but their weights. Those of torch that lie on one device will share weights.
+
+    Raises:
+        DigestError, FormatError, DeviceError, OperatorError, ValueError: see `load`.
+    """
+    if runtime == "torch":
+        from stagepack_loaders.torch import stage as in_torch  # noqa: PLC0415 - a host may have one runtime only
+
+        return in_torch.prepare(bundle, placed, allow_ops=allow_ops, modules=modules, types=types)
+    if runtime == "onnxruntime":
+        from stagepack_loaders.onnxruntime import stage as in_onnxruntime  # noqa: PLC0415 - the same
+
+        if modules:
+            raise ValueError("modules are those of torch: ask for runtime='torch'")
+        return in_onnxruntime.prepare(bundle, placed)
+    raise ValueError(f"expected the runtime {' or '.join(map(repr, RUNTIMES))}, found {runtime!r}")
+
+
+def assemble(bundle: Bundle, stages: Sequence[LoadedStage], types: Collection[type] = ()) -> Pipeline:
+    """The pipeline of all stages of a bundle, whatever runtimes they are of."""
+    if all(stage.runtime == "torch" for stage in stages):
+        return Pipeline(bundle.manifest, stages, types)
+    from stagepack_loaders.onnxruntime.mixed import MixedPipeline  # noqa: PLC0415 - the same
+
+    return MixedPipeline(bundle.manifest, stages, types)
+
+
+def speed_up(
+    bundle: Bundle, prepared: Sequence[Prepared], compile: "Compile", compiled: str | os.PathLike[str] | None
+) -> Sequence[Prepared]:
+    """Stages that will run compiled; see `load`.
+
+    Raises:
+        CompiledError: see `load`.
+        ValueError: `compile` is none of its values, both ways are asked for, or a stage is not of torch.
+    """
+    if compile is False and compiled is None:
+        return prepared
+    from stagepack_loaders.torch.speed import speed_up as in_torch  # noqa: PLC0415 - the same
+
+    return in_torch(bundle, prepared, compile, compiled)

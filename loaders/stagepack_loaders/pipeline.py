@@ -1,15 +1,23 @@
 """Loaded stages -> one callable, in one process."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from stagepack.format.contract import bind, check_values
-from stagepack.format.manifest import Manifest
+from stagepack.format.contract import Given, bind, check_values
+from stagepack.format.manifest import Manifest, Stage
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, unflatten, value_names
 
 
 class LoadedStage(Protocol):
-    """What a pipeline needs of a stage, whatever runtime it is of."""
+    """What a pipeline needs of a stage, whatever runtime it is of.
+
+    Attributes:
+        runtime: the name of the runtime.
+        device: where the stage runs.
+    """
+
+    runtime: str
+    device: Any
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage on values in the order of its inputs; return the outputs in theirs."""
@@ -32,7 +40,7 @@ class Pipeline:
         stages: the loaded stages in order.
     """
 
-    def __init__(self, manifest: Manifest, stages: Sequence[LoadedStage], types: Collection[type]) -> None:
+    def __init__(self, manifest: Manifest, stages: Sequence[LoadedStage], types: Collection[type] = ()) -> None:
         """`types` are classes that results may be built of, when the bundle names them."""
         self.manifest = manifest
         self.stages = tuple(stages)
@@ -55,14 +63,23 @@ class Pipeline:
         check_values(self._inputs, bound, self.manifest.symbols)
         values = {name: given.value for name, given in bound.items()}
         for entry, stage, done in zip(self.manifest.stages, self.stages, self._done_after, strict=True):
-            values.update(zip(entry.outputs, stage.run([values[name] for name in entry.inputs]), strict=True))
+            values.update(zip(entry.outputs, self._run(stage, entry, values), strict=True))
             for name in done:  # nobody needs it any more: its memory may go
                 del values[name]
 
         def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return values[found.name] if isinstance(found, ValueLeaf) else constant(found)
+            return results[found.name] if isinstance(found, ValueLeaf) else constant(found)
 
+        results = self._results(values, bound)
         return unflatten(self.manifest.signature.result, leaf, self._types)
+
+    def _run(self, stage: LoadedStage, entry: Stage, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Run a stage on the values that it takes."""
+        return stage.run([values[name] for name in entry.inputs])
+
+    def _results(self, values: Mapping[str, Any], bound: Mapping[str, Given]) -> Mapping[str, Any]:
+        """The values of the edges as the caller gets them, who gave `bound`."""
+        return values
 
     def reset_state(self) -> None:
         """Give all buffers that calls write, such as key-value caches and counters, the content that they were loaded with."""

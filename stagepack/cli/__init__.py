@@ -10,6 +10,7 @@ _COMMANDS = {
     "export": "Write a model as a bundle of pipeline stages.",
     "inspect": "Show what a bundle holds, without torch.",
     "load": "Load a bundle or one stage, and run it.",
+    "onnx": "Add ONNX files that use the weights of a bundle.",
     "plan": "Show a cut: bytes, compute, traffic, balance.",
     "recut": "Write a bundle in other stages, without torch.",
     "report": "Draw a bundle as one HTML page.",

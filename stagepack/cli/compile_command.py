@@ -30,7 +30,7 @@ def command(
     import_modules(imports)
     started = time.perf_counter()
     with progress("compile") as say:
-        from stagepack_loaders.load import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked
+        from stagepack_loaders.torch.speed import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked
 
         parts = compile_ahead(opened, out, device, allow_ops=allow_ops, progress=say)
     seconds = round(time.perf_counter() - started, 3)

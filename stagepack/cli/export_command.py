@@ -11,7 +11,7 @@ import click
 from stagepack.cli.cutting import cut_options
 from stagepack.cli.facts import bundle_facts, print_stages
 from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
-from stagepack.format.reader import Bundle
+from stagepack.cli.running import namespaces, replayed
 from stagepack.format.writer import check_output
 from stagepack.quantities import readable_bytes
 
@@ -50,7 +50,7 @@ def command(
             capture, out=out, where=Where() if where is None else where(), overwrite=overwrite, progress=now
         )
         now("load it back and run the example")
-        difference = _check(bundle)
+        difference = replayed(bundle, allow_ops=namespaces(bundle)).largest
     seconds = time.perf_counter() - started
     if as_json:
         print_json(
@@ -65,13 +65,3 @@ def command(
         print_line(f"loaded it back and ran the example: largest difference from the model {difference:g}")
     if finite(difference) is None:
         fail(f"{out}: the bundle answers with other shapes or types than the model")
-
-
-def _check(bundle: Bundle) -> float:
-    """The largest difference between the bundle, loaded from disk, and the recorded answer of the model."""
-    from stagepack_loaders.load import load  # noqa: PLC0415 - torch, after the arguments are checked
-    from stagepack_loaders.torch.example import replay  # noqa: PLC0415 - the same
-
-    return replay(
-        load(bundle, allow_ops=sorted({name for stage in bundle.stages for name in stage.namespaces})), bundle
-    )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from stagepack.cli.output import print_line, print_table
-from stagepack.format.manifest import Edge
+from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_range, format_shape
 from stagepack.format.tree import value_names
@@ -28,6 +28,7 @@ def bundle_facts(bundle: Bundle) -> dict[str, Any]:
                 "weight_bytes": stage.weight_bytes,
                 "flops": stage.flops,
                 "files": [stage.graph, *stage.weights],
+                "onnx": _onnx(bundle, stage),
                 "inputs": list(stage.inputs),
                 "outputs": list(stage.outputs),
                 "namespaces": list(stage.namespaces),
@@ -49,6 +50,18 @@ def bundle_facts(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def _onnx(bundle: Bundle, stage: Stage) -> dict[str, Any] | None:
+    """What a stage has for ONNX beside its weights."""
+    if stage.onnx is None:
+        return None
+    model, weights = stage.onnx.model, stage.onnx.weights
+    return {
+        "files": [model, *weights],
+        "bytes": bundle.files[model].size,
+        "own_bytes": sum(bundle.files[name].size for name in weights),
+    }
+
+
 def print_facts(bundle: Bundle) -> None:
     """Print a bundle for people."""
     facts = bundle_facts(bundle)
@@ -65,6 +78,16 @@ def print_facts(bundle: Bundle) -> None:
         for edge, fact in zip(bundle.edges, facts["edges"], strict=True)
     ]
     print_table("edges", ["name", "value", "from", "to"], rows)
+    if any(stage["onnx"] for stage in facts["stages"]):
+        rows = [
+            [
+                str(stage["stage"]),
+                *([readable_bytes(found["bytes"]), readable_bytes(found["own_bytes"]), " ".join(found["files"])]),
+            ]
+            for stage in facts["stages"]
+            if (found := stage["onnx"])
+        ]
+        print_table("as ONNX", ["#stage", "#model", "#weights of its own", "files"], rows)
     for stage in facts["stages"]:
         if stage["state"]:
             print_line(f"stage {stage['stage']} writes {', '.join(stage['state'])}")

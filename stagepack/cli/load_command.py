@@ -1,5 +1,7 @@
 """`stagepack load`."""
 
+import importlib
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from stagepack.cli.output import (
     progress,
     reports_errors,
 )
+from stagepack.cli.running import chosen, operator_options, runtime_option
+from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
 from stagepack.quantities import readable_bytes
 
@@ -26,10 +30,8 @@ from stagepack.quantities import readable_bytes
 @click.option("--device", "devices", multiple=True, help="A device a stage in order, or fewer. Default: cpu.")
 @click.option("--inputs", type=click.Path(path_type=Path), help="A safetensors file with the inputs by edge name.")
 @click.option("--outputs", type=click.Path(path_type=Path), help="The safetensors file to write the results to.")
-@click.option("--allow-ops", multiple=True, metavar="NAMESPACE", help="A namespace of custom operators that may run.")
-@click.option(
-    "--import", "imports", multiple=True, metavar="MODULE", help="A module to import first, which registers them."
-)
+@runtime_option
+@operator_options
 @click.option(
     "--compile",
     "how",
@@ -50,6 +52,7 @@ def command(
     devices: tuple[str, ...],
     inputs: Path | None,
     outputs: Path | None,
+    runtimes: tuple[str, ...],
     allow_ops: tuple[str, ...],
     imports: tuple[str, ...],
     how: str | None,
@@ -69,11 +72,14 @@ def command(
         raise click.UsageError("--stage loads one stage: name one device")
     if how and compiled:
         raise click.UsageError("--compile and --compiled exclude each other")
+    kinds = chosen(runtimes, 1 if number is not None else len(opened.stages))
+    if (how or compiled) and "onnxruntime" in kinds:
+        raise click.UsageError("--compile and --compiled are for stages in torch: leave out --runtime")
     if outputs and inputs is None and opened.example is None:
         fail(f"--outputs: {bundle} has no example to run: pass --inputs")
     import_modules(imports)
     speed = (how or False, compiled)
-    rows, pipeline = _load(opened, number, list(devices) or ["cpu"], allow_ops, not no_verify, speed, laps)
+    rows, pipeline = _load(opened, number, kinds, list(devices) or ["cpu"], allow_ops, not no_verify, speed, laps)
     facts: dict[str, Any] = {"bundle": bundle, "stages": rows}
     if pipeline is not None:
         facts |= _run(opened, pipeline, inputs, outputs, laps)
@@ -84,6 +90,7 @@ def command(
     table = [
         [
             str(row["stage"]),
+            row["runtime"],
             row["device"],
             readable_bytes(row["bytes_read"]),
             f"{row['seconds']:.3f} s",
@@ -91,7 +98,7 @@ def command(
         ]
         for row in rows
     ]
-    print_table("loaded", ["#stage", "device", "#read", "#time", "files"], table)
+    print_table("loaded", ["#stage", "runtime", "device", "#read", "#time", "files"], table)
     if "difference" in facts:
         print_line(f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}")
     elif inputs is not None:
@@ -126,6 +133,7 @@ class _Laps:
 def _load(
     bundle: Bundle,
     number: int | None,
+    kinds: list[Any],
     devices: list[str],
     allow_ops: tuple[str, ...],
     verify: bool,
@@ -133,30 +141,30 @@ def _load(
     laps: _Laps,
 ) -> tuple[list[dict[str, Any]], Any]:
     """Load the stages; return a row of facts for each, and the pipeline when it is whole."""
-    from stagepack_loaders.load import finish_stages, prepare_stages, speed_up  # noqa: PLC0415 - torch, after the arguments are checked
-    from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - the same
-    from stagepack_loaders.torch.devices import parse_device  # noqa: PLC0415 - the same
-    from stagepack_loaders.torch.stage import prepare_stage  # noqa: PLC0415 - the same
+    for kind in dict.fromkeys(kinds):
+        importlib.import_module(f"stagepack_loaders.{kind}.stage")
+        laps.end(f"import {kind}")
+    from stagepack_loaders.load import assemble, prepare, prepare_stages, speed_up  # noqa: PLC0415 - after the arguments are checked
 
-    laps.end("import torch")
     rows: list[dict[str, Any]] = []
     stages = []
     with progress("load"):
         if number is None:
-            prepared = prepare_stages(bundle, devices, allow_ops=allow_ops)
+            prepared = prepare_stages(bundle, devices, runtime=kinds, allow_ops=allow_ops)
         else:
-            prepared = [prepare_stage(bundle, number, parse_device(devices[0]), allow_ops=allow_ops)]
+            prepared = list(prepare(bundle, {number: devices[0]}, kinds[0], allow_ops=allow_ops).values())
         laps.end("graphs")
-        prepared = speed_up(bundle, prepared, *speed)
+        ready = speed_up(bundle, prepared, *speed)
         if any(speed):
             laps.end("compile")
         started = time.perf_counter()
-        for index, stage in enumerate(finish_stages(prepared, verify=verify), start=number or 0):
-            entry = bundle.stages[index]
-            files = [entry.graph, *entry.weights]
+        for index, one in enumerate(ready, start=number or 0):
+            stage = one.finish(verify=verify)
+            files = _files(bundle.stages[index], stage.runtime)
             rows.append(
                 {
                     "stage": index,
+                    "runtime": stage.runtime,
                     "device": str(stage.device),
                     "files": files,
                     "bytes_read": sum(bundle.files[name].size for name in files),
@@ -166,24 +174,42 @@ def _load(
             stages.append(stage)
             started = time.perf_counter()
     laps.end("weights")
-    return rows, None if number is not None else Pipeline(bundle.manifest, stages, ())
+    return rows, None if number is not None else assemble(bundle, stages)
+
+
+def _files(stage: Stage, runtime: str) -> list[str]:
+    """The files that a runtime reads of a stage."""
+    if runtime == "onnxruntime" and stage.onnx is not None:
+        return [stage.onnx.model, *stage.weights, *stage.onnx.weights]
+    return [stage.graph, *stage.weights]
 
 
 def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None, laps: _Laps) -> dict[str, Any]:
     """Run the inputs of a file, or the example; return facts about the result."""
-    from stagepack_loaders.torch import example  # noqa: PLC0415 - torch, after the arguments are checked
-    from stagepack_loaders.torch.compile import compile_seconds  # noqa: PLC0415 - the same
+    from stagepack_loaders import example  # noqa: PLC0415 - after the arguments are checked
 
     if inputs is None and bundle.example is None:
         return {}
     with progress("run"):
-        given, expected = example.read_example(bundle) if inputs is None else (example.read_inputs(inputs), {})
+        if inputs is None:
+            given, expected = example.read_example(pipeline, bundle)
+        else:
+            given, expected = example.read_inputs(pipeline, inputs), {}
         laps.end("inputs")
-        compiled_before = compile_seconds()
+        compiled_before = _compile_seconds()
         results = example.call(pipeline, given)
         laps.end("first call")
-        laps.move("first call", "compile", compile_seconds() - compiled_before)
+        laps.move("first call", "compile", _compile_seconds() - compiled_before)
         if outputs is not None:
-            example.write_outputs(results, outputs)
+            example.write_outputs(pipeline, results, outputs)
     facts: dict[str, Any] = {"outputs": len(results)}
-    return facts if inputs is not None else facts | {"difference": example.largest_difference(results, expected)}
+    return facts if inputs is not None else facts | {"difference": example.compare(pipeline, results, expected).largest}
+
+
+def _compile_seconds() -> float:
+    """How long torch's compiler has worked in this process, in seconds."""
+    if "torch" not in sys.modules:
+        return 0.0
+    from stagepack_loaders.torch.compile import compile_seconds  # noqa: PLC0415 - torch is there already
+
+    return compile_seconds()

@@ -14,6 +14,15 @@ import click
 
 from stagepack.errors import StagepackError
 
+# The extra of this package that brings another, where it is not `hf`.
+_EXTRAS = {
+    "ml_dtypes": "onnxruntime",
+    "onnx": "onnx",
+    "onnx_ir": "onnx",
+    "onnxruntime": "onnxruntime",
+    "onnxscript": "onnx",
+}
+
 
 class Failure(click.ClickException):
     """A check failed or the input is bad: one line on standard error, exit status 1."""
@@ -56,9 +65,8 @@ def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 _drop_output()
             fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except ModuleNotFoundError as error:
-            fail(
-                f"the package {error.name!r} is not installed: pip install 'stagepack[hf]' brings torch and transformers"
-            )
+            extra = _EXTRAS.get(error.name or "", "hf")
+            fail(f"the package {error.name!r} is not installed: pip install 'stagepack[{extra}]' brings it")
         except click.ClickException:
             raise
         except Exception as error:

@@ -30,7 +30,8 @@ def command(bundle: str, out: str, where: Callable[[], Any] | None, overwrite: b
     with progress("recut"):
         from stagepack.recutter import recut_at  # noqa: PLC0415 - numpy, after the arguments are checked
 
-        made = recut_at(Bundle(bundle), out=out, where=where(), overwrite=overwrite)
+        given = Bundle(bundle)
+        made = recut_at(given, out=out, where=where(), overwrite=overwrite)
     seconds = time.perf_counter() - started
     if as_json:
         print_json(bundle_facts(made) | {"seconds": round(seconds, 3)})
@@ -38,3 +39,5 @@ def command(bundle: str, out: str, where: Callable[[], Any] | None, overwrite: b
     size = readable_bytes(sum(file.size for file in made.manifest.files))
     print_line(f"wrote {out}: {len(made.stages)} stages, {size}, in {seconds:.1f} s")
     print_stages(made)
+    if any(stage.onnx for stage in given.stages):
+        print_line(f"the ONNX files are of the old stages and were left out: stagepack onnx {out} makes new ones")

@@ -3,21 +3,33 @@
 import click
 
 from stagepack.cli.output import fail, finite, import_modules, print_json, print_line, progress, reports_errors
+from stagepack.cli.running import chosen, operator_options, replayed, runtime_option
 from stagepack.errors import FormatError
 from stagepack.format.reader import Bundle
 
 
 @click.command("verify")
 @click.argument("bundle", type=click.Path())
-@click.option("--run", is_flag=True, help="Also load the bundle and replay its example (needs torch).")
-@click.option("--allow-ops", multiple=True, metavar="NAMESPACE", help="A namespace of custom operators that may run.")
-@click.option(
-    "--import", "imports", multiple=True, metavar="MODULE", help="A module to import first, which registers them."
-)
+@click.option("--run", is_flag=True, help="Also load the bundle and replay its example.")
+@runtime_option
+@operator_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
-def command(bundle: str, run: bool, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool) -> None:
-    """Check every file of BUNDLE against its digest, and every rule of the format."""
+def command(
+    bundle: str,
+    run: bool,
+    runtimes: tuple[str, ...],
+    allow_ops: tuple[str, ...],
+    imports: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Check every file of BUNDLE against its digest, and every rule of the format.
+
+    With --run, the result of the example must have the shapes and types of the model's, and no other NaN. In ONNX Runtime it must
+    also be within a tolerance that depends on its type.
+    """
+    if runtimes and not run:
+        raise click.UsageError("--runtime says where to run the example: give --run too")
     facts: dict[str, object] = {"bundle": bundle, "ok": True, "problems": []}
     try:
         with progress("verify"):
@@ -31,8 +43,12 @@ def command(bundle: str, run: bool, allow_ops: tuple[str, ...], imports: tuple[s
             print_json(facts | {"ok": False, "problems": problems})
         fail(f"{bundle}: {error}")
     import_modules(imports)
-    difference = _replay(opened, allow_ops) if run else None
-    same = difference is None or finite(difference) is not None
+    difference, same = None, True
+    if run:
+        kinds = chosen(runtimes, len(opened.stages))
+        with progress("run the example"):
+            difference, within = replayed(opened, runtimes=kinds, allow_ops=allow_ops)
+        same = finite(difference) is not None and (within or set(kinds) == {"torch"})
     if as_json:
         print_json(
             facts
@@ -45,11 +61,3 @@ def command(bundle: str, run: bool, allow_ops: tuple[str, ...], imports: tuple[s
             print_line(f"example: largest difference {difference:g}")
     if not same:
         fail(f"{bundle}: the bundle answers its example with other shapes, types or values than the model did")
-
-
-def _replay(bundle: Bundle, allow_ops: tuple[str, ...]) -> float:
-    from stagepack_loaders.load import load  # noqa: PLC0415 - torch is needed for --run alone
-    from stagepack_loaders.torch.example import replay  # noqa: PLC0415 - the same
-
-    with progress("run the example"):
-        return replay(load(bundle, allow_ops=allow_ops, verify=False), bundle)

@@ -8,11 +8,12 @@ from msgspec import Meta
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 MANIFEST_BYTES = 64 * 2**20
-GRAPH_BYTES = 512 * 2**20
+GRAPH_BYTES = 512 * 2**20  # of an ONNX file too
 WEIGHT_HEADER_BYTES = 100_000_000  # the ceiling of the safetensors library itself
 STAGES = 4096
 RANK = 64
 DEPTH = 64  # lists in arguments, containers in the signature, arithmetic in a dimension, contexts, calls of subgraphs and regions
+ONNX_DEPTH = 256  # messages of an ONNX file: a node in a branch lies three deeper than the node with the branch
 UNFOLDED = 2**22  # nodes, arguments, values and names that the calls of regions of one graph become
 TERMS = 1024  # numbers that one operation of a dimension takes
 NAME_CHARACTERS = 1024

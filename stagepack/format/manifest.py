@@ -1,4 +1,4 @@
-"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M13)."""
+"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M13, O1)."""
 
 from msgspec import Struct
 
@@ -31,6 +31,18 @@ class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True):
     consumers: tuple[Int64, ...] = ()
 
 
+class Onnx(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A stage as an ONNX model.
+
+    Attributes:
+        model: the name of the ONNX file.
+        weights: the names of the weight files with tensors that it alone uses.
+    """
+
+    model: str
+    weights: tuple[str, ...] = ()
+
+
 class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One stage: its files, the edges in and out, and facts for whoever places it.
 
@@ -45,6 +57,7 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
         added: how many nodes, at the begin of its graph, stand in no other: they read sizes off its inputs.
         places: where its other nodes stand in the list of nodes of the whole model, as runs (first, count). A node that several
             stages compute has one place.
+        onnx: the same stage as an ONNX model, if there is one.
     """
 
     graph: str
@@ -58,6 +71,12 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: tuple[str, ...] = ()
     added: Int64 = 0
     places: tuple[Run, ...] = ()
+    onnx: Onnx | None = None
+
+    @property
+    def onnx_files(self) -> tuple[str, ...]:
+        """The names of the files that it has as an ONNX model."""
+        return () if self.onnx is None else (self.onnx.model, *self.onnx.weights)
 
     @property
     def numbers(self) -> list[int]:

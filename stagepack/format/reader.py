@@ -5,7 +5,7 @@ given out; likewise the header of a weight file.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
 from stagepack.format.folded import Folded
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge, File, Manifest, Stage
+from stagepack.format.onnx import NEXT, STATE, OnnxModel, read_onnx
 from stagepack.format.unfold import unfold
 from stagepack.format.upgrade import check_version, is_newer
 from stagepack.format.validate import (
@@ -26,6 +27,7 @@ from stagepack.format.validate import (
     check_folded,
     check_graph,
     check_manifest,
+    check_onnx,
     check_stage,
     raise_problems,
 )
@@ -127,6 +129,28 @@ class Bundle:
         raise_problems(check_stage(file.graph, self.stages[stage], self._edge))
         return file
 
+    def onnx_model(self, stage: int) -> OnnxModel:
+        """Read the ONNX file of a stage that has one; the headers of the weight files that it refers to, and its graph if it has state.
+
+        Raises:
+            DigestError: a file is missing or is not the one that the manifest lists.
+            FormatError: it breaks rules.
+        """
+        entry = self.stages[stage]
+        assert entry.onnx is not None
+        name = entry.onnx.model
+        model = read_onnx(self.read(name), name)
+        stored = {}
+        for weights in (*entry.weights, *entry.onnx.weights):
+            raise_digest_problems(self.check_size(weights))
+            stored[weights] = tuple(read_index(self.path / weights).values())
+        written = {weight.names[0]: weight for weight in self.graph(stage).weights} if entry.state else {}
+        values = self._edge | {
+            prefix + one: written[one] for one in entry.state if one in written for prefix in (STATE, NEXT)
+        }
+        raise_problems(check_onnx(model, entry, values, stored, name))
+        return model
+
     def read(self, name: str) -> bytes:
         """Read a whole file that is not a weight file, compared with its digest.
 
@@ -186,6 +210,17 @@ class Bundle:
             problems = [_changed(self.files[name], found)]
         return problems
 
+    def check_digests(self, names: Iterable[str]) -> None:
+        """Compare files with their digests, several at a time.
+
+        Raises:
+            DigestError: files are missing or are not those that the manifest lists.
+        """
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - 20 ms that opening a bundle has no use for
+
+        with ThreadPoolExecutor() as pool:
+            raise_digest_problems([problem for problems in pool.map(self.check_digest, names) for problem in problems])
+
     def verify(self) -> None:
         """Check every file and every rule.
 
@@ -201,6 +236,8 @@ class Bundle:
         raise_digest_problems(problems)
         for stage in range(len(self.stages)):
             self.tensors(stage, self.graph(stage))
+            if self.stages[stage].onnx is not None:
+                self.onnx_model(stage)
         if self.example:
             read_index(self.example)
 

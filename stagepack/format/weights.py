@@ -45,6 +45,21 @@ class TensorSpec(Struct, frozen=True, kw_only=True):
         return math.prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
+def layout(tensors: Iterable[TensorSpec]) -> list[StoredTensor]:
+    """Where each tensor lies in a file that holds them in the order given."""
+    specs = list(tensors)
+    head, gaps = header(specs)
+    position = len(head)
+    found = []
+    for spec, gap in zip(specs, gaps, strict=True):
+        start, position = position + gap, position + gap + spec.nbytes
+        shape = stored_shape(spec.dtype, spec.shape)
+        found.append(
+            StoredTensor(name=spec.name, dtype=STORED_NAME[spec.dtype], shape=shape, start=start, end=position)
+        )
+    return found
+
+
 def header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]:
     """The header of a file that holds the tensors in the order given, and the padding in bytes before each.
 

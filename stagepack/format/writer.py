@@ -97,6 +97,15 @@ class BundleWriter:
             os.fsync(file.fileno())
         self._files.append(File(name=name, size=size, sha256=digest.hexdigest()))
 
+    def keep(self, path: Path, file: File) -> None:
+        """Take a file of another bundle over as it is: without a copy where the file system can, and without reading it."""
+        try:
+            os.link(path, self._folder / file.name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, self._folder / file.name)
+            _sync(self._folder / file.name)
+        self._files.append(file)
+
     def write_tensors(self, name: str, tensors: Iterable[TensorSpec], read: Callable[[str], Pieces]) -> None:
         """Write a weight file with the tensors in the order given; `read` gives the bytes of each by name."""
         specs = list(tensors)
@@ -120,7 +129,7 @@ class BundleWriter:
         manifest = msgspec.structs.replace(manifest, files=tuple(sorted(self._files, key=lambda file: file.name)))
         raise_problems(check_manifest(manifest))
         self.write(MANIFEST_NAME, [encode_manifest(manifest)])
-        _sync_folder(self._folder)
+        _sync(self._folder)
         check_output(self._out, overwrite=self._overwrite)
         try:
             if os.path.lexists(self._out):
@@ -130,7 +139,7 @@ class BundleWriter:
             if os.path.lexists(self._retired) and not os.path.lexists(self._out):
                 os.rename(self._retired, self._out)
             raise
-        _sync_folder(self._out.parent)
+        _sync(self._out.parent)
 
 
 def _is_bundle(path: Path) -> bool:
@@ -142,8 +151,8 @@ def _is_bundle(path: Path) -> bool:
         return _BEGINNING.match(file.read(4096)) is not None
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

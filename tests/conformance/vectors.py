@@ -158,6 +158,41 @@ def _read_bundle(case: Case, folder: Path) -> None:
     Bundle(path).verify()
 
 
+def _read_onnx(case: Case, folder: Path) -> None:
+    path = folder / "case.stagepack"
+    shutil.copytree(TINY, path)
+    content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else protobuf(case.document())
+    content = content[: case.fields.get("bytes", len(content))]
+    (path / "stage-0.onnx").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["stages"][0]["onnx"] = {"model": "stage-0.onnx"}
+    entry = {"name": "stage-0.onnx", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"].append(entry)
+    (path / "manifest.json").write_bytes(sealed(manifest))
+    Bundle(path).verify()
+
+
+def protobuf(fields: list[list[Any]]) -> bytes:
+    """A message of Protocol Buffers from the numbers of its fields and what stands in each."""
+    content = b""
+    for number, part in fields:
+        if isinstance(part, int):
+            content += varint(number << 3) + varint(part)
+        else:
+            octets = protobuf(part) if isinstance(part, list) else _octets(part)
+            content += varint(number << 3 | 2) + varint(len(octets)) + octets
+    return content
+
+
+def varint(number: int) -> bytes:
+    """An integer of Protocol Buffers."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def _octets(part: Any) -> bytes:
+    return part.encode() if isinstance(part, str) else bytes.fromhex(part["hex"])
+
+
 def _read_shape(case: Case, folder: Path) -> None:
     try:
         found: Any = evaluate(_dim(case.fields["dim"]), case.fields["sizes"])
@@ -175,6 +210,7 @@ _READERS = {
     "manifest": _read_manifest,
     "graph": _read_graph,
     "weights": _read_weights,
+    "onnx": _read_onnx,
     "bundle": _read_bundle,
     "shapes": _read_shape,
 }

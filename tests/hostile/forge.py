@@ -115,6 +115,8 @@ _MANIFEST_FIELDS = [
     "state",
     "added",
     "places",
+    "model",
+    "onnx",
     "stages",
     "shared",
     "edges",

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import stagepack
-from stagepack_loaders.torch.example import call, read_inputs, write_outputs
+from stagepack_loaders.example import call, read_inputs, write_outputs
 
 
 def main(folder: str, operators: str) -> None:
@@ -26,7 +26,9 @@ def main(folder: str, operators: str) -> None:
         bundle.with_suffix(".out").mkdir()
         for number, path in enumerate(inputs):
             torch.manual_seed(0)
-            write_outputs(call(pipe, read_inputs(path)), bundle.with_suffix(".out") / f"{number}.safetensors")
+            write_outputs(
+                pipe, call(pipe, read_inputs(pipe, path)), bundle.with_suffix(".out") / f"{number}.safetensors"
+            )
     assert "transformers" not in sys.modules or "transformers" in allowed
 
 

@@ -13,7 +13,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import CompiledError, OutputExistsError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.load import compile_ahead
+from stagepack_loaders.torch.speed import compile_ahead
 
 
 class Block(torch.nn.Module):

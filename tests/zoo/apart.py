@@ -17,6 +17,7 @@ class Apart:
 
     def __init__(self, stage: Stage, copied: Sequence[bool]) -> None:
         """`copied` says which inputs come from other stages."""
+        self.runtime, self.device = stage.runtime, stage.device
         self._stage = stage
         self._copied = copied
 

@@ -112,6 +112,8 @@ class Builder:
         self.device = device
         self.types = {value.name: value for value in _values(graph)}
         self.names = {*self.types, *(weight.value for weight in graph.weights)}
+        # As torch.export has it: the modules that a node is of, here the innermost alone.
+        self.stacks = [{scope.path: (scope.path, scope.type)} for scope in graph.scopes]
         self.subgraphs: list[GraphModule] = []
         for number, subgraph in enumerate(graph.subgraphs):
             names = [value.name for value in subgraph.inputs]
@@ -257,6 +259,7 @@ class _Body:
         kwargs = {name: self.argument(argument) for name, argument in node.kwargs}
         name = next(iter(values_made(node)), None) if not node.unpack else None
         result = self._node("call_function", target, args, kwargs, name)
+        result.meta["nn_module_stack"] = self.builder.stacks[node.scope]
         for index, output in enumerate(node.outputs):
             if output is not None and node.unpack:
                 self.values[output.name] = self._item(result, index, output.name)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from stagepack.errors import DeviceError, InputError, OperatorError
 from stagepack.format.contract import Given, check_values
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Stage as StageEntry
-from stagepack.format.reader import Bundle, raise_digest_problems
+from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.build_modules import build_modules
+from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.modules import Body, Container, attach, module_tree
 from stagepack_loaders.torch.ops import resolve
 from stagepack_loaders.torch.slots import Slot
@@ -29,9 +29,12 @@ class Stage(Container):
     Its parameters and buffers have the names that they have in the model, so `state_dict` is a part of the model's.
 
     Attributes:
+        runtime: ``"torch"``.
         graph: the stage as data.
         device: where its weights are, and where it moves its inputs.
     """
+
+    runtime = "torch"
 
     def __init__(
         self,
@@ -139,6 +142,7 @@ class Prepared:
 
     Attributes:
         run: what will run: `module`, or the same compiled.
+        cache: what was read of weights, for all stages that are prepared together.
         calls: the calls of the model's modules that it makes, if it runs by them.
     """
 
@@ -150,27 +154,57 @@ class Prepared:
     run: torch.nn.Module
     places: Mapping[str, tuple[Path, StoredTensor]]
     device: torch.device
+    cache: WeightCache
     calls: Sequence[Body] = ()
 
+    def finish(self, *, verify: bool) -> Stage:
+        """Read the weights of the stage, and nothing of other stages.
 
-def prepare_stage(
+        Raises:
+            DigestError: a weight file is not the one listed.
+        """
+        if verify:
+            self.bundle.check_digests(self.entry.weights)
+        tensors = {weight.value: self.cache.read(weight, self.places, self.device) for weight in self.graph.weights}
+        return Stage(self.graph, self.module, self.run, tensors, self.device, self.entry.state, self.calls)
+
+
+def prepare(
+    bundle: Bundle,
+    placed: Mapping[int, str | torch.device],
+    *,
+    allow_ops: Collection[str] = (),
+    modules: bool = False,
+    types: Collection[type] = (),
+) -> dict[int, Prepared]:
+    """Read all of some stages, by their numbers, but their weights; those on one device will share what they share in the model.
+
+    With `modules` they run by calls of the model's modules, whose arguments and results are built of `types`.
+
+    Raises:
+        FormatError: a graph or a weight file breaks rules; `DigestError` when a file is not the one listed.
+        OperatorError: an operator is missing here, not allowed, or has another schema.
+        DeviceError: a device is not there.
+    """
+    cache = WeightCache()
+    devices = {number: parse_device(device) for number, device in placed.items()}
+    return {
+        number: _prepare(bundle, number, device, cache, allow_ops=allow_ops, modules=modules, types=types)
+        for number, device in devices.items()
+    }
+
+
+def _prepare(
     bundle: Bundle,
     number: int,
     device: torch.device,
+    cache: WeightCache,
     *,
     allow_ops: Collection[str],
-    modules: bool = False,
-    types: Collection[type] = (),
+    modules: bool,
+    types: Collection[type],
 ) -> Prepared:
-    """Read all of one stage but its weights: its graph, the operators it needs, the headers of its weight files.
-
-    With `modules` it runs by calls of the model's modules, whose arguments and results are built of `types`.
-
-    Raises:
-        FormatError: the graph or a weight file breaks rules; `DigestError` when a file is not the one listed.
-        OperatorError: an operator is missing here, not allowed, or has another schema.
-        DeviceError: the graph names a device that this machine does not have.
-    """
+    """Read all of one stage but its weights: its graph, the operators it needs, the headers of its weight files."""
     entry = bundle.stages[number]
     folded, graph = bundle.graph_file(number, calls=modules)
     targets = resolve(graph.ops, allow_ops, entry.graph)
@@ -192,31 +226,9 @@ def prepare_stage(
         run=module,
         places=places,
         device=device,
+        cache=cache,
         calls=calls,
     )
-
-
-def finish_stage(prepared: Prepared, *, verify: bool, cache: WeightCache) -> Stage:
-    """Read the weights of a stage, and nothing of other stages.
-
-    Raises:
-        DigestError: a weight file is not the one listed.
-    """
-    if verify:
-        _verify(prepared.bundle, prepared.entry)
-    weights = prepared.graph.weights
-    tensors = {weight.value: cache.read(weight, prepared.places, prepared.device) for weight in weights}
-    return Stage(
-        prepared.graph, prepared.module, prepared.run, tensors, prepared.device, prepared.entry.state, prepared.calls
-    )
-
-
-def _verify(bundle: Bundle, stage: StageEntry) -> None:
-    """Compare the stage's weight files with their digests, several at a time."""
-    with ThreadPoolExecutor() as pool:
-        raise_digest_problems(
-            [problem for problems in pool.map(bundle.check_digest, stage.weights) for problem in problems]
-        )
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

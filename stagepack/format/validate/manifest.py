@@ -1,4 +1,4 @@
-"""The rules on the manifest (SPEC M1 to M13, T1 to T4)."""
+"""The rules on the manifest (SPEC M1 to M13, O1, T1 to T4)."""
 
 import itertools
 import math
@@ -39,6 +39,9 @@ def _manifest(manifest: Manifest) -> Iterator[Fault]:
         for name in (stage.graph, *stage.weights):
             if name not in listed:
                 yield "M6", f"stage {number}", f"uses {name[:80]!r}, which is not among the files"
+        for name in stage.onnx_files:
+            if name not in listed:
+                yield "O1", f"stage {number}", f"its ONNX model uses {name[:80]!r}, which is not among the files"
         if min(stage.nodes, stage.weight_bytes, stage.flops) < 0:
             yield "M7", f"stage {number}", "nodes, weight_bytes or flops is negative"
     yield from _places(manifest.stages)

@@ -1,0 +1,1 @@
+"""Stages as sessions of ONNX Runtime. Imports no torch."""

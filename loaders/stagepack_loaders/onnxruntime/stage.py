@@ -1,0 +1,238 @@
+"""A stage as a session of ONNX Runtime."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import onnxruntime
+from onnxruntime import OrtValue
+
+from stagepack.errors import DeviceError, InputError, OperatorError
+from stagepack.format.contract import Given, check_values
+from stagepack.format.dtypes import SCALARS
+from stagepack.format.graph import Weight
+from stagepack.format.manifest import Edge
+from stagepack.format.manifest import Stage as StageEntry
+from stagepack.format.onnx import NEXT, STATE, WRITTEN
+from stagepack.format.reader import Bundle
+from stagepack_loaders.onnxruntime.values import is_torch, to_numpy, to_ort, to_torch
+from stagepack_loaders.onnxruntime.weights import read_weight
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device of ONNX Runtime: the CPU, or a GPU of CUDA with its number."""
+
+    type: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+
+
+def parse_device(device: object) -> Device:
+    """A device by its name: ``cpu``, ``cuda``, ``cuda:1``.
+
+    Raises:
+        DeviceError: it is none of these, or this onnxruntime has no execution provider for it.
+    """
+    kind, _, index = str(device).partition(":")
+    if kind not in _PROVIDERS or (index and not index.isdecimal()):
+        raise DeviceError(f"device {str(device)!r}: ONNX Runtime runs stages on cpu, cuda or cuda:N")
+    if _PROVIDERS[kind] not in onnxruntime.get_available_providers():
+        raise DeviceError(
+            f"device {str(device)!r}: this onnxruntime has no {_PROVIDERS[kind]}: install onnxruntime-gpu in its place"
+        )
+    return Device(kind, int(index or 0))
+
+
+class Stage:
+    """One stage of a bundle: called with its inputs, by position or by edge name, it returns a tuple of its outputs.
+
+    Inputs are numpy arrays or torch tensors, on whose memory the stage works. Outputs are numpy arrays; torch tensors if an input is one.
+    Types that numpy has not, such as bfloat16, are those of ml_dtypes.
+
+    Attributes:
+        runtime: ``"onnxruntime"``.
+        session: what runs it; None if there is nothing to run.
+        device: where it runs.
+        state: the content of the buffers that calls write, by the name of each.
+    """
+
+    runtime = "onnxruntime"
+
+    def __init__(self, prepared: "Prepared", session: onnxruntime.InferenceSession | None) -> None:
+        self.session = session
+        self.device = prepared.device
+        self._prepared = prepared
+        self._inputs = prepared.edges(prepared.entry.inputs)
+        self._outputs = prepared.edges(prepared.entry.outputs)
+        self._written = [name.removeprefix(WRITTEN) for name in prepared.gives if name.startswith(WRITTEN)]
+        self.state: dict[str, OrtValue] = {}
+        self.reset_state()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Run the stage.
+
+        Raises:
+            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
+        """
+        names = self._prepared.entry.inputs
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(args) > len(names) or given.keys() != set(names):
+            raise InputError(
+                f"expected the inputs {', '.join(names)}, found {len(args)} by position and {sorted(kwargs)} by name"
+            )
+        bound = {name: Given(name, value) for name, value in given.items()}
+        check_values(self._inputs, bound, self._prepared.bundle.manifest.symbols)
+        found = self.run([given[name] for name in names])
+        convert = to_torch if any(map(is_torch, given.values())) else to_numpy
+        return tuple(convert(value, edge.dtype) for value, edge in zip(found, self._outputs, strict=True))
+
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        """Run the stage on values that are known to fit, in the order of its inputs; the outputs are values of ONNX Runtime, or numbers."""
+        if self.session is None:
+            return ()
+        edges, outputs = self._inputs, self._outputs
+        binding = self.session.io_binding()
+        for edge, value in zip(edges, values, strict=True):
+            binding.bind_ortvalue_input(edge.name, to_ort(value, edge.dtype, edge.name))
+        for name, value in self.state.items():
+            binding.bind_ortvalue_input(STATE + name, value)
+        for edge in outputs:
+            on_host = edge.dtype in SCALARS
+            binding.bind_output(edge.name, *(("cpu", 0) if on_host else (self.device.type, self.device.index)))
+        for name in (*(NEXT + name for name in self.state), *(WRITTEN + name for name in self._written)):
+            binding.bind_output(name, self.device.type, self.device.index)
+        self.session.run_with_iobinding(binding)
+        found = binding.get_outputs()
+        self.state = dict(zip(self.state, found[len(outputs) :], strict=False))
+        given = {edge.name: (edge.dtype, value) for edge, value in zip(edges, values, strict=True)}
+        for name, value in zip(self._written, found[len(outputs) + len(self.state) :], strict=True):
+            _write(given[name][1], value, given[name][0], name)
+        return tuple(
+            to_numpy(value, edge.dtype) if edge.dtype in SCALARS else value
+            for value, edge in zip(found, outputs, strict=False)
+        )
+
+    def reset_state(self) -> None:
+        """Give the buffers that calls write the content that they were loaded with."""
+        self.state = {
+            weight.names[0]: to_ort(array, weight.dtype, weight.names[0]) for weight, array in self._prepared.state()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters and persistent buffers by the model's own names, as numpy arrays; what no call writes must not be written."""
+        found = {}
+        for weight, array in self._prepared.weights():
+            if weight.names[0] in self.state:
+                array = to_numpy(self.state[weight.names[0]], weight.dtype).copy()
+            if weight.kind in ("parameter", "buffer"):
+                found.update(dict.fromkeys(weight.names, array))
+        return found
+
+    def parameters(self) -> Iterator[Any]:
+        """The parameters as numpy arrays, which must not be written."""
+        return (array for weight, array in self._prepared.weights() if weight.kind == "parameter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A stage whose ONNX file is known to be sound, of whose weights nothing is read yet; it `gives` outputs of these names."""
+
+    bundle: Bundle
+    number: int
+    device: Device
+    gives: tuple[str, ...]
+
+    def finish(self, *, verify: bool) -> Stage:
+        """Make the session of the stage, which reads its weights.
+
+        Raises:
+            DigestError: a weight file is not the one listed.
+            OperatorError: this onnxruntime cannot run the stage.
+        """
+        assert self.entry.onnx is not None
+        if verify:
+            self.bundle.check_digests((*self.entry.weights, *self.entry.onnx.weights))
+        if not self.gives:  # ONNX Runtime takes no model without outputs
+            return Stage(self, None)
+        providers: list[Any] = [_PROVIDERS["cpu"]]
+        if self.device.type != "cpu":
+            providers.insert(0, (_PROVIDERS[self.device.type], {"device_id": self.device.index}))
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        path = self.bundle.path / self.entry.onnx.model
+        try:
+            session = onnxruntime.InferenceSession(path, options, providers=providers)
+        except Exception as error:  # noqa: BLE001 - onnxruntime's have no other base
+            message = " ".join(str(error).split())[:500]
+            raise OperatorError(
+                f"stage {self.number}: ONNX Runtime {onnxruntime.__version__} cannot run it: {message}"
+            ) from None
+        return Stage(self, session)
+
+    @property
+    def entry(self) -> StageEntry:
+        """What the manifest says of the stage."""
+        return self.bundle.stages[self.number]
+
+    def edges(self, names: Sequence[str]) -> list[Edge]:
+        """The edges of these names."""
+        by_name = {edge.name: edge for edge in self.bundle.edges}
+        return [by_name[name] for name in names]
+
+    def weights(self) -> Iterator[tuple[Weight, Any]]:
+        """The weights of the stage, and what the files hold of each."""
+        graph = self.bundle.graph(self.number)
+        places = self.bundle.tensors(self.number, graph)
+        return ((weight, read_weight(weight, places)) for weight in graph.weights)
+
+    def state(self) -> Iterator[tuple[Weight, Any]]:
+        """The weights that calls write, in order, and what the files hold of each."""
+        if self.entry.state:
+            yield from ((weight, array) for weight, array in self.weights() if weight.names[0] in self.entry.state)
+
+
+def prepare(bundle: Bundle, placed: Mapping[int, object]) -> dict[int, Prepared]:
+    """Read and check the ONNX files of some stages, by their numbers; `placed` says the device of each.
+
+    Raises:
+        OperatorError: a stage has no ONNX file.
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        DeviceError: a device is not there.
+    """
+    devices = {number: parse_device(device) for number, device in placed.items()}
+    without = [number for number in placed if bundle.stages[number].onnx is None]
+    if without:
+        named = ", ".join(map(str, without))
+        raise OperatorError(
+            f"{bundle.path}: stage {named} has no ONNX model: add it (stagepack onnx), or run it in torch (runtime='torch')"
+        )
+    return {
+        number: Prepared(
+            bundle=bundle,
+            number=number,
+            device=device,
+            gives=tuple(one.name for one in bundle.onnx_model(number).outputs),
+        )
+        for number, device in devices.items()
+    }
+
+
+def _write(given: Any, value: OrtValue, dtype: str, name: str) -> None:
+    """Write what the stage wrote into an input there.
+
+    Raises:
+        InputError: the input cannot be written.
+    """
+    try:
+        if is_torch(given):
+            given.copy_(to_torch(value, dtype))
+        elif isinstance(given, numpy.ndarray):
+            numpy.copyto(given, to_numpy(value, dtype))
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"{name}: the model writes into this input, which cannot be written: {error}") from None

@@ -1,0 +1,291 @@
+"""What a reader of bundles must know of an ONNX file before a runtime may have it (SPEC O1 to O5).
+
+It is read here field by field, without a library: a host that only checks bundles has none, and one that reads all of a message,
+and refuses what it does not know, leaves nothing for another parser to find.
+The numbers of the fields are those of onnx.proto (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto), the encoding that of
+Protocol Buffers (https://protobuf.dev/programming-guides/encoding).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from stagepack.errors import FormatError, LimitError, Problem
+from stagepack.format import limits
+
+# How the names begin of what an ONNX file takes and gives beside the edges: the content of the weights that the stage writes, their
+# next content, and what it writes into its inputs.
+STATE, NEXT, WRITTEN = "state.", "next.", "written."
+
+# The element types of ONNX by their torch name.
+ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "float32": 1,
+        "uint8": 2,
+        "int8": 3,
+        "uint16": 4,
+        "int16": 5,
+        "int32": 6,
+        "int64": 7,
+        "bool": 9,
+        "float16": 10,
+        "float64": 11,
+        "uint32": 12,
+        "uint64": 13,
+        "bfloat16": 16,
+        "float8_e4m3fn": 17,
+        "float8_e4m3fnuz": 18,
+        "float8_e5m2": 19,
+        "float8_e5m2fnuz": 20,
+        "float8_e8m0fnu": 24,
+    }
+)
+# What stands for a type that ONNX has not: numbers of the host, and pairs of the real and the imaginary part.
+_STANDS_FOR: Final = {"symint": "int64", "symfloat": "float64", "symbool": "bool"}
+PAIRS: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
+
+# The messages, and what each of their fields holds: nothing of interest (""), a message, or any number of them (*).
+_MESSAGES: Final[Mapping[str, Mapping[int, str]]] = {
+    "Model": {
+        1: "",
+        2: "",
+        3: "",
+        4: "",
+        5: "",
+        6: "",
+        7: "Graph",
+        8: "Entry*",
+        14: "Entry*",
+        25: "Function*",
+        26: "Entry*",
+    },
+    "Graph": {1: "Node*", 2: "", 5: "Tensor*", 10: "", 11: "Value*", 12: "Value*", 13: "Value*", 16: "Entry*"},
+    "Node": {1: "", 2: "", 3: "", 4: "", 5: "Attribute*", 6: "", 7: "", 8: "", 9: "Entry*", 10: "Entry*"},
+    "Attribute": {
+        **dict.fromkeys([1, 2, 3, 4, 7, 8, 9, 13, 20, 21], ""),
+        5: "Tensor",
+        6: "Graph",
+        10: "Tensor*",
+        11: "Graph*",
+        14: "Type",
+        15: "Type*",
+    },
+    "Tensor": {**dict.fromkeys([1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14], ""), 13: "Entry*", 16: "Entry*"},
+    "Function": {
+        1: "",
+        4: "",
+        5: "",
+        6: "",
+        7: "Node*",
+        8: "",
+        9: "Entry*",
+        10: "",
+        11: "Attribute*",
+        12: "Value*",
+        13: "",
+        14: "Entry*",
+    },
+    "Value": {1: "", 2: "Type", 3: "", 4: "Entry*"},
+    "Type": {1: "TensorType", 4: "Element", 6: "", 9: "Element"},
+    "Element": {1: "Type"},
+    "TensorType": {1: "", 2: "Shape"},
+    "Shape": {1: "Dimension*"},
+    "Dimension": {1: "", 2: "", 3: ""},
+    # Of several kinds: names and texts, opset imports, configurations of devices.
+    "Entry": {1: "", 2: "", 3: ""},
+}
+# A message, parsed: what stands in each field, in order. A message inside is one too.
+_Fields = dict[int, list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxValue:
+    """An input or output: its name, the number of its element type, and its dimensions: numbers, or texts."""
+
+    name: str
+    element_type: int
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxTensor:
+    """A tensor whose bytes lie in a file: `length` of them from `offset`."""
+
+    name: str
+    location: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxModel:
+    """What there is to check in an ONNX file.
+
+    Attributes:
+        operators: the domain and the name of each operator that a node calls.
+        functions: the domain and the name of each function that the file defines.
+        tensors: the tensors that lie in other files.
+    """
+
+    inputs: tuple[OnnxValue, ...]
+    outputs: tuple[OnnxValue, ...]
+    operators: frozenset[tuple[str, str]]
+    functions: frozenset[tuple[str, str]]
+    tensors: tuple[OnnxTensor, ...]
+
+
+def onnx_type(dtype: str) -> int | None:
+    """The element type of ONNX that a dtype of this format has; None if there is none."""
+    return ELEMENT_TYPES.get(_STANDS_FOR.get(dtype, PAIRS.get(dtype, dtype)))
+
+
+def read_onnx(content: bytes, where: str) -> OnnxModel:
+    """Read an ONNX file.
+
+    Raises:
+        FormatError: it is not one, or holds what this format leaves out (O2).
+        LimitError: nested too deep (L2).
+    """
+    try:
+        model = _parse(memoryview(content), "Model", 0)
+        [graph] = model[7]
+        found = _Found()
+        for kind, inner in _inside("Model", model):
+            found.add(kind, inner)
+        return OnnxModel(
+            inputs=tuple(map(_value, graph.get(11, []))),
+            outputs=tuple(map(_value, graph.get(12, []))),
+            operators=frozenset(found.operators),
+            functions=frozenset(found.functions),
+            tensors=tuple(found.tensors),
+        )
+    except RecursionError:
+        raise LimitError([Problem(rule="L2", where=where, message="nested too deep")]) from None
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        message = f"not an ONNX model as this format has it: {str(error)[:200]}"
+        raise FormatError([Problem(rule="O2", where=where, message=message)]) from None
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found in all messages so far."""
+
+    operators: set[tuple[str, str]] = field(default_factory=set)
+    functions: set[tuple[str, str]] = field(default_factory=set)
+    tensors: list[OnnxTensor] = field(default_factory=list)
+
+    def add(self, kind: str, message: _Fields) -> None:
+        if kind == "Node":
+            self.operators.add((_text(message, 7), _text(message, 4)))
+        elif kind == "Function":
+            self.functions.add((_text(message, 10), _text(message, 1)))
+        elif kind == "Tensor" and (13 in message or _number(message, 14)):
+            self.tensors.append(_external(message))
+
+
+def _external(message: _Fields) -> OnnxTensor:
+    """A tensor whose bytes lie in another file."""
+    entries = [(_text(entry, 1), _text(entry, 2)) for entry in message.get(13, [])]
+    keys = [key for key, _ in entries]
+    if _number(message, 14) != 1 or sorted(keys) != ["length", "location", "offset"]:
+        raise ValueError(f"a tensor in another file has {', '.join(sorted(keys))[:100] or 'no keys'}")
+    values = dict(entries)
+    for key in ("offset", "length"):
+        if not (values[key].isascii() and values[key].isdecimal() and len(values[key]) <= 18):
+            raise ValueError(f"a tensor in another file has the {key} {values[key][:40]!r}")
+    return OnnxTensor(_text(message, 8), values["location"], int(values["offset"]), int(values["length"]))
+
+
+def _value(message: _Fields) -> OnnxValue:
+    [kind] = message[2]
+    if kind.keys() - {6} != {1}:
+        raise ValueError(f"the value {_text(message, 1)[:80]!r} is not a tensor")
+    [tensor] = kind[1]
+    [shape] = tensor.get(2, [{}])
+    return OnnxValue(_text(message, 1), _number(tensor, 1), tuple(map(_dim, shape.get(1, []))))
+
+
+def _dim(message: _Fields) -> int | str:
+    return _text(message, 2) if 2 in message else _number(message, 1)
+
+
+def _text(message: _Fields, number: int) -> str:
+    [*_, last] = message.get(number, [b""])
+    return bytes(last).decode()
+
+
+def _number(message: _Fields, number: int) -> int:
+    [*_, last] = message.get(number, [0])
+    if not isinstance(last, int):
+        raise ValueError("a text stands where a number belongs")  # noqa: TRY004 - about the file, as the others
+    return last
+
+
+def _inside(kind: str, message: _Fields) -> Iterator[tuple[str, _Fields]]:
+    """All messages inside of one, and what each is."""
+    for number, held in message.items():
+        inner = _MESSAGES[kind][number].rstrip("*")
+        if inner:
+            for part in held:
+                yield inner, part
+                yield from _inside(inner, part)
+
+
+def _parse(data: memoryview, kind: str, depth: int) -> _Fields:
+    """Parse a message.
+
+    Raises:
+        ValueError: it is cut short, has a field that is not known, or a second message where one belongs.
+    """
+    if depth > limits.ONNX_DEPTH:
+        raise RecursionError
+    fields: _Fields = {}
+    known = _MESSAGES[kind]
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
+        number, wire = key >> 3, key & 7
+        if number not in known or wire not in _READ:
+            raise ValueError(f"the field {number} of a {kind} is not known here")
+        part, position = _READ[wire](data, position)
+        inner = known[number]
+        if inner:
+            if isinstance(part, int) or (number in fields and not inner.endswith("*")):
+                raise ValueError(f"the field {number} of a {kind} is not one message")
+            part = _parse(part, inner.rstrip("*"), depth + 1)
+        fields.setdefault(number, []).append(part)
+    return fields
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    result = shift = 0
+    while True:
+        octet = data[position]
+        position += 1
+        result |= (octet & 0x7F) << shift
+        if octet < 0x80:
+            return result, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
+def _block(data: memoryview, position: int) -> tuple[memoryview, int]:
+    length, position = _varint(data, position)
+    return _piece(data, position, length)
+
+
+def _piece(data: memoryview, position: int, length: int) -> tuple[memoryview, int]:
+    if length > len(data) - position:
+        raise ValueError("it is cut short")
+    return data[position : position + length], position + length
+
+
+# How a field is read, by its wire type.
+_READ: Final[Mapping[int, Callable[[memoryview, int], tuple[Any, int]]]] = {
+    0: _varint,
+    1: lambda data, position: _piece(data, position, 8),
+    2: _block,
+    5: lambda data, position: _piece(data, position, 4),
+}

@@ -1,0 +1,4 @@
+"""Stages -> ONNX files that point into the weight files of the bundle."""
+
+from stagepack.onnx.add import AddedOnnx as AddedOnnx
+from stagepack.onnx.add import add_onnx as add_onnx

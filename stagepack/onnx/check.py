@@ -1,0 +1,100 @@
+"""Whether stages answer in ONNX Runtime as they do in torch: each is given the values that the example brings to it."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stagepack.errors import OperatorError
+from stagepack.format.dtypes import SCALARS
+from stagepack.format.reader import Bundle
+from stagepack_loaders import example
+from stagepack_loaders.onnxruntime import stage as in_onnxruntime
+from stagepack_loaders.onnxruntime.values import to_torch
+from stagepack_loaders.torch import arrays
+from stagepack_loaders.torch import stage as in_torch
+
+_RANDOM = {
+    "Bernoulli",
+    "Dropout",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """How far a stage's answer in ONNX Runtime is from that in torch.
+
+    Attributes:
+        difference: the largest absolute difference; None if it could not be told.
+        within: whether all of it is within the tolerance of `stagepack_loaders.example`.
+        reason: why it could not be told.
+    """
+
+    difference: float | None = None
+    within: bool = True
+    reason: str = ""
+
+
+def check(bundle: Bundle, allow_ops: Collection[str]) -> Iterator[Checked]:
+    """Run the example stage by stage in torch, and each stage with an ONNX file in ONNX Runtime too; yield what comes of each stage.
+
+    Raises:
+        OperatorError: an operator is missing here, not allowed, or has another schema.
+    """
+    values = _example(bundle)
+    for number, entry in enumerate(bundle.stages):
+        if values is None:
+            yield Checked(reason="the bundle has no example")
+            continue
+        stage = in_torch.prepare(bundle, {number: "cpu"}, allow_ops=allow_ops)[number].finish(verify=False)
+        given = [values[name] for name in entry.inputs]
+        copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
+        with torch.no_grad():
+            outputs = stage.run(given)
+        values.update(zip(entry.outputs, outputs, strict=True))
+        yield Checked() if entry.onnx is None else _compare(bundle, number, stage, copies, [*outputs, *given])
+
+
+def _example(bundle: Bundle) -> dict[str, Any] | None:
+    """The inputs of the example, by edge name; None if there is none."""
+    if bundle.example is None:
+        return None
+    tensors = arrays.load(bundle.example)
+    scalars = {edge.name for edge in bundle.edges if edge.dtype in SCALARS}
+    names = (edge.name for edge in bundle.edges if edge.producer is None)
+    given = {name: tensors[example.INPUT + name].clone() for name in names}
+    return {name: tensor.item() if name in scalars else tensor for name, tensor in given.items()}
+
+
+def _compare(bundle: Bundle, number: int, stage: Any, given: list[Any], outputs: list[Any]) -> Checked:
+    """Run a stage in ONNX Runtime on what it was `given` in torch; `outputs` are what it gave there, and then its inputs after the call."""
+    entry = bundle.stages[number]
+    if any(name in _RANDOM for _, name in bundle.onnx_model(number).operators):
+        return Checked(reason="it draws random numbers")
+    try:
+        other = in_onnxruntime.prepare(bundle, {number: "cpu"})[number].finish(verify=False)
+    except OperatorError as error:  # such as one for bfloat16 that only a GPU has
+        return Checked(reason=str(error))
+    try:
+        found = other.run(given)
+    except Exception as error:  # noqa: BLE001 - onnxruntime's have no other base
+        return Checked(within=False, reason=f"it fails in ONNX Runtime: {' '.join(str(error).split())[:300]}")
+    edges = {edge.name: edge for edge in bundle.edges}
+    names = [*entry.outputs, *entry.inputs]
+    pairs = [
+        (to_torch(mine, edges[name].dtype), wanted)
+        for name, mine, wanted in zip(names, [*found, *given], outputs, strict=True)
+    ]
+    weights = dict(stage.named_parameters(remove_duplicate=False)) | dict(stage.named_buffers(remove_duplicate=False))
+    pairs += [
+        (to_torch(value, str(weights[name].dtype).removeprefix("torch.")), weights[name])
+        for name, value in other.state.items()
+    ]
+    compared = (example.difference(arrays, arrays.array(mine), arrays.array(wanted)) for mine, wanted in pairs)
+    return Checked(*example.largest(compared))
