@@ -6,7 +6,7 @@ The numbers of the fields are those of onnx.proto (https://github.com/onnx/onnx/
 Protocol Buffers (https://protobuf.dev/programming-guides/encoding).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -45,55 +45,21 @@ ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
 _STANDS_FOR: Final = {"symint": "int64", "symfloat": "float64", "symbool": "bool"}
 PAIRS: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
-# The messages, and what each of their fields holds: nothing of interest (""), a message, or any number of them (*).
+# The messages, and what each of their fields holds: a message, any number of messages (*), or what no rule is on ("").
 _MESSAGES: Final[Mapping[str, Mapping[int, str]]] = {
-    "Model": {
-        1: "",
-        2: "",
-        3: "",
-        4: "",
-        5: "",
-        6: "",
-        7: "Graph",
-        8: "Entry*",
-        14: "Entry*",
-        25: "Function*",
-        26: "Entry*",
-    },
-    "Graph": {1: "Node*", 2: "", 5: "Tensor*", 10: "", 11: "Value*", 12: "Value*", 13: "Value*", 16: "Entry*"},
-    "Node": {1: "", 2: "", 3: "", 4: "", 5: "Attribute*", 6: "", 7: "", 8: "", 9: "Entry*", 10: "Entry*"},
-    "Attribute": {
-        **dict.fromkeys([1, 2, 3, 4, 7, 8, 9, 13, 20, 21], ""),
-        5: "Tensor",
-        6: "Graph",
-        10: "Tensor*",
-        11: "Graph*",
-        14: "Type",
-        15: "Type*",
-    },
-    "Tensor": {**dict.fromkeys([1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14], ""), 13: "Entry*", 16: "Entry*"},
-    "Function": {
-        1: "",
-        4: "",
-        5: "",
-        6: "",
-        7: "Node*",
-        8: "",
-        9: "Entry*",
-        10: "",
-        11: "Attribute*",
-        12: "Value*",
-        13: "",
-        14: "Entry*",
-    },
-    "Value": {1: "", 2: "Type", 3: "", 4: "Entry*"},
-    "Type": {1: "TensorType", 4: "Element", 6: "", 9: "Element"},
-    "Element": {1: "Type"},
+    "Model": dict.fromkeys([1, 2, 3, 4, 5, 6, 8, 14, 26], "") | {7: "Graph", 25: "Function*"},
+    "Graph": dict.fromkeys([2, 10, 13, 16], "") | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
+    "Node": dict.fromkeys([1, 2, 3, 4, 6, 7, 8, 9, 10], "") | {5: "Attribute*"},
+    "Attribute": dict.fromkeys([1, 2, 3, 4, 7, 8, 9, 13, 14, 15, 20, 21], "")
+    | {5: "Tensor", 6: "Graph", 10: "Tensor*", 11: "Graph*"},
+    "Tensor": dict.fromkeys([1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16], "") | {13: "Entry*"},
+    "Function": dict.fromkeys([1, 4, 5, 6, 8, 9, 10, 12, 13, 14], "") | {7: "Node*", 11: "Attribute*"},
+    "Value": {1: "", 2: "Type", 3: "", 4: ""},
+    "Type": {1: "TensorType", 6: ""},
     "TensorType": {1: "", 2: "Shape"},
     "Shape": {1: "Dimension*"},
     "Dimension": {1: "", 2: "", 3: ""},
-    # Of several kinds: names and texts, opset imports, configurations of devices.
-    "Entry": {1: "", 2: "", 3: ""},
+    "Entry": {1: "", 2: ""},
 }
 # A message, parsed: what stands in each field, in order. A message inside is one too.
 _Fields = dict[int, list[Any]]
@@ -148,7 +114,7 @@ def read_onnx(content: bytes, where: str) -> OnnxModel:
         LimitError: nested too deep (L2).
     """
     try:
-        model = _parse(memoryview(content), "Model", 0)
+        model = _parse(content, 0, len(content), "Model", 0)
         [graph] = model[7]
         found = _Found()
         for kind, inner in _inside("Model", model):
@@ -199,7 +165,7 @@ def _external(message: _Fields) -> OnnxTensor:
 
 def _value(message: _Fields) -> OnnxValue:
     [kind] = message[2]
-    if kind.keys() - {6} != {1}:
+    if 1 not in kind:
         raise ValueError(f"the value {_text(message, 1)[:80]!r} is not a tensor")
     [tensor] = kind[1]
     [shape] = tensor.get(2, [{}])
@@ -212,7 +178,7 @@ def _dim(message: _Fields) -> int | str:
 
 def _text(message: _Fields, number: int) -> str:
     [*_, last] = message.get(number, [b""])
-    return bytes(last).decode()
+    return str(last, "utf-8")
 
 
 def _number(message: _Fields, number: int) -> int:
@@ -232,60 +198,49 @@ def _inside(kind: str, message: _Fields) -> Iterator[tuple[str, _Fields]]:
                 yield from _inside(inner, part)
 
 
-def _parse(data: memoryview, kind: str, depth: int) -> _Fields:
-    """Parse a message.
+def _parse(data: bytes, position: int, end: int, kind: str, depth: int) -> _Fields:
+    """Parse the message between two positions.
 
     Raises:
-        ValueError: it is cut short, has a field that is not known, or a second message where one belongs.
+        ValueError, IndexError: it is cut short, has a field that is not known, or a second message where one belongs.
     """
     if depth > limits.ONNX_DEPTH:
         raise RecursionError
     fields: _Fields = {}
     known = _MESSAGES[kind]
-    position = 0
-    while position < len(data):
+    part: Any
+    while position < end:
         key, position = _varint(data, position)
         number, wire = key >> 3, key & 7
-        if number not in known or wire not in _READ:
+        inner = known.get(number)
+        if inner is None or wire not in (0, 1, 2, 5):
             raise ValueError(f"the field {number} of a {kind} is not known here")
-        part, position = _READ[wire](data, position)
-        inner = known[number]
-        if inner:
-            if isinstance(part, int) or (number in fields and not inner.endswith("*")):
-                raise ValueError(f"the field {number} of a {kind} is not one message")
-            part = _parse(part, inner.rstrip("*"), depth + 1)
+        if wire == 0:
+            part, position = _varint(data, position)
+        else:
+            length, position = _varint(data, position) if wire == 2 else (8 if wire == 1 else 4, position)
+            if length > end - position:
+                raise ValueError(f"a {kind} is cut short")
+            start, position = position, position + length
+            part = _parse(data, start, position, inner.rstrip("*"), depth + 1) if inner else data[start:position]
+        if inner and (wire != 2 or (number in fields and inner[-1] != "*")):
+            raise ValueError(f"the field {number} of a {kind} is not one message")
         fields.setdefault(number, []).append(part)
+    if position != end:
+        raise ValueError(f"a {kind} is cut short")
     return fields
 
 
-def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    result = shift = 0
-    while True:
-        octet = data[position]
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """A number, and the position after it."""
+    result = data[position]
+    if result < 0x80:
+        return result, position + 1
+    result &= 0x7F
+    for shift in range(7, 70, 7):
         position += 1
+        octet = data[position]
         result |= (octet & 0x7F) << shift
         if octet < 0x80:
-            return result, position
-        shift += 7
-        if shift > 63:
-            raise ValueError("a number is too long")
-
-
-def _block(data: memoryview, position: int) -> tuple[memoryview, int]:
-    length, position = _varint(data, position)
-    return _piece(data, position, length)
-
-
-def _piece(data: memoryview, position: int, length: int) -> tuple[memoryview, int]:
-    if length > len(data) - position:
-        raise ValueError("it is cut short")
-    return data[position : position + length], position + length
-
-
-# How a field is read, by its wire type.
-_READ: Final[Mapping[int, Callable[[memoryview, int], tuple[Any, int]]]] = {
-    0: _varint,
-    1: lambda data, position: _piece(data, position, 8),
-    2: _block,
-    5: lambda data, position: _piece(data, position, 4),
-}
+            return result, position + 1
+    raise ValueError("a number is too long")

@@ -132,9 +132,9 @@ def _convert(bundle: Bundle, number: int, allow_ops: Collection[str]) -> OnnxFil
             converted = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
         except Exception as error:  # noqa: BLE001 - tracing and torch's exporter raise what they like
             return explain(graph, program, error)
-    assert converted is not None
-    place = Place(number=number, stages=len(bundle.stages), tensors=places)
-    return finish(converted.model, graph, edges, written, place, _own(number))
+        assert converted is not None
+        place = Place(number=number, stages=len(bundle.stages), tensors=places)
+        return finish(converted.model, graph, edges, written, place, _own(number))
 
 
 def _written(graph: Graph) -> Written:
@@ -162,13 +162,15 @@ def _refused(bundle: Bundle, number: int, graph: Graph, written: Written) -> str
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what torch's exporter says to its own developers."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Keep back what torch's exporter and its libraries say to their own developers."""
+    loggers = {logging.getLogger(name) for name in ("torch.onnx", "onnx_ir", "onnxscript")}
+    levels = {logger: logger.level for logger in loggers}
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

