@@ -1,7 +1,7 @@
 """A bundle with ONNX files against onnxruntime on the whole model, exported directly: bytes, and the time to the first answer.
 
-MiniLM has its published weights, the others random ones, as large as those that are published. Each time is of a process of its own, the two sides in turns; the
-fastest of five counts.
+MiniLM has its published weights, the others random ones, as large as those that are published. Each time is of a process of its own,
+the two sides in turns; the fastest of five counts.
 """
 
 import argparse
@@ -95,7 +95,7 @@ print(json.dumps([made - started, time.perf_counter() - made]))
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=[*MODELS])
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     warnings.simplefilter("ignore")
     print(
         f"{'model':12} {'weights':>9} {'ONNX adds':>10} {'allowed':>9} | {'whole':>14} {'cut':>14} {'ratio':>6} {'checked':>8}"

@@ -76,7 +76,7 @@ def _compare(bundle: Bundle, number: int, stage: Any, given: list[Any], outputs:
     """Run a stage in ONNX Runtime on what it was `given` in torch; `outputs` are what it gave there, and then its inputs after the call."""
     entry = bundle.stages[number]
     if any(name in _RANDOM for _, name in bundle.onnx_model(number).operators):
-        return Checked(reason="it draws random numbers")
+        return Checked(reason="draws random numbers")
     try:
         other = in_onnxruntime.prepare(bundle, {number: "cpu"})[number].finish(verify=False)
     except OperatorError as error:  # such as one for bfloat16 that only a GPU has

@@ -104,9 +104,11 @@ def _forget(model: ir.Model) -> None:
     model.graph.metadata_props.clear()
     for value in _values(model):
         value.metadata_props.clear()
-        value.shape = None
-        if not value.is_graph_input() and not value.is_graph_output() and not value.is_initializer():
-            value.type = None
+        if value.is_graph_input() or value.is_graph_output():  # a loop needs the rank of what it carries
+            shape = value.shape
+            value.shape = shape and ir.Shape([dim if isinstance(dim, int) else None for dim in shape])
+        elif not value.is_initializer():
+            value.shape = value.type = None
 
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:

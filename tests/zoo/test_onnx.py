@@ -1,0 +1,46 @@
+"""What ONNX Runtime answers right when torch exports it whole, it answers right when it is cut in three."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.zoo.case import Case
+from tests.zoo.cases import CASES, named
+from tests.zoo.in_onnxruntime import DRAWS, RIGHT, cut, whole
+from tests.zoo.test_zoo import name_of
+
+# One of each kind; `make test-zoo` runs all.
+QUICK = named(
+    "exportdb-cond_operands",
+    "aliasing-dropout-that-does-nothing",
+    "aliasing-einsum-that-is-a-view",
+    "aliasing-inputs-written",
+    "containers-model-output",
+    "operators-custom-operators",
+    "operators-draws-of-every-kind",
+    "regions-all-in-autocast",
+    "regions-while-loop",
+    "shapes-an-integer-input",
+    "shapes-floats-and-booleans-of-sizes",
+    "shapes-items-used-in-several-layers",
+    "state-batch-norm-that-trains",
+    "state-caches-of-several-layers",
+    "state-counter-in-the-middle",
+    "state-zeros",
+    "values-u-net",
+    "decoders-llama-tied",
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda case: name_of(case),
+)
+def test_cut_is_as_right_as_whole(case: Case, tmp_path: Path) -> None:
+    capture = case.capture()
+    found = cut(case, capture, tmp_path)
+    if whole(capture, tmp_path) == RIGHT:
+        assert found == (RIGHT, {})
+    else:
+        assert found.answer in (RIGHT, DRAWS)
