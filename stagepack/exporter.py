@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def export(
     speeds: Sequence[float] = (),
     shared: Sharing = "replicate",
     dynamic_shapes: Any = None,
+    onnx: bool = False,
     overwrite: bool = False,
 ) -> Bundle:
     """Write a model as a bundle of pipeline stages.
@@ -63,6 +65,7 @@ def export(
         shared: a weight that several stages use is held by each of them ("replicate"), or held by the first and sent at each
             call ("transmit").
         dynamic_shapes: the sizes that may change, as ``torch.export.export`` takes them.
+        onnx: add ONNX files, as `stagepack.add_onnx` does. It is warned of stages that have no ONNX form.
         overwrite: replace a bundle that is there.
 
     Returns:
@@ -86,8 +89,16 @@ def export(
         shared=shared,
     )
     inputs = Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+    if onnx:
+        from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs, missed before the work begins
     capture = capture_source(model, inputs)
-    return export_capture(capture, out=out, where=where, overwrite=overwrite)
+    bundle = export_capture(capture, out=out, where=where, overwrite=overwrite)
+    if not onnx:
+        return bundle
+    added = add_onnx(bundle, allow_ops={name for stage in bundle.stages for name in stage.namespaces})
+    for number, reason in added.torch_only.items():
+        warnings.warn(f"stage {number} runs in torch only: {reason}", stacklevel=2)
+    return added.bundle
 
 
 def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[str], inputs: Inputs) -> Capture:

@@ -1,7 +1,7 @@
-"""Write `docs/coverage.md`: every model of the zoo, what becomes of it here, and in `torch.distributed.pipelining`.
+"""Write `docs/coverage.md`: every model of the zoo, what becomes of it here, in `torch.distributed.pipelining`, and in ONNX Runtime.
 
 Each model runs in a process of its own, two at a time. Ours is what the test of the zoo says; theirs is cut in three even parts and
-held to the same answers.
+held to the same answers; onnx is what ONNX Runtime answers, to the whole model and cut in three.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from stagepack.format.folded import plain
 from stagepack.format.graph import Graph
 from stagepack.linearize import linearize
 from stagepack.split.assemble import whole
+from tests.zoo import in_onnxruntime
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
 from tests.zoo.cases import ARCHITECTURES, CASES, EXAMPLES, ROWS
@@ -32,7 +33,8 @@ from tests.zoo.test_zoo import test_bit_exact
 from tools import pipelining
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
-LIMIT = 180  # seconds a model and side
+LIMIT = 300  # seconds a model and side
+COLUMNS = 10  # of the table of models
 RIGHT, WRONG, NONE = "right", "wrong", ""
 # Rows that are not about a model alone, and the tests that hold them.
 ELSEWHERE = {
@@ -65,11 +67,18 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="only models whose name has this in it; the page is printed, not written"
     )
-    only = parser.parse_args().only
-    cases = [case for case in CASES if only in case.name]
-    found = run([(case, side) for case in cases for side in (ours, theirs)])
+    parser.add_argument(
+        "--side",
+        choices=[side.__name__ for side in SIDES],
+        help="run this side alone, keep what the page says of others",
+    )
+    options = parser.parse_args()
+    cases = [case for case in CASES if options.only in case.name]
+    sides = [side for side in SIDES if options.side in (None, side.__name__)]
+    kept = {} if options.side is None else read(PAGE.read_text())
+    found = kept | run([(case, side) for case in cases for side in sides])
     page = "\n".join(text(cases, found)) + "\n"
-    if only:
+    if options.only:
         sys.stdout.write(page)
     else:
         PAGE.parent.mkdir(exist_ok=True)
@@ -122,6 +131,34 @@ def _pipelined(case: Case, calls: list[Inputs], wanted: list[list[Any]]) -> str:
     return RIGHT
 
 
+def onnx(case: Case) -> Cells:
+    """What ONNX Runtime answers to the model exported whole by torch, and cut in three, or why it does not."""
+    capture = case.capture()
+    with tempfile.TemporaryDirectory() as folder:
+        first = in_onnxruntime.whole(capture, Path(folder))
+        found = in_onnxruntime.cut(case, capture, Path(folder))
+    in_torch = "; ".join(f"stage {number} in torch: {reason}" for number, reason in found.torch_only.items())
+    return first, f"{found.answer}, {in_torch}" if in_torch else found.answer
+
+
+SIDES: tuple[Side, ...] = (ours, theirs, onnx)
+
+
+def read(page: str) -> Found:
+    """What a page says of models."""
+    found: Found = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == COLUMNS and cells[0].startswith("`"):
+            name = cells[0].strip("`")
+            found |= {
+                (name, "ours"): tuple(cells[2:6]),
+                (name, "theirs"): tuple(cells[6:8]),
+                (name, "onnx"): tuple(cells[8:]),
+            }
+    return found
+
+
 def run(work: list[tuple[Case, Side]]) -> Found:
     """Run each side of each model in a process of its own."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -169,12 +206,18 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
     yield "  from 2 stages to 5, the bundle must come out the same."
     yield f"- **pipelining** is `torch.distributed.pipelining` of torch {torch_version}: the same model in 3 even parts, in one process,"
     yield "  held to the same answers."
+    yield "- **ONNX Runtime** is held to the same answers within a tolerance (1e-3 of the value for float32). **whole**: the model as"
+    yield "  `torch.onnx.export(dynamo=True)` writes it, one call. **cut in three**: the bundle with the files of `stagepack onnx`, four"
+    yield "  calls; stages that have no ONNX form, or that ONNX Runtime has no CPU kernel for, run in torch."
     yield "- **other size** is a call with other sizes than the example's, where the model allows them."
     yield "- **regions** are the parts of the uncut graph that stand in it once and are called several times; **smaller** is how many"
     yield "  times smaller they make its file. (The models are tiny: few layers, so few calls.)"
     yield ""
-    yield "| | models | stagepack right | pipelining right | of other sizes | stagepack right | pipelining right | wrong without a word |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+    yield (
+        "| | models | stagepack right | pipelining right | of other sizes | stagepack right | pipelining right | wrong without a word "
+        "| ONNX Runtime whole right | cut in three right | in ONNX Runtime alone |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name, group in (
         ("torch's export examples", EXAMPLES),
         ("rows below", ROWS),
@@ -182,6 +225,7 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
     ):
         mine = [found[case.name, "ours"] for case in group if case in cases]
         other = [found[case.name, "theirs"] for case in group if case in cases]
+        runtime = [found[case.name, "onnx"] for case in group if case in cases]
         wrong = sum(WRONG in cells for cells in other)
         counts = (
             len(mine),
@@ -191,14 +235,18 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
             _right(mine, 1),
             _right(other, 1),
             wrong,
+            _right(runtime, 0),
+            sum(cells[1].startswith(RIGHT) for cells in runtime),
+            _right(runtime, 1),
         )
         yield f"| {name} | {' | '.join(map(str, counts))} |"
     ratios = [float(cells[3]) for case in cases if len(cells := found[case.name, "ours"]) == 4 and cells[3]]
-    yield ""
-    yield (
-        f"{len(ratios)} of {len(cases)} models have regions: their graphs are {min(ratios)} to {max(ratios)} times smaller, "
-        f"in the median {statistics.median(ratios):.1f}."
-    )
+    if ratios:
+        yield ""
+        yield (
+            f"{len(ratios)} of {len(cases)} models have regions: their graphs are {min(ratios)} to {max(ratios)} times smaller, "
+            f"in the median {statistics.median(ratios):.1f}."
+        )
     yield from ("", "## Rows", "", "| row | tests |", "|---|---|")
     rows: dict[str, list[str]] = {}
     for case in ROWS:
@@ -206,11 +254,11 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
     for row, names in [*rows.items(), *((row, [f"`{name}`" for name in names]) for row, names in ELSEWHERE.items())]:
         yield f"| {row} | {', '.join(names)} |"
     yield from ("", "A model `NAME` is the test `tests/zoo/test_zoo.py::test_bit_exact[NAME]`.", "", "## Models", "")
-    yield "| model | row | stagepack | other size | regions | smaller | pipelining | other size |"
-    yield "|---|---|---|---|--:|--:|---|---|"
+    yield "| model | row | stagepack | other size | regions | smaller | pipelining | other size | ONNX Runtime whole | cut in three |"
+    yield "|---|---|---|---|--:|--:|---|---|---|---|"
     for case in cases:
-        cells = (*(*found[case.name, "ours"], NONE, NONE)[:4], *found[case.name, "theirs"])
-        yield f"| `{case.name}` | {case.row} | {' | '.join(cells)} |"
+        cells = (*(*found[case.name, "ours"], NONE, NONE)[:4], *found[case.name, "theirs"], *found[case.name, "onnx"])
+        yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
     yield from ("", "## Not captured", "")
     yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
     yield ""

@@ -10,6 +10,7 @@ import torch
 from stagepack.capture import Inputs, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.version import VERSION
+from stagepack.onnx import add_onnx
 from stagepack.where import Where
 
 FROZEN = Path(__file__).parents[1] / "schema" / "frozen"
@@ -62,6 +63,31 @@ class Counting(torch.nn.Module):
         return {"logits": logits, "more": [turned[:, -1:], self.calls * 1, "constant"]}
 
 
+class Tower(torch.nn.Module):
+    """Blocks between linear layers, and a buffer that is written: all of it has an ONNX form."""
+
+    def __init__(self) -> None:
+        """Give every weight whole numbers."""
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.blocks = torch.nn.ModuleList([Block(number) for number in range(6)])
+        self.last = torch.nn.Linear(4, 2, bias=False)
+        self.register_buffer("total", torch.zeros(2))
+        with torch.no_grad():
+            self.first.weight.copy_(torch.arange(16).reshape(4, 4) % 3 - 1)
+            self.first.bias.copy_(torch.arange(4))
+            self.last.weight.copy_(torch.arange(8).reshape(2, 4) % 4 - 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Answer with the result, and with the sum of it and of those before it."""
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        result = self.last(hidden)
+        self.total.add_(result.sum((0, 1)))
+        return result, self.total * 1
+
+
 def main() -> None:
     """Write the bundles."""
     rows, length = torch.export.Dim("rows", min=1, max=64), torch.export.Dim("length", min=2, max=64)
@@ -70,6 +96,12 @@ def main() -> None:
     capture = capture_module(Counting(), Inputs(args=(batch,), dynamic_shapes=shapes))
     (FROZEN / VERSION).mkdir(exist_ok=True)
     bundle = export_capture(capture, out=FROZEN / VERSION / "counting.stagepack", where=Where(stages=3))
+    print(f"wrote {bundle.path.relative_to(FROZEN)}")
+    x = torch.arange(24.0).reshape(2, 3, 4) % 5 - 2
+    capture = capture_module(Tower(), Inputs(args=(x,), dynamic_shapes={"x": {0: rows, 1: length}}))
+    bundle = export_capture(capture, out=FROZEN / VERSION / "tower.stagepack", where=Where(stages=3))
+    added = add_onnx(bundle)
+    assert not added.torch_only
     print(f"wrote {bundle.path.relative_to(FROZEN)}")
 
 

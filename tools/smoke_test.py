@@ -1,4 +1,4 @@
-"""Build the wheel, install it into an empty environment without torch, and use it there.
+"""Build the wheel, install it into an empty environment without torch, and use it there; then with ONNX Runtime.
 
 An editable install hides what the wheel lacks; this does not.
 """
@@ -50,7 +50,13 @@ def main() -> None:
             ["report", frozen, "-o", str(Path(folder) / "page.html")],
         ):
             _run(str(commands / "stagepack"), *arguments)
-        print(f"{wheel.name}: installs and works without torch")
+        more = f"{wheel}[onnxruntime]"
+        _run(str(commands / "pip"), "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), more)
+        tower = str(ROOT / "schema" / "frozen" / "1.0" / "tower.stagepack")
+        for arguments in (["load", tower], ["verify", tower, "--run"]):
+            _run(str(commands / "stagepack"), *arguments, "--runtime", "onnxruntime")
+        _run(str(commands / "python"), "-c", WITHOUT_TORCH, frozen)
+        print(f"{wheel.name}: installs and works without torch, and with ONNX Runtime alone")
 
 
 def _check_content(wheel: Path) -> None:

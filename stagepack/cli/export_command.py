@@ -10,6 +10,7 @@ import click
 
 from stagepack.cli.cutting import cut_options
 from stagepack.cli.facts import bundle_facts, print_stages
+from stagepack.cli.onnx_command import onnx_facts, print_onnx
 from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
 from stagepack.cli.running import namespaces, replayed
 from stagepack.format.writer import check_output
@@ -21,6 +22,7 @@ from stagepack.quantities import readable_bytes
 @click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write.")
 @cut_options
 @click.option("--inputs", metavar="FILE.py:FUNCTION", help="A function that returns the example inputs.")
+@click.option("--onnx", is_flag=True, help="Add ONNX files that use the weights of the bundle.")
 @click.option("--overwrite", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
@@ -29,6 +31,7 @@ def command(
     out: str,
     where: Callable[[], Any] | None,
     inputs: str | None,
+    onnx: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -44,6 +47,8 @@ def command(
         from stagepack.source import capture_named  # noqa: PLC0415 - the same
         from stagepack.where import Where  # noqa: PLC0415 - the same
 
+        if onnx:
+            from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
         now("capture")
         capture = capture_named(source, inputs)
         bundle = export_capture(
@@ -51,10 +56,13 @@ def command(
         )
         now("load it back and run the example")
         difference = replayed(bundle, allow_ops=namespaces(bundle)).largest
+        added = add_onnx(bundle, allow_ops=namespaces(bundle), progress=now) if onnx else None
     seconds = time.perf_counter() - started
+    bundle = bundle if added is None else added.bundle
     if as_json:
         print_json(
             bundle_facts(bundle)
+            | ({} if added is None else {"onnx": onnx_facts(added)})
             | {"captured_by": capture.method, "difference": finite(difference), "seconds": round(seconds, 3)}
         )
     else:
@@ -63,5 +71,7 @@ def command(
         print_line(f"wrote {out}: {len(bundle.stages)} stages, {size}, in {seconds:.1f} s")
         print_stages(bundle)
         print_line(f"loaded it back and ran the example: largest difference from the model {difference:g}")
+        if added is not None:
+            print_onnx(onnx_facts(added))
     if finite(difference) is None:
         fail(f"{out}: the bundle answers with other shapes or types than the model")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.onnx._internal.exporter import _core, _dispatching, _registration
 
@@ -22,8 +23,10 @@ def explain(graph: Graph, program: ExportedProgram | None, error: BaseException)
             if namespace(graph.ops[node.op].name) not in NAMESPACES
         ]
     if missing:
-        named = (f"{operator} in {module or 'the model itself'}" for operator, module in dict.fromkeys(missing))
-        return f"no ONNX form of {', '.join(named)}"
+        modules: dict[str, dict[str, None]] = {}
+        for operator, module in missing:
+            modules.setdefault(operator, {})[module or "the model itself"] = None
+        return "; ".join(f"no ONNX form of {operator} in {', '.join(found)}" for operator, found in modules.items())
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -37,4 +40,5 @@ def _missing(program: ExportedProgram) -> Iterator[tuple[str, str]]:
         for node in module.graph.nodes:
             if node.op == "call_function" and _dispatching.dispatch(node, registry)[0] is None:
                 paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-                yield str(node.target), paths[-1] if paths else ""
+                wraps = isinstance(node.target, HigherOrderOperator) and isinstance(node.args[0], OpOverload)
+                yield str(node.args[0] if wraps else node.target), paths[-1] if paths else ""

@@ -160,13 +160,11 @@ def _describe(
         value.shape = ir.Shape([*(dim if isinstance(dim, int) else format_dim(dim) for dim in expected.shape), *pair])
     model.ir_version = _IR_VERSION
     model.producer_name, model.producer_version = "stagepack", importlib.metadata.version("stagepack")
-    model.metadata_props.update(
-        {
-            "pkg.stagepack.format_version": VERSION,
-            "pkg.stagepack.stage": str(place.number),
-            "pkg.stagepack.stages": str(place.stages),
-        }
-    )
+    # What differs from stage to stage is told of the graph: onnx.compose refuses to merge models that say different things of themselves.
+    model.metadata_props["pkg.stagepack.format_version"] = VERSION
+    model.metadata_props["pkg.stagepack.stages"] = str(place.stages)
+    model.graph.name = f"stage_{place.number}"
+    model.graph.metadata_props["pkg.stagepack.stage"] = str(place.number)
     configuration = model.add_device_configuration("stagepack", num_devices=place.stages)
     stage = ir.NodeDeviceConfiguration(configuration, pipeline_stage=place.number)
     for node in _nodes(model):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 STAGEPACK = str(Path(sys.executable).with_name("stagepack"))
 
@@ -174,3 +175,49 @@ def test_inspecting_imports_no_torch_where_it_is_installed(sound: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(sound)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+ONNXRUNTIME_ALONE = """
+import sys
+import numpy
+from click.testing import CliRunner
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "onnx", "onnxscript", "transformers", "sympy"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import stagepack
+from stagepack.cli import main
+
+pipe = stagepack.load(sys.argv[1], runtime="onnxruntime")
+x = numpy.arange(60, dtype="float32").reshape(5, 3, 4)
+assert [array.shape for array in pipe(x)] == [(5, 3, 2), (2,)]
+assert stagepack.load_stage(sys.argv[1], 1, runtime="onnxruntime")(x)[0].shape == x.shape
+for line in (
+    "load BUNDLE --runtime onnxruntime",
+    "load BUNDLE --runtime onnxruntime --stage 1 --json",
+    "load BUNDLE --runtime onnxruntime --outputs OUT",
+    "load BUNDLE --runtime onnxruntime --inputs BUNDLE/example.safetensors",
+    "verify BUNDLE --run --runtime onnxruntime",
+):
+    arguments = [part.replace("BUNDLE", sys.argv[1]).replace("OUT", sys.argv[2]) for part in line.split()]
+    done = CliRunner().invoke(main, arguments)
+    assert (done.exit_code, done.stderr) == (0, ""), (line, done.output)
+    print(done.stdout)
+done = CliRunner().invoke(main, ["onnx", sys.argv[1]])
+assert done.exit_code == 1
+assert done.stderr == "stagepack: the package 'torch' is not installed: pip install 'stagepack[hf]' brings it\\n", done.stderr
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_machine_with_onnxruntime_alone_runs_a_bundle(tmp_path: Path) -> None:
+    tower = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
+    out = tmp_path / "out.safetensors"
+    command = [sys.executable, "-c", ONNXRUNTIME_ALONE, str(tower), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("largest difference 0\n") == 3
+    assert load_file(out)["output.0"].shape == (2, 3, 2)

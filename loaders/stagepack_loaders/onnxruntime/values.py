@@ -11,6 +11,9 @@ from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.onnx import ELEMENT_TYPES, PAIRS
 
+_NOT_IN_DLPACK: Final = frozenset(
+    name for name in ELEMENT_TYPES if name.startswith("float8")
+)  # as onnxruntime reads it
 _NUMBERS: Final = {"symint": "int64", "symfloat": "float64", "symbool": "bool"}
 
 
@@ -78,6 +81,8 @@ def to_torch(value: Any, dtype: str) -> Any:
         return value
     if dtype in SCALARS:
         return value.numpy().item()
+    if dtype in _NOT_IN_DLPACK:
+        return torch.from_numpy(to_numpy(value, dtype).view("u1")).view(getattr(torch, dtype))
     tensor: Any = torch.utils.dlpack.from_dlpack(value)
     if dtype == "bool":
         return tensor.view(torch.bool)
@@ -92,6 +97,9 @@ def _from_torch(tensor: Any) -> OrtValue:
     torch = sys.modules["torch"]
     tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in _NOT_IN_DLPACK:
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(tensor.cpu().view(torch.uint8).numpy(), ELEMENT_TYPES[name])
     return OrtValue.from_dlpack(_Booleans(tensor) if tensor.dtype == torch.bool else tensor)
 
 

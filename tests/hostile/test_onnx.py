@@ -1,0 +1,95 @@
+"""ONNX files that lie, in bundles whose digests are right: refused by every road before a session is made."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+import stagepack
+from stagepack.errors import FormatError, LimitError, OperatorError
+from stagepack.format.onnx import read_onnx
+from tests.hostile.attack import command_fails
+from tests.hostile.forge import Forge
+
+TOWER = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
+STAGE, FILE = 2, "stage-2.onnx"
+
+
+def attacked(tmp_path: Path, change: Callable[[onnx.ModelProto], object]) -> Path:
+    forge = Forge(TOWER, tmp_path / "tower.stagepack")
+    model = onnx.load(TOWER / FILE, load_external_data=False)
+    change(model)
+    forge.replace(FILE, model.SerializeToString())
+    return forge.path
+
+
+def elsewhere(model: onnx.ModelProto, location: str) -> None:
+    model.graph.initializer[0].ClearField("raw_data")
+    del model.graph.initializer[0].external_data[:]
+    model.graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
+    for key, value in {"location": location, "offset": "0", "length": "8"}.items():
+        model.graph.initializer[0].external_data.add(key=key, value=value)
+
+
+ATTACKS: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
+    "a path out of the folder": (lambda model: elsewhere(model, "../../../../etc/passwd"), "O4"),
+    "an absolute path": (lambda model: elsewhere(model, "/etc/passwd"), "O4"),
+    "the weights of another stage": (lambda model: elsewhere(model, "stage-0.safetensors"), "O4"),
+    "a way around to a file of the stage": (lambda model: elsewhere(model, "./stage-2.safetensors"), "O4"),
+    "an operator of another domain": (lambda model: model.graph.node.add(op_type="Run", domain="com.evil"), "O5"),
+    "an input more": (lambda model: model.graph.input.append(model.graph.output[0]), "O3"),
+    "a state of another type": (
+        lambda model: setattr(model.graph.input[1].type.tensor_type, "elem_type", onnx.TensorProto.INT64),
+        "O3",
+    ),
+    "no graph": (lambda model: model.ClearField("graph"), "O2"),
+    "a training part": (lambda model: model.training_info.add(), "O2"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_onnx_file_that_lies_is_refused(name: str, tmp_path: Path) -> None:
+    change, rule = ATTACKS[name]
+    path = attacked(tmp_path, change)
+    for road in (
+        lambda: stagepack.open(path).verify(),
+        lambda: stagepack.load(path, runtime="onnxruntime"),
+        lambda: stagepack.load_stage(path, STAGE, runtime="onnxruntime"),
+    ):
+        with pytest.raises(FormatError) as caught:
+            road()
+        assert {problem.rule for problem in caught.value.problems} == {rule}
+        assert {problem.where for problem in caught.value.problems} == {FILE}
+    command_fails("verify", str(path), says=rf"\[{rule}\]")
+    command_fails("load", str(path), "--runtime", "onnxruntime", says=rf"\[{rule}\]")
+    stagepack.load(path)  # in torch nobody looks at it
+    stagepack.load_stage(path, 0, runtime="onnxruntime")
+
+
+def test_what_onnxruntime_refuses_is_one_line(tmp_path: Path) -> None:
+    path = attacked(tmp_path, lambda model: model.graph.node.add(op_type="NoSuchOperator", output=["more"]))
+    with pytest.raises(OperatorError, match=r"stage 2: ONNX Runtime .* cannot run it: .*NoSuchOperator"):
+        stagepack.load(path, runtime="onnxruntime")
+    line = command_fails("load", str(path), "--runtime", "onnxruntime", says="NoSuchOperator")
+    assert "EP Error" not in line
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_bytes_are_read_or_refused(seed: int) -> None:
+    draw = random.Random(seed)  # noqa: S311 - for tests
+    sound = (TOWER / FILE).read_bytes()
+    rules: list[str] = []
+    for _ in range(500):
+        content = bytearray(sound)
+        for _ in range(draw.randint(1, 8)):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        if draw.random() < 0.2:
+            del content[draw.randrange(len(content)) :]
+        try:
+            read_onnx(bytes(content), FILE)
+        except (FormatError, LimitError) as error:
+            rules += [problem.rule for problem in error.problems]
+    assert set(rules) <= {"O2", "L2"}
+    assert len(rules) > 100

@@ -1,0 +1,154 @@
+"""Stages in ONNX Runtime: they answer as in torch, take numpy arrays and torch tensors, and keep their state."""
+
+import shutil
+from pathlib import Path
+
+import numpy
+import onnxruntime
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import DeviceError, InputError, OperatorError
+from stagepack_loaders.onnxruntime.stage import Stage
+from stagepack_loaders.onnxruntime.values import to_numpy, to_ort, to_torch
+
+COUNTING = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "counting.stagepack"
+X = numpy.arange(60, dtype="float32").reshape(5, 3, 4) % 7 - 3
+
+
+def in_torch(path: Path, *calls: numpy.ndarray) -> list[list[numpy.ndarray]]:
+    pipe = stagepack.load(path)
+    return [[result.detach().numpy().copy() for result in pipe(torch.from_numpy(x))] for x in calls]
+
+
+def test_it_takes_and_gives_numpy_arrays_of_any_size_and_keeps_state(tower: Path) -> None:
+    pipe = stagepack.load(tower, runtime="onnxruntime")
+    calls = [X, X[:2, :2], X]
+    for x, wanted in zip(calls, in_torch(tower, *calls), strict=True):
+        for mine, theirs in zip(pipe(x), wanted, strict=True):
+            assert isinstance(mine, numpy.ndarray)
+            assert numpy.array_equal(mine, theirs)
+    pipe.reset_state()
+    assert numpy.array_equal(pipe(X)[1], in_torch(tower, X)[0][1])
+
+
+def test_a_call_with_torch_tensors_gets_torch_tensors(tower: Path) -> None:
+    result, total = stagepack.load(tower, runtime="onnxruntime")(torch.from_numpy(X))
+    assert isinstance(result, torch.Tensor)
+    assert torch.equal(result, torch.from_numpy(in_torch(tower, X)[0][0]))
+    assert total.dtype == torch.float32
+
+
+@pytest.mark.parametrize("numbers", [(0,), (1,), (2,), (0, 2)])
+def test_stages_of_both_runtimes_work_together(tower: Path, numbers: tuple[int, ...]) -> None:
+    runtimes = ["torch" if number in numbers else "onnxruntime" for number in range(3)]
+    pipe = stagepack.load(tower, runtime=runtimes)
+    for wanted in in_torch(tower, X, X):
+        for given in (X, torch.from_numpy(X))[:1]:
+            assert all(numpy.array_equal(mine, theirs) for mine, theirs in zip(pipe(given), wanted, strict=True))
+    assert isinstance(pipe(torch.from_numpy(X))[0], torch.Tensor)
+
+
+def test_state_dict_and_parameters_are_those_in_torch(tower: Path) -> None:
+    pipe, other = stagepack.load(tower, runtime="onnxruntime"), stagepack.load(tower)
+    pipe(X)
+    with torch.no_grad():
+        other(torch.from_numpy(X))
+    mine, theirs = pipe.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(numpy.array_equal(mine[name], theirs[name].detach().numpy()) for name in theirs)
+    assert mine["total"].any()
+    assert len(list(pipe.parameters())) == len(list(other.parameters()))
+    with pytest.raises(ValueError, match="read-only"):
+        mine["first.weight"][:] = 0
+
+
+def test_a_stage_alone_is_called_by_position_and_by_name(tower: Path) -> None:
+    stage = stagepack.load_stage(tower, 0, runtime="onnxruntime")
+    assert isinstance(stage, Stage)
+    (first,) = stage(X)
+    (second,) = stage(x=X)
+    assert numpy.array_equal(first, second)
+    with pytest.raises(InputError, match="expected the inputs x, found 0 by position"):
+        stage()
+    with pytest.raises(InputError, match="expected dtype float32, found float64"):
+        stage(X.astype("float64"))
+    with pytest.raises(InputError, match="dimension 2 is 3, allowed is 4"):
+        stage(X[:, :, :3])
+    with pytest.raises(InputError, match="allowed is 1 to 64"):
+        stage(numpy.zeros((65, 3, 4), "float32"))
+
+
+def test_values_are_not_copied_on_their_way(tower: Path) -> None:
+    given = to_ort(X, "float32", "x")
+    assert given.data_ptr() == X.ctypes.data
+    stages = [stagepack.load_stage(tower, number, runtime="onnxruntime") for number in range(2)]
+    (made,) = stages[0].run([given])
+    assert to_ort(made, "float32", "add_14") is made
+    assert to_numpy(made, "float32").ctypes.data == made.data_ptr()
+    assert to_torch(made, "float32").data_ptr() == made.data_ptr()
+    tensor = torch.from_numpy(X)
+    assert to_ort(tensor, "float32", "x").data_ptr() == tensor.data_ptr()
+
+
+def test_results_outlive_the_call(tower: Path) -> None:
+    pipe = stagepack.load(tower, runtime="onnxruntime")
+    kept = [pipe(X[:rows])[0] for rows in (1, 2, 3, 4, 5)]
+    copies = [array.copy() for array in kept]
+    del pipe
+    assert all(numpy.array_equal(array, copied) for array, copied in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint16", "int64", "bool", "complex64"],
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (4, 3)])
+def test_values_of_all_types_come_back_equal(dtype: str, shape: tuple[int, ...]) -> None:
+    wide = torch.rand(*shape, 2)[..., 0].mul(5) if shape else torch.tensor(3.0)
+    tensor = wide.to(getattr(torch, dtype))
+    tensor = tensor.t() if len(shape) == 2 else tensor  # elements that do not lie one after another
+    value = to_ort(tensor, dtype, "x")
+    array = to_numpy(value, dtype)
+    assert (array.dtype.name, array.shape) == (dtype, tuple(tensor.shape))
+    again = to_torch(to_ort(array, dtype, "x"), dtype)
+    assert again.dtype == tensor.dtype
+    assert torch.equal(again.to(torch.complex64), tensor.to(torch.complex64))
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("symint", 3), ("symfloat", 0.1), ("symbool", True)])
+def test_numbers_come_back_as_they_are(dtype: str, number: float) -> None:
+    value = to_ort(number, dtype, "n")
+    assert to_numpy(value, dtype) == number
+    assert type(to_torch(value, dtype)) is type(number)
+
+
+def test_what_cannot_be_is_refused_in_one_line(tower: Path) -> None:
+    with pytest.raises(ValueError, match="expected the runtime 'torch' or 'onnxruntime', found 'tvm'"):
+        stagepack.load(tower, runtime="tvm")
+    with pytest.raises(ValueError, match="a runtime, or one for each of 3 stages, found 2"):
+        stagepack.load(tower, runtime=["torch", "onnxruntime"])
+    with pytest.raises(ValueError, match="compile and compiled are for stages in torch"):
+        stagepack.load(tower, runtime="onnxruntime", compile=True)
+    with pytest.raises(ValueError, match="modules are those of torch"):
+        stagepack.load_stage(tower, 0, runtime="onnxruntime", modules=True)
+    with pytest.raises(DeviceError, match="ONNX Runtime runs stages on cpu, cuda or cuda:N"):
+        stagepack.load(tower, "tpu", runtime="onnxruntime")
+    with pytest.raises(OperatorError, match="stage 0, 1, 2 has no ONNX model: add it"):
+        stagepack.load(COUNTING, runtime="onnxruntime")
+    with pytest.raises(InputError, match="expected a tensor of float32"):
+        stagepack.load(tower, runtime="onnxruntime")([1.0])
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        with pytest.raises(DeviceError, match="this onnxruntime has no CUDAExecutionProvider"):
+            stagepack.load(tower, ["cuda:0"], runtime="onnxruntime")
+
+
+def test_a_changed_file_is_seen_before_it_is_run(tower: Path, tmp_path: Path) -> None:
+    for name in ("stage-1.onnx", "stage-1.safetensors"):
+        path = shutil.copytree(tower, tmp_path / name)
+        content = bytearray((path / name).read_bytes())
+        content[-1] ^= 1
+        (path / name).write_bytes(content)
+        with pytest.raises(stagepack.errors.DigestError, match=name):
+            stagepack.load(path, runtime="onnxruntime")
