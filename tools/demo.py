@@ -23,6 +23,8 @@ def main() -> None:
     run("stagepack", "verify", bundle)
     run("stagepack", "load", bundle)
     run("python", "tools/demo_embed.py", bundle, model)
+    run("stagepack", "onnx", bundle)
+    run("stagepack", "load", bundle, "--runtime", "onnxruntime")
 
 
 def run(*command: str) -> None:
