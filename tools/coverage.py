@@ -65,24 +65,17 @@ def main() -> None:
     """Run all models and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", default="", help="only models whose name has this in it; the page is printed, not written"
+        "--only", default="", help="run only the models whose name has this in it, keep what the page says of others"
     )
     parser.add_argument(
-        "--side",
-        choices=[side.__name__ for side in SIDES],
-        help="run this side alone, keep what the page says of others",
+        "--side", choices=[side.__name__ for side in SIDES], help="run this side alone, and keep the others"
     )
     options = parser.parse_args()
-    cases = [case for case in CASES if options.only in case.name]
     sides = [side for side in SIDES if options.side in (None, side.__name__)]
-    kept = {} if options.side is None else read(PAGE.read_text())
-    found = kept | run([(case, side) for case in cases for side in sides])
-    page = "\n".join(text(cases, found)) + "\n"
-    if options.only:
-        sys.stdout.write(page)
-    else:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page)
+    work = [(case, side) for case in CASES if options.only in case.name for side in sides]
+    kept = read(PAGE.read_text()) if len(work) < len(CASES) * len(SIDES) else {}
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text("\n".join(text(kept | run(work))) + "\n")
 
 
 # What is said of a side: right or what went wrong, with the example's sizes and with others; of ours also what was folded.
@@ -194,7 +187,7 @@ def _child(case: Case, side: Side, sender: Connection) -> None:
         sender.send((f"raises {type(error).__name__}", NONE))
 
 
-def text(cases: list[Case], found: Found) -> Iterator[str]:
+def text(found: Found) -> Iterator[str]:
     """The lines of the page."""
     yield "# What survives the cut"
     yield ""
@@ -223,9 +216,9 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
         ("rows below", ROWS),
         ("transformers architectures", ARCHITECTURES),
     ):
-        mine = [found[case.name, "ours"] for case in group if case in cases]
-        other = [found[case.name, "theirs"] for case in group if case in cases]
-        runtime = [found[case.name, "onnx"] for case in group if case in cases]
+        mine = [found[case.name, "ours"] for case in group]
+        other = [found[case.name, "theirs"] for case in group]
+        runtime = [found[case.name, "onnx"] for case in group]
         wrong = sum(WRONG in cells for cells in other)
         counts = (
             len(mine),
@@ -240,13 +233,12 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
             _right(runtime, 1),
         )
         yield f"| {name} | {' | '.join(map(str, counts))} |"
-    ratios = [float(cells[3]) for case in cases if len(cells := found[case.name, "ours"]) == 4 and cells[3]]
-    if ratios:
-        yield ""
-        yield (
-            f"{len(ratios)} of {len(cases)} models have regions: their graphs are {min(ratios)} to {max(ratios)} times smaller, "
-            f"in the median {statistics.median(ratios):.1f}."
-        )
+    ratios = [float(cells[3]) for case in CASES if len(cells := found[case.name, "ours"]) == 4 and cells[3]]
+    yield ""
+    yield (
+        f"{len(ratios)} of {len(CASES)} models have regions: their graphs are {min(ratios)} to {max(ratios)} times smaller, "
+        f"in the median {statistics.median(ratios):.1f}."
+    )
     yield from ("", "## Rows", "", "| row | tests |", "|---|---|")
     rows: dict[str, list[str]] = {}
     for case in ROWS:
@@ -256,7 +248,7 @@ def text(cases: list[Case], found: Found) -> Iterator[str]:
     yield from ("", "A model `NAME` is the test `tests/zoo/test_zoo.py::test_bit_exact[NAME]`.", "", "## Models", "")
     yield "| model | row | stagepack | other size | regions | smaller | pipelining | other size | ONNX Runtime whole | cut in three |"
     yield "|---|---|---|---|--:|--:|---|---|---|---|"
-    for case in cases:
+    for case in CASES:
         cells = (*(*found[case.name, "ours"], NONE, NONE)[:4], *found[case.name, "theirs"], *found[case.name, "onnx"])
         yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
     yield from ("", "## Not captured", "")

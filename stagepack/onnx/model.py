@@ -67,18 +67,11 @@ def finish(
     del model.graph.inputs[0]  # see `trace`
     _simplify(model, weights)
     tensors = _place(model, weights, place, own)
-    modules = {node: _module(node) for node in _nodes(model)}
+    modules = {node: _module(node) for node in model.graph.all_nodes()}
     _forget(model)
     _name(model, graph, written, place.number)
     _describe(model, graph, edges, place, modules)
     return OnnxFiles(model=ir.to_proto(model).SerializeToString(deterministic=True), tensors=tensors)
-
-
-def _nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """All nodes, those of branches, loops and functions too."""
-    yield from model.graph.all_nodes()
-    for function in model.functions.values():
-        yield from function.all_nodes()
 
 
 def _module(node: ir.Node) -> str:
@@ -88,7 +81,10 @@ def _module(node: ir.Node) -> str:
 
 
 def _simplify(model: ir.Model, weights: Mapping[str, Weight]) -> None:
-    """Optimize a model as torch's exporter would, but without the bytes of its weights: these stay those of the weight files."""
+    """Optimize a model as torch's exporter would, but without the bytes of its weights: these stay those of the weight files.
+
+    Functions, which torch makes of branches and of subgraphs that are called, are inlined.
+    """
     kept = {value: value.const_value for value in model.graph.initializers.values() if value.name in weights}
     for value in kept:
         value.const_value = None
@@ -113,17 +109,13 @@ def _forget(model: ir.Model) -> None:
 
 def _values(model: ir.Model) -> Iterator[ir.Value]:
     """All values, each once."""
-    nodes = list(_nodes(model))
     yield from model.graph.inputs
-    for function in model.functions.values():
-        yield from function.inputs
-    for node in nodes:
+    yield from model.graph.initializers.values()
+    for node in model.graph.all_nodes():
+        yield from node.outputs
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.GRAPH:
                 yield from attribute.as_graph().inputs
-    yield from model.graph.initializers.values()
-    for node in nodes:
-        yield from node.outputs
 
 
 def _name(model: ir.Model, graph: Graph, written: Written, stage: int) -> None:
@@ -137,9 +129,9 @@ def _name(model: ir.Model, graph: Graph, written: Written, stage: int) -> None:
     outputs = [*graph.outputs, *(NEXT + name for name in state), *(WRITTEN + name for name in written.inputs)]
     edges = {*inputs, *outputs}
     for value in list(_values(model)):
-        known = weights.get(value.name or "")
+        known = weights.get(value.name or "") if value.is_initializer() else None
         value.name = f"s{stage}.{value.name}" if known is None or known in edges else known
-    for node in _nodes(model):
+    for node in model.graph.all_nodes():
         node.name = node.outputs[0].name if node.outputs else None
     for value, name in itertools.chain(
         zip(model.graph.inputs, inputs, strict=True), zip(model.graph.outputs, outputs, strict=True)
@@ -167,7 +159,7 @@ def _describe(
     model.graph.metadata_props["pkg.stagepack.stage"] = str(place.number)
     configuration = model.add_device_configuration("stagepack", num_devices=place.stages)
     stage = ir.NodeDeviceConfiguration(configuration, pipeline_stage=place.number)
-    for node in _nodes(model):
+    for node in model.graph.all_nodes():
         node.device_configurations = (stage,)
         if modules.get(node):
             node.metadata_props[_MODULE] = modules[node]

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from stagepack.cli import main
 
-COMMANDS = ["export", "inspect", "load", "plan", "recut", "report", "verify"]
+COMMANDS = ["compile", "export", "inspect", "load", "onnx", "plan", "recut", "report", "verify"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -36,7 +36,7 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         *(
             ([command, "x", "y"], "unexpected extra argument")
             for command in COMMANDS
-            if command not in ("export", "recut", "report")
+            if command not in ("compile", "export", "recut", "report")
         ),
         (["export", "x"], "Missing option '-o' / '--out'"),
         (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range x>=1"),
@@ -44,6 +44,8 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["export", "x", "-o", "y", "--stages", "2", "--split-at", "a"], "exclude each other"),
         (["inspect", "x", "--stage", "one"], "'one' is not a valid integer"),
         (["load", "x", "--device"], "requires an argument"),
+        (["load", "x", "--runtime", "tvm"], "'tvm' is not one of 'torch', 'onnxruntime'"),
+        (["verify", "x", "--runtime", "onnxruntime"], "give --run too"),
     ],
 )
 def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says: str) -> None:
@@ -61,6 +63,9 @@ def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says:
         (["--stage", "1", "--inputs", "x"], "leave out --stage"),
         (["--stage", "1", "--outputs", "x"], "leave out --stage"),
         (["--stage", "1", "--device", "cpu", "--device", "cpu"], "name one device"),
+        (["--runtime", "torch", "--runtime", "onnxruntime"], "one for each of 3 stages, found 2"),
+        (["--stage", "1", "--runtime", "torch", "--runtime", "torch"], "expected one, or one for each of 1 stages"),
+        (["--runtime", "onnxruntime", "--compile"], "leave out --runtime"),
     ],
 )
 def test_options_that_exclude_each_other_are_wrong_usage(arguments: list[str], says: str, sound: object) -> None:

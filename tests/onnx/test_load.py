@@ -144,6 +144,18 @@ def test_what_cannot_be_is_refused_in_one_line(tower: Path) -> None:
             stagepack.load(tower, ["cuda:0"], runtime="onnxruntime")
 
 
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" not in onnxruntime.get_available_providers(), reason="needs a GPU and onnxruntime-gpu"
+)
+def test_stages_on_a_gpu_answer_as_on_the_cpu(tower: Path) -> None:
+    pipe = stagepack.load(tower, ["cuda:0"], runtime="onnxruntime")
+    [[result, total], [_, more]] = in_torch(tower, X, X)
+    assert all(numpy.array_equal(mine, theirs) for mine, theirs in zip(pipe(X), (result, total), strict=True))
+    on_gpu = pipe(torch.from_numpy(X).cuda())
+    assert on_gpu[0].is_cuda
+    assert numpy.array_equal(on_gpu[1].cpu().numpy(), more)
+
+
 def test_a_changed_file_is_seen_before_it_is_run(tower: Path, tmp_path: Path) -> None:
     for name in ("stage-1.onnx", "stage-1.safetensors"):
         path = shutil.copytree(tower, tmp_path / name)

@@ -16,7 +16,7 @@ from stagepack.format.manifest import Edge, Manifest, Producer, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf
-from stagepack.format.weights import ALIGNMENT, PADDING, TensorSpec, header, read_index
+from stagepack.format.weights import ALIGNMENT, PADDING, TensorSpec, header, layout, read_index
 from stagepack.format.writer import BundleWriter, check_output
 from tests.conformance import tiny
 
@@ -55,6 +55,7 @@ def test_a_weight_file_is_read_as_it_was_written(
     path.write_bytes(weight_file(specs))
     index = read_index(path)
     assert list(index) == [spec.name for spec in specs]
+    assert list(index.values()) == layout(specs)
     whole = path.read_bytes()
     for spec in specs:
         place = index[spec.name]
@@ -175,3 +176,28 @@ def test_an_output_is_checked_without_touching_anything(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match=f"expected the folder {tmp_path}/missing to exist"):
         check_output(tmp_path / "missing" / "m.stagepack", overwrite=False)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_is_kept_is_linked_or_else_copied(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tiny.stagepack"
+    tiny.write(folder)
+    bundle = Bundle(folder)
+    before = {name: (folder / name).stat().st_ino for name in bundle.files}
+    if not links:
+
+        def refuse(*_: object) -> None:
+            raise OSError("no links here")
+
+        monkeypatch.setattr("os.link", refuse)
+    with BundleWriter(folder, overwrite=True) as writer:
+        for file in bundle.manifest.files:
+            writer.keep(folder / file.name, file)
+        writer.finish(bundle.manifest)
+    Bundle(folder).verify()
+    assert {name: (folder / name).stat().st_ino == inode for name, inode in before.items()} == dict.fromkeys(
+        before, links
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.stagepack"}

@@ -108,6 +108,7 @@ class Stage:
         for name in (*(NEXT + name for name in self.state), *(WRITTEN + name for name in self._written)):
             binding.bind_output(name, self.device.type, self.device.index)
         self.session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
         found = binding.get_outputs()
         self.state = dict(zip(self.state, found[len(outputs) :], strict=False))
         given = {edge.name: (edge.dtype, value) for edge, value in zip(edges, values, strict=True)}

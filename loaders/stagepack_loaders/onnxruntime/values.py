@@ -97,6 +97,8 @@ def _from_torch(tensor: Any) -> OrtValue:
     torch = sys.modules["torch"]
     tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    if tensor.is_cuda:  # ONNX Runtime has a stream of its own
+        torch.cuda.current_stream(tensor.device).synchronize()
     name = str(tensor.dtype).removeprefix("torch.")
     if name in _NOT_IN_DLPACK:
         return OrtValue.ortvalue_from_numpy_with_onnx_type(tensor.cpu().view(torch.uint8).numpy(), ELEMENT_TYPES[name])
