@@ -45,21 +45,37 @@ ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
 _STANDS_FOR: Final = {"symint": "int64", "symfloat": "float64", "symbool": "bool"}
 PAIRS: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
-# The messages, and what each of their fields holds: a message, any number of messages (*), or what no rule is on ("").
+# The wire types of plain fields: numbers, texts and bytes (and messages that no rule is on), floats; lists of numbers may be packed.
+_WIRES: Final[Mapping[str, frozenset[int]]] = {
+    "number": frozenset({0}),
+    "bytes": frozenset({2}),
+    "float": frozenset({5}),
+    "numbers": frozenset({0, 2}),
+    "floats": frozenset({5, 2}),
+    "doubles": frozenset({1, 2}),
+}
+
+
+def _plain(**fields: list[int]) -> dict[int, str]:
+    """Plain fields by their kind."""
+    return {number: kind for kind, numbers in fields.items() for number in numbers}
+
+
+# The messages, and what each of their fields holds: a message, any number of messages (*), or one of the kinds above.
 _MESSAGES: Final[Mapping[str, Mapping[int, str]]] = {
-    "Model": dict.fromkeys([1, 2, 3, 4, 5, 6, 8, 14, 26], "") | {7: "Graph", 25: "Function*"},
-    "Graph": dict.fromkeys([2, 10, 13, 16], "") | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
-    "Node": dict.fromkeys([1, 2, 3, 4, 6, 7, 8, 9, 10], "") | {5: "Attribute*"},
-    "Attribute": dict.fromkeys([1, 2, 3, 4, 7, 8, 9, 13, 14, 15, 20, 21], "")
+    "Model": _plain(number=[1, 5], bytes=[2, 3, 4, 6, 8, 14, 26]) | {7: "Graph"},
+    "Graph": _plain(bytes=[2, 10, 13, 16]) | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
+    "Node": _plain(bytes=[1, 2, 3, 4, 6, 7, 9, 10]) | {5: "Attribute*"},
+    "Attribute": _plain(bytes=[1, 4, 9, 13], float=[2], number=[3, 20], floats=[7], numbers=[8])
     | {5: "Tensor", 6: "Graph", 10: "Tensor*", 11: "Graph*"},
-    "Tensor": dict.fromkeys([1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16], "") | {13: "Entry*"},
-    "Function": dict.fromkeys([1, 4, 5, 6, 8, 9, 10, 12, 13, 14], "") | {7: "Node*", 11: "Attribute*"},
-    "Value": {1: "", 2: "Type", 3: "", 4: ""},
-    "Type": {1: "TensorType", 6: ""},
-    "TensorType": {1: "", 2: "Shape"},
+    "Tensor": _plain(number=[2, 14], numbers=[1, 5, 7, 11], bytes=[6, 8, 9, 12, 16], floats=[4], doubles=[10])
+    | {13: "Entry*"},
+    "Value": _plain(bytes=[1, 3, 4]) | {2: "Type"},
+    "Type": _plain(bytes=[6]) | {1: "TensorType"},
+    "TensorType": _plain(number=[1]) | {2: "Shape"},
     "Shape": {1: "Dimension*"},
-    "Dimension": {1: "", 2: "", 3: ""},
-    "Entry": {1: "", 2: ""},
+    "Dimension": _plain(number=[1], bytes=[2, 3]),
+    "Entry": _plain(bytes=[1, 2]),
 }
 # A message, parsed: what stands in each field, in order. A message inside is one too.
 _Fields = dict[int, list[Any]]
@@ -90,14 +106,12 @@ class OnnxModel:
 
     Attributes:
         operators: the domain and the name of each operator that a node calls.
-        functions: the domain and the name of each function that the file defines.
         tensors: the tensors that lie in other files.
     """
 
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
     operators: frozenset[tuple[str, str]]
-    functions: frozenset[tuple[str, str]]
     tensors: tuple[OnnxTensor, ...]
 
 
@@ -123,7 +137,6 @@ def read_onnx(content: bytes, where: str) -> OnnxModel:
             inputs=tuple(map(_value, graph.get(11, []))),
             outputs=tuple(map(_value, graph.get(12, []))),
             operators=frozenset(found.operators),
-            functions=frozenset(found.functions),
             tensors=tuple(found.tensors),
         )
     except RecursionError:
@@ -138,14 +151,11 @@ class _Found:
     """What was found in all messages so far."""
 
     operators: set[tuple[str, str]] = field(default_factory=set)
-    functions: set[tuple[str, str]] = field(default_factory=set)
     tensors: list[OnnxTensor] = field(default_factory=list)
 
     def add(self, kind: str, message: _Fields) -> None:
         if kind == "Node":
             self.operators.add((_text(message, 7), _text(message, 4)))
-        elif kind == "Function":
-            self.functions.add((_text(message, 10), _text(message, 1)))
         elif kind == "Tensor" and (13 in message or _number(message, 14)):
             self.tensors.append(_external(message))
 
@@ -173,6 +183,8 @@ def _value(message: _Fields) -> OnnxValue:
 
 
 def _dim(message: _Fields) -> int | str:
+    if 1 in message and 2 in message:
+        raise ValueError("a dimension is a number and a text")
     return _text(message, 2) if 2 in message else _number(message, 1)
 
 
@@ -183,16 +195,14 @@ def _text(message: _Fields, number: int) -> str:
 
 def _number(message: _Fields, number: int) -> int:
     [*_, last] = message.get(number, [0])
-    if not isinstance(last, int):
-        raise ValueError("a text stands where a number belongs")  # noqa: TRY004 - about the file, as the others
-    return last
+    return int(last)
 
 
 def _inside(kind: str, message: _Fields) -> Iterator[tuple[str, _Fields]]:
     """All messages inside of one, and what each is."""
     for number, held in message.items():
         inner = _MESSAGES[kind][number].rstrip("*")
-        if inner:
+        if inner in _MESSAGES:
             for part in held:
                 yield inner, part
                 yield from _inside(inner, part)
@@ -212,9 +222,10 @@ def _parse(data: bytes, position: int, end: int, kind: str, depth: int) -> _Fiel
     while position < end:
         key, position = _varint(data, position)
         number, wire = key >> 3, key & 7
-        inner = known.get(number)
-        if inner is None or wire not in (0, 1, 2, 5):
-            raise ValueError(f"the field {number} of a {kind} is not known here")
+        held = known.get(number, "")
+        inner = held.rstrip("*")
+        if wire not in (_WIRES.get(held) or (2,)) or not held:
+            raise ValueError(f"the field {number} of a {kind}, of the wire type {wire}, is not known here")
         if wire == 0:
             part, position = _varint(data, position)
         else:
@@ -222,9 +233,9 @@ def _parse(data: bytes, position: int, end: int, kind: str, depth: int) -> _Fiel
             if length > end - position:
                 raise ValueError(f"a {kind} is cut short")
             start, position = position, position + length
-            part = _parse(data, start, position, inner.rstrip("*"), depth + 1) if inner else data[start:position]
-        if inner and (wire != 2 or (number in fields and inner[-1] != "*")):
-            raise ValueError(f"the field {number} of a {kind} is not one message")
+            part = _parse(data, start, position, inner, depth + 1) if inner in _MESSAGES else data[start:position]
+        if number in fields and held in _MESSAGES:
+            raise ValueError(f"the field {number} of a {kind} stands twice")
         fields.setdefault(number, []).append(part)
     if position != end:
         raise ValueError(f"a {kind} is cut short")

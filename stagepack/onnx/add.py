@@ -125,16 +125,16 @@ def _convert(bundle: Bundle, number: int, allow_ops: Collection[str]) -> OnnxFil
     cache = WeightCache()
     tensors = {weight.value: cache.read(weight, places, _CPU) for weight in graph.weights}
     edges = {edge.name: edge for edge in bundle.edges}
+    place = Place(number=number, stages=len(bundle.stages), tensors=places)
     program = None
     with _quiet():
         try:
             program = trace(module, graph, targets, tensors, written)
             converted = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
-        except Exception as error:  # noqa: BLE001 - tracing and torch's exporter raise what they like
+            assert converted is not None
+            return finish(converted.model, graph, edges, written, place, _own(number))
+        except Exception as error:  # noqa: BLE001 - tracing, torch's exporter and its libraries raise what they like
             return explain(graph, program, error)
-        assert converted is not None
-        place = Place(number=number, stages=len(bundle.stages), tensors=places)
-        return finish(converted.model, graph, edges, written, place, _own(number))
 
 
 def _written(graph: Graph) -> Written:

@@ -9,6 +9,8 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import rewriter
 
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+
 
 class _Linear(rewriter.RewriteRuleClassBase):
     """``MatMul(x, Transpose(w))`` -> ``Gemm(x, w, transB=1)``, with `x` made a matrix, and the result given its shape back."""
@@ -17,7 +19,7 @@ class _Linear(rewriter.RewriteRuleClassBase):
         return op.MatMul(x, op.Transpose(w, perm=[1, 0]))
 
     def check(self, context: Any, w: ir.Value, **_: Any) -> bool:  # type: ignore[override]
-        return _is_initializer(w, 2)
+        return _is_matrix(w)
 
     def rewrite(self, op: Any, x: ir.Value, w: ir.Value) -> Any:
         return _gemm(op, x, w)
@@ -30,14 +32,21 @@ class _LinearWithBias(_Linear):
         return op.Add(op.MatMul(x, op.Transpose(w, perm=[1, 0])), b)
 
     def check(self, context: Any, w: ir.Value, b: ir.Value, **_: Any) -> bool:  # type: ignore[override]
-        return _is_initializer(w, 2) and _is_initializer(b, 1)
+        return _is_matrix(w) and b.is_initializer() and b.shape is not None and len(b.shape) == 1
 
     def rewrite(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value) -> Any:  # type: ignore[override]
         return _gemm(op, x, w, b)
 
 
-def _is_initializer(value: ir.Value, rank: int) -> bool:
-    return value.is_initializer() and value.shape is not None and len(value.shape) == rank
+def _is_matrix(value: ir.Value) -> bool:
+    """Whether a value is an initializer that Gemm takes, in every runtime."""
+    return (
+        value.is_initializer()
+        and value.dtype in _FLOATS
+        and value.shape is not None
+        and len(value.shape) == 2
+        and 0 not in value.shape
+    )
 
 
 def _gemm(op: Any, x: ir.Value, w: ir.Value, *bias: ir.Value) -> Any:

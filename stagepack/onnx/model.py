@@ -197,7 +197,12 @@ def _place(model: ir.Model, weights: Mapping[str, Weight], place: Place, own: st
         weight = weights.get(value.name)
         if weight is not None and weight.zeros and tensor.nbytes > INLINE:
             _zeros(model, value)
-        elif weight is not None and not weight.zeros and (start := _start(weight, place.tensors)) is not None:
+        elif (
+            weight is not None
+            and not weight.zeros
+            and tensor.nbytes
+            and (start := _start(weight, place.tensors)) is not None
+        ):
             file = place.tensors[weight.stored][0].name
             value.const_value = _external(tensor, file, start)
         elif tensor.nbytes > INLINE:
@@ -239,7 +244,10 @@ def _zeros(model: ir.Model, value: ir.Value) -> None:
     name = value.name
     assert name is not None
     del model.graph.initializers[name]
-    ir.convenience.replace_all_uses_with(value, node.outputs[0])
-    node.outputs[0].name = name
+    ir.convenience.replace_all_uses_with(value, node.outputs[0], replace_graph_outputs=True)
+    node.outputs[0].name, node.outputs[0].dtype = name, tensor.dtype
     model.graph.initializers.add(sizes)
-    model.graph.insert_before(model.graph[0], node)
+    if len(model.graph):
+        model.graph.insert_before(model.graph[0], node)
+    else:
+        model.graph.append(node)

@@ -178,6 +178,8 @@ def protobuf(fields: list[list[Any]]) -> bytes:
     for number, part in fields:
         if isinstance(part, int):
             content += varint(number << 3) + varint(part)
+        elif isinstance(part, dict) and "fixed64" in part:
+            content += varint(number << 3 | 1) + bytes.fromhex(part["fixed64"])
         else:
             octets = protobuf(part) if isinstance(part, list) else _octets(part)
             content += varint(number << 3 | 2) + varint(len(octets)) + octets

@@ -224,3 +224,28 @@ def test_what_it_says_is_json(added: tuple[Bundle, Path]) -> None:
     facts = [stage["onnx"] for stage in json.loads(done.stdout)["stages"]]
     assert [fact["files"][0] for fact in facts] == ["stage-0.onnx", "stage-1.onnx", "stage-2.onnx"]
     assert sum(fact["own_bytes"] for fact in facts) > 4096
+
+
+class Corners(torch.nn.Module):
+    """What stands at the edges of what ONNX can say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zeros", torch.zeros(1000))
+        self.register_buffer("whole", torch.arange(12).reshape(3, 4))
+        self.register_buffer("nobody", torch.zeros(0, 3))
+        self.register_buffer("x", torch.ones(3))  # named like an edge
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + self.x, self.zeros, y @ self.whole.t(), self.x, self.nobody, x, x
+
+
+def test_results_may_be_weights_inputs_zeros_and_integers(tmp_path: Path) -> None:
+    net, args = Corners(), (torch.randn(2, 3), torch.arange(8).reshape(2, 4))
+    bundle = stagepack.export(net, args, out=tmp_path / "m.stagepack", stages=2)
+    added = stagepack.add_onnx(bundle)
+    assert added.torch_only == {}
+    pipe = stagepack.load(added.bundle, runtime="onnxruntime")
+    found, wanted = pipe(*(one.numpy() for one in args)), net(*args)
+    assert all(numpy.array_equal(mine, theirs.numpy()) for mine, theirs in zip(found, wanted, strict=True))
+    assert [array.dtype.name for array in found] == [str(one.dtype).removeprefix("torch.") for one in wanted]

@@ -171,7 +171,7 @@ class Prepared:
         if self.device.type != "cpu":
             providers.insert(0, (_PROVIDERS[self.device.type], {"device_id": self.device.index}))
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
+        options.log_severity_level = 4  # what goes wrong is raised
         if self.takes_turns:  # the threads of one stage that wait for work would keep those of the next from theirs
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         path = self.bundle.path / self.entry.onnx.model

@@ -38,7 +38,7 @@ def check_onnx(
                 f"{tensor.name[:80]!r} does not lie in one tensor of the stage's weight files: {tensor.location[:80]!r}"
             )
             yield Problem(rule="O4", where=where, message=message)
-    for domain, name in sorted(model.operators - model.functions):
+    for domain, name in sorted(model.operators):
         if domain not in ("", "ai.onnx"):
             message = f"the operator {name[:80]!r} is of the domain {domain[:80]!r}, which is not that of ONNX"
             yield Problem(rule="O5", where=where, message=message)
