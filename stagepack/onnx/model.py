@@ -2,7 +2,6 @@
 
 import ast
 import importlib.metadata
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -121,22 +120,28 @@ def _values(model: ir.Model) -> Iterator[ir.Value]:
 def _name(model: ir.Model, graph: Graph, written: Written, stage: int) -> None:
     """Name what crosses the boundary by the edges, weights as in the original model, and all else so that no other stage has the name.
 
-    So stages can be joined as they are, by ``onnx.compose`` for example.
+    So stages can be joined, by ``onnx.compose`` for example; but for inputs and weights that several of them use.
     """
     weights = {weight.value: weight.names[0] for weight in graph.weights}
     state = [weights[name] for name in written.state]
     inputs = [*(value.name for value in graph.inputs), *(STATE + name for name in state)]
     outputs = [*graph.outputs, *(NEXT + name for name in state), *(WRITTEN + name for name in written.inputs)]
     edges = {*inputs, *outputs}
-    for value in list(_values(model)):
+    prefix = f"s{stage}."
+    while any(name.startswith(prefix) for name in weights.values()):
+        prefix = f"_{prefix}"
+    names: dict[ir.Value, str] = {}
+    for value in _values(model):
         known = weights.get(value.name or "") if value.is_initializer() else None
-        value.name = f"s{stage}.{value.name}" if known is None or known in edges else known
+        names[value] = f"{prefix}{value.name}" if known is None or known in edges else known
+    names |= zip(model.graph.inputs, inputs, strict=True)
+    names |= zip(model.graph.outputs, outputs, strict=True)
+    for number, value in enumerate(names):  # out of the way: a new name may be the old one of another
+        value.name = f"/{number}"
+    for value, name in names.items():
+        value.name = name
     for node in model.graph.all_nodes():
         node.name = node.outputs[0].name if node.outputs else None
-    for value, name in itertools.chain(
-        zip(model.graph.inputs, inputs, strict=True), zip(model.graph.outputs, outputs, strict=True)
-    ):
-        value.name = name
 
 
 def _describe(

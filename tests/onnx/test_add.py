@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from onnx import TensorProto
 
 import stagepack
+from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import read_index
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
@@ -249,3 +251,72 @@ def test_results_may_be_weights_inputs_zeros_and_integers(tmp_path: Path) -> Non
     found, wanted = pipe(*(one.numpy() for one in args)), net(*args)
     assert all(numpy.array_equal(mine, theirs.numpy()) for mine, theirs in zip(found, wanted, strict=True))
     assert [array.dtype.name for array in found] == [str(one.dtype).removeprefix("torch.") for one in wanted]
+
+
+class Writes(torch.nn.Module):
+    """Writes into its first input."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + y
+
+
+@pytest.mark.parametrize("as_torch", [True, False])
+def test_what_is_written_into_an_input_is_there_after_the_call(as_torch: bool, tmp_path: Path) -> None:
+    args = (torch.ones(2, 3), torch.ones(2, 3))
+    bundle = stagepack.export(Writes(), args, out=tmp_path / "m.stagepack", onnx=True)
+    pipe = stagepack.load(bundle, runtime="onnxruntime")
+
+    def given(tensor: torch.Tensor) -> Any:
+        return tensor if as_torch else tensor.numpy()
+
+    x, y = torch.full((2, 3), 3.0), torch.ones(2, 3)
+    assert float(pipe(given(x), given(y))[0, 0]) == 7.0
+    assert torch.equal(x, torch.full((2, 3), 6.0))
+    both = torch.ones(4, 3)
+    with pytest.raises(InputError, match="share memory"):
+        pipe(given(both[:2]), given(both[1:3]))
+    fixed = torch.ones(3).expand(2, 3)
+    with pytest.raises(InputError, match="x: the model writes into this input, and it cannot be written: give a copy"):
+        pipe(given(fixed), given(y))
+    assert torch.equal(both, torch.ones(4, 3))
+
+
+def test_a_loaded_stage_stays_what_it_is_when_its_bundle_is_replaced(tower: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tower, tmp_path / "t.stagepack"))
+    x = numpy.arange(12, dtype="float32").reshape(1, 3, 4)
+    pipe = stagepack.load(path, runtime="onnxruntime")
+    answer, weights = pipe(x), pipe.state_dict()
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    stagepack.export(other, (torch.ones(1, 4),), out=path, overwrite=True)
+    for removed in (False, True):
+        if removed:
+            shutil.rmtree(path)
+        pipe.reset_state()
+        assert all(numpy.array_equal(mine, first) for mine, first in zip(pipe(x), answer, strict=True))
+        assert all(numpy.array_equal(array, weights[name]) for name, array in pipe.state_dict().items())
+
+
+class Named(torch.nn.Module):
+    """Modules and weights with the names that the exporter gives to values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s0 = torch.nn.Module()
+        for name in ("val_0", "add", "relu", "linear"):
+            self.s0.register_parameter(name, torch.nn.Parameter(torch.rand(3)))
+        self.w3, self.w0, self.linear = (torch.nn.Parameter(torch.rand(3)) for _ in range(3))
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x).relu() * self.s0.val_0 + self.s0.add
+        return (x * self.w3 + self.s0.relu).relu() * self.w0 + self.s0.linear * self.linear
+
+
+def test_names_do_not_meet(tmp_path: Path) -> None:
+    x = torch.randn(2, 3)
+    net = Named()
+    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack", onnx=True)
+    assert {tensor.name for tensor in model(bundle, 0).graph.initializer} == set(net.state_dict())
+    with torch.no_grad():
+        assert numpy.allclose(stagepack.load(bundle, runtime="onnxruntime")(x.numpy()), net(x).numpy(), atol=1e-5)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import onnxruntime
 from onnxruntime import OrtValue
 
@@ -15,9 +14,11 @@ from stagepack.format.graph import Weight
 from stagepack.format.manifest import Edge
 from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.onnx import NEXT, STATE, WRITTEN
-from stagepack.format.reader import Bundle
+from stagepack.format.reader import Bundle, read_graph
+from stagepack.format.upgrade import is_newer
 from stagepack_loaders.onnxruntime.values import is_torch, to_numpy, to_ort, to_torch
-from stagepack_loaders.onnxruntime.weights import read_weight
+from stagepack_loaders.onnxruntime.weights import Array, map_tensors, read_weight
+from stagepack_loaders.onnxruntime.written import check_written, write
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -64,10 +65,14 @@ class Stage:
 
     runtime = "onnxruntime"
 
-    def __init__(self, prepared: "Prepared", session: onnxruntime.InferenceSession | None) -> None:
+    def __init__(
+        self, prepared: "Prepared", session: onnxruntime.InferenceSession | None, tensors: Mapping[str, Array]
+    ) -> None:
+        """`tensors` are the bytes in the weight files."""
         self.session = session
         self.device = prepared.device
         self._prepared = prepared
+        self._tensors = tensors
         self._inputs = prepared.edges(prepared.entry.inputs)
         self._outputs = prepared.edges(prepared.entry.outputs)
         self._written = [name.removeprefix(WRITTEN) for name in prepared.gives if name.startswith(WRITTEN)]
@@ -93,10 +98,16 @@ class Stage:
         return tuple(convert(value, edge.dtype) for value, edge in zip(found, self._outputs, strict=True))
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
-        """Run the stage on values that are known to fit, in the order of its inputs; the outputs are values of ONNX Runtime, or numbers."""
+        """Run the stage on values that are known to fit, in the order of its inputs; the outputs are values of ONNX Runtime, or numbers.
+
+        Raises:
+            InputError: an input that the stage writes cannot be written, or shares memory with another one.
+        """
         if self.session is None:
             return ()
         edges, outputs = self._inputs, self._outputs
+        given = dict(zip((edge.name for edge in edges), values, strict=True))
+        check_written(given, self._written)
         binding = self.session.io_binding()
         for edge, value in zip(edges, values, strict=True):
             binding.bind_ortvalue_input(edge.name, to_ort(value, edge.dtype, edge.name))
@@ -111,9 +122,9 @@ class Stage:
         binding.synchronize_outputs()
         found = binding.get_outputs()
         self.state = dict(zip(self.state, found[len(outputs) :], strict=False))
-        given = {edge.name: (edge.dtype, value) for edge, value in zip(edges, values, strict=True)}
+        dtypes = {edge.name: edge.dtype for edge in edges}
         for name, value in zip(self._written, found[len(outputs) + len(self.state) :], strict=True):
-            _write(given[name][1], value, given[name][0], name)
+            write(given[name], value, dtypes[name])
         return tuple(
             to_numpy(value, edge.dtype) if edge.dtype in SCALARS else value
             for value, edge in zip(found, outputs, strict=False)
@@ -121,14 +132,15 @@ class Stage:
 
     def reset_state(self) -> None:
         """Give the buffers that calls write the content that they were loaded with."""
-        self.state = {
-            weight.names[0]: to_ort(array, weight.dtype, weight.names[0]) for weight, array in self._prepared.state()
-        }
+        names = self._prepared.entry.state
+        weights = self._weights() if names else ()
+        content = {weight.names[0]: (array, weight.dtype) for weight, array in weights if weight.names[0] in names}
+        self.state = {name: to_ort(*content[name], name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters and persistent buffers by the model's own names, as numpy arrays; what no call writes must not be written."""
         found = {}
-        for weight, array in self._prepared.weights():
+        for weight, array in self._weights():
             if weight.names[0] in self.state:
                 array = to_numpy(self.state[weight.names[0]], weight.dtype).copy()
             if weight.kind in ("parameter", "buffer"):
@@ -137,7 +149,13 @@ class Stage:
 
     def parameters(self) -> Iterator[Any]:
         """The parameters as numpy arrays, which must not be written."""
-        return (array for weight, array in self._prepared.weights() if weight.kind == "parameter")
+        return (array for weight, array in self._weights() if weight.kind == "parameter")
+
+    def _weights(self) -> Iterator[tuple[Weight, Array]]:
+        """The weights of the stage, and what the files hold of each."""
+        bundle, name = self._prepared.bundle, self._prepared.entry.graph
+        graph = read_graph(self._prepared.graph, name, newer=is_newer(bundle.manifest.version), calls=False).graph
+        return ((weight, read_weight(weight, self._tensors)) for weight in graph.weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +163,7 @@ class Prepared:
     """A stage whose ONNX file is known to be sound, of whose weights nothing is read yet.
 
     Attributes:
+        graph: the content of its graph file, which tells what the weights are.
         gives: the names of the outputs of its ONNX model.
         takes_turns: it runs in one process with other stages.
     """
@@ -152,6 +171,7 @@ class Prepared:
     bundle: Bundle
     number: int
     device: Device
+    graph: bytes
     gives: tuple[str, ...]
     takes_turns: bool
 
@@ -163,10 +183,11 @@ class Prepared:
             OperatorError: this onnxruntime cannot run the stage.
         """
         assert self.entry.onnx is not None
+        tensors = map_tensors(self.bundle, self.number)
         if verify:
             self.bundle.check_digests((*self.entry.weights, *self.entry.onnx.weights))
         if not self.gives:  # ONNX Runtime takes no model without outputs
-            return Stage(self, None)
+            return Stage(self, None, tensors)
         providers: list[Any] = [_PROVIDERS["cpu"]]
         if self.device.type != "cpu":
             providers.insert(0, (_PROVIDERS[self.device.type], {"device_id": self.device.index}))
@@ -182,7 +203,7 @@ class Prepared:
             raise OperatorError(
                 f"stage {self.number}: ONNX Runtime {onnxruntime.__version__} cannot run it: {message}"
             ) from None
-        return Stage(self, session)
+        return Stage(self, session, tensors)
 
     @property
     def entry(self) -> StageEntry:
@@ -193,17 +214,6 @@ class Prepared:
         """The edges of these names."""
         by_name = {edge.name: edge for edge in self.bundle.edges}
         return [by_name[name] for name in names]
-
-    def weights(self) -> Iterator[tuple[Weight, Any]]:
-        """The weights of the stage, and what the files hold of each."""
-        graph = self.bundle.graph(self.number)
-        places = self.bundle.tensors(self.number, graph)
-        return ((weight, read_weight(weight, places)) for weight in graph.weights)
-
-    def state(self) -> Iterator[tuple[Weight, Any]]:
-        """The weights that calls write, in order, and what the files hold of each."""
-        if self.entry.state:
-            yield from ((weight, array) for weight, array in self.weights() if weight.names[0] in self.entry.state)
 
 
 def prepare(bundle: Bundle, placed: Mapping[int, object]) -> dict[int, Prepared]:
@@ -226,23 +236,9 @@ def prepare(bundle: Bundle, placed: Mapping[int, object]) -> dict[int, Prepared]
             bundle=bundle,
             number=number,
             device=device,
+            graph=bundle.read(bundle.stages[number].graph),
             gives=tuple(one.name for one in bundle.onnx_model(number).outputs),
             takes_turns=len(devices) > 1,
         )
         for number, device in devices.items()
     }
-
-
-def _write(given: Any, value: OrtValue, dtype: str, name: str) -> None:
-    """Write what the stage wrote into an input there.
-
-    Raises:
-        InputError: the input cannot be written.
-    """
-    try:
-        if is_torch(given):
-            given.copy_(to_torch(value, dtype))
-        elif isinstance(given, numpy.ndarray):
-            numpy.copyto(given, to_numpy(value, dtype))
-    except (RuntimeError, ValueError) as error:
-        raise InputError(f"{name}: the model writes into this input, which cannot be written: {error}") from None
