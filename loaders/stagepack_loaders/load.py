@@ -27,6 +27,7 @@ class Prepared(Protocol):
         Raises:
             DigestError: a weight file is not the one listed.
             FormatError: a weight file breaks rules.
+            OperatorError: the runtime cannot run the stage.
         """
 
 
@@ -61,7 +62,8 @@ def load(
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         DeviceError: a device is not there, or there are more devices than stages.
-        OperatorError: an operator is missing here, not allowed, or has another schema; or a stage has no ONNX model.
+        OperatorError: an operator is missing here, not allowed, or has another schema; or a stage has no ONNX model, or one that this
+            onnxruntime cannot run.
         CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
         ValueError: a runtime is unknown, or what compiles is asked of ONNX Runtime.
     """
@@ -136,7 +138,7 @@ def prepare_stages(
         DigestError, FormatError, DeviceError, OperatorError, ValueError: see `load`.
     """
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-    runtimes = [runtime] * len(bundle.stages) if isinstance(runtime, str) else list(runtime)
+    runtimes: list[Any] = list(runtime) if isinstance(runtime, list | tuple) else [runtime] * len(bundle.stages)
     if len(runtimes) != len(bundle.stages):
         raise ValueError(f"expected a runtime, or one for each of {len(bundle.stages)} stages, found {len(runtimes)}")
     placed = place(bundle.manifest, named)

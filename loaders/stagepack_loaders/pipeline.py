@@ -1,6 +1,6 @@
 """Loaded stages -> one callable, in one process."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from stagepack.format.contract import Given, bind, check_values
@@ -73,7 +73,7 @@ class Pipeline:
         results = self._results(values, bound)
         return unflatten(self.manifest.signature.result, leaf, self._types)
 
-    def _run(self, stage: LoadedStage, entry: Stage, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _run(self, stage: LoadedStage, entry: Stage, values: MutableMapping[str, Any]) -> tuple[Any, ...]:
         """Run a stage on the values that it takes."""
         return stage.run([values[name] for name in entry.inputs])
 

@@ -11,8 +11,6 @@ from stagepack.format.reader import Bundle
 if TYPE_CHECKING:
     from stagepack_loaders.example import Difference
 
-RUNTIMES = ("torch", "onnxruntime")
-
 
 def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options for custom operators: `allow_ops` and `imports`."""
@@ -31,7 +29,7 @@ def runtime_option(function: Callable[..., Any]) -> Callable[..., Any]:
         "--runtime",
         "runtimes",
         multiple=True,
-        type=click.Choice(RUNTIMES),
+        type=click.Choice(["torch", "onnxruntime"]),
         help="What runs the stages: one for all, or one a stage in order. Default: torch.",
     )(function)
 
@@ -54,7 +52,7 @@ def namespaces(bundle: Bundle) -> list[str]:
 
 def replayed(bundle: Bundle, *, runtimes: Sequence[Any] = (), allow_ops: Collection[str] = ()) -> "Difference":
     """Load a bundle, whose digests are known to be right, and run its example."""
-    for kind in dict.fromkeys(runtimes or RUNTIMES[:1]):
+    for kind in dict.fromkeys(runtimes or ["torch"]):
         importlib.import_module(f"stagepack_loaders.{kind}.stage")  # so that what is said to be missing is the runtime
     from stagepack_loaders.example import replay  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same

@@ -8,7 +8,9 @@ from msgspec import Meta
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 MANIFEST_BYTES = 64 * 2**20
-GRAPH_BYTES = 512 * 2**20  # of an ONNX file too
+GRAPH_BYTES = 512 * 2**20
+ONNX_BYTES = 64 * 2**20
+ONNX_FIELDS = 2**22  # of an ONNX file and all messages in it
 WEIGHT_HEADER_BYTES = 100_000_000  # the ceiling of the safetensors library itself
 STAGES = 4096
 RANK = 64

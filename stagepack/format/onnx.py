@@ -42,7 +42,7 @@ ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 # What stands for a type that ONNX has not: numbers of the host, and pairs of the real and the imaginary part.
-_STANDS_FOR: Final = {"symint": "int64", "symfloat": "float64", "symbool": "bool"}
+SCALAR_TYPES: Final = MappingProxyType({"symint": "int64", "symfloat": "float64", "symbool": "bool"})
 PAIRS: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
 # The wire types of plain fields: numbers, texts and bytes (and messages that no rule is on), floats; lists of numbers may be packed.
@@ -50,32 +50,44 @@ _WIRES: Final[Mapping[str, frozenset[int]]] = {
     "number": frozenset({0}),
     "bytes": frozenset({2}),
     "float": frozenset({5}),
-    "numbers": frozenset({0, 2}),
-    "floats": frozenset({5, 2}),
-    "doubles": frozenset({1, 2}),
+    "number*": frozenset({0, 2}),
+    "bytes*": frozenset({2}),
+    "float*": frozenset({5, 2}),
+    "double*": frozenset({1, 2}),
 }
 
 
-def _plain(**fields: list[int]) -> dict[int, str]:
+def _plain(fields: Mapping[str, list[int]]) -> dict[int, str]:
     """Plain fields by their kind."""
     return {number: kind for kind, numbers in fields.items() for number in numbers}
 
 
-# The messages, and what each of their fields holds: a message, any number of messages (*), or one of the kinds above.
+# The messages, and what each of their fields holds: a message, or one of the kinds above; any number of them (*).
 _MESSAGES: Final[Mapping[str, Mapping[int, str]]] = {
-    "Model": _plain(number=[1, 5], bytes=[2, 3, 4, 6, 8, 14, 26]) | {7: "Graph"},
-    "Graph": _plain(bytes=[2, 10, 13, 16]) | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
-    "Node": _plain(bytes=[1, 2, 3, 4, 6, 7, 9, 10]) | {5: "Attribute*"},
-    "Attribute": _plain(bytes=[1, 4, 9, 13], float=[2], number=[3, 20], floats=[7], numbers=[8])
+    "Model": _plain({"number": [1, 5], "bytes": [2, 3, 4, 6], "bytes*": [8, 14, 26]}) | {7: "Graph"},
+    "Graph": _plain({"bytes": [2, 10], "bytes*": [13, 16]}) | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
+    "Node": _plain({"bytes": [3, 4, 6, 7], "bytes*": [1, 2, 9, 10]}) | {5: "Attribute*"},
+    "Attribute": _plain(
+        {"bytes": [1, 4, 13], "bytes*": [9], "float": [2], "number": [3, 20], "float*": [7], "number*": [8]}
+    )
     | {5: "Tensor", 6: "Graph", 10: "Tensor*", 11: "Graph*"},
-    "Tensor": _plain(number=[2, 14], numbers=[1, 5, 7, 11], bytes=[6, 8, 9, 12, 16], floats=[4], doubles=[10])
+    "Tensor": _plain(
+        {
+            "number": [2, 14],
+            "number*": [1, 5, 7, 11],
+            "bytes": [8, 9, 12],
+            "bytes*": [6, 16],
+            "float*": [4],
+            "double*": [10],
+        }
+    )
     | {13: "Entry*"},
-    "Value": _plain(bytes=[1, 3, 4]) | {2: "Type"},
-    "Type": _plain(bytes=[6]) | {1: "TensorType"},
-    "TensorType": _plain(number=[1]) | {2: "Shape"},
+    "Value": _plain({"bytes": [1, 3], "bytes*": [4]}) | {2: "Type"},
+    "Type": _plain({"bytes": [6]}) | {1: "TensorType"},
+    "TensorType": _plain({"number": [1]}) | {2: "Shape"},
     "Shape": {1: "Dimension*"},
-    "Dimension": _plain(number=[1], bytes=[2, 3]),
-    "Entry": _plain(bytes=[1, 2]),
+    "Dimension": _plain({"number": [1], "bytes": [2, 3]}),
+    "Entry": _plain({"bytes": [1, 2]}),
 }
 # A message, parsed: what stands in each field, in order. A message inside is one too.
 _Fields = dict[int, list[Any]]
@@ -117,7 +129,7 @@ class OnnxModel:
 
 def onnx_type(dtype: str) -> int | None:
     """The element type of ONNX that a dtype of this format has; None if there is none."""
-    return ELEMENT_TYPES.get(_STANDS_FOR.get(dtype, PAIRS.get(dtype, dtype)))
+    return ELEMENT_TYPES.get(SCALAR_TYPES.get(dtype, PAIRS.get(dtype, dtype)))
 
 
 def read_onnx(content: bytes, where: str) -> OnnxModel:
@@ -125,10 +137,10 @@ def read_onnx(content: bytes, where: str) -> OnnxModel:
 
     Raises:
         FormatError: it is not one, or holds what this format leaves out (O2).
-        LimitError: nested too deep (L2).
+        LimitError: too many fields (L1), or nested too deep (L2).
     """
     try:
-        model = _parse(content, 0, len(content), "Model", 0)
+        model = _Parser(content).message(0, len(content), "Model", 0)
         [graph] = model[7]
         found = _Found()
         for kind, inner in _inside("Model", model):
@@ -139,8 +151,9 @@ def read_onnx(content: bytes, where: str) -> OnnxModel:
             operators=frozenset(found.operators),
             tensors=tuple(found.tensors),
         )
-    except RecursionError:
-        raise LimitError([Problem(rule="L2", where=where, message="nested too deep")]) from None
+    except _TooLargeError as error:
+        rule, message = error.args
+        raise LimitError([Problem(rule=rule, where=where, message=message)]) from None
     except (ValueError, KeyError, IndexError, TypeError) as error:
         message = f"not an ONNX model as this format has it: {str(error)[:200]}"
         raise FormatError([Problem(rule="O2", where=where, message=message)]) from None
@@ -189,13 +202,13 @@ def _dim(message: _Fields) -> int | str:
 
 
 def _text(message: _Fields, number: int) -> str:
-    [*_, last] = message.get(number, [b""])
-    return str(last, "utf-8")
+    [text] = message.get(number, [b""])
+    return str(text, "utf-8")
 
 
 def _number(message: _Fields, number: int) -> int:
-    [*_, last] = message.get(number, [0])
-    return int(last)
+    [found] = message.get(number, [0])
+    return int(found)
 
 
 def _inside(kind: str, message: _Fields) -> Iterator[tuple[str, _Fields]]:
@@ -208,38 +221,54 @@ def _inside(kind: str, message: _Fields) -> Iterator[tuple[str, _Fields]]:
                 yield from _inside(inner, part)
 
 
-def _parse(data: bytes, position: int, end: int, kind: str, depth: int) -> _Fields:
-    """Parse the message between two positions.
+class _TooLargeError(Exception):
+    """A file is over a limit: the rule, and a message."""
 
-    Raises:
-        ValueError, IndexError: it is cut short, has a field that is not known, or a second message where one belongs.
-    """
-    if depth > limits.ONNX_DEPTH:
-        raise RecursionError
-    fields: _Fields = {}
-    known = _MESSAGES[kind]
-    part: Any
-    while position < end:
-        key, position = _varint(data, position)
-        number, wire = key >> 3, key & 7
-        held = known.get(number, "")
-        inner = held.rstrip("*")
-        if wire not in (_WIRES.get(held) or (2,)) or not held:
-            raise ValueError(f"the field {number} of a {kind}, of the wire type {wire}, is not known here")
-        if wire == 0:
-            part, position = _varint(data, position)
-        else:
-            length, position = _varint(data, position) if wire == 2 else (8 if wire == 1 else 4, position)
-            if length > end - position:
-                raise ValueError(f"a {kind} is cut short")
-            start, position = position, position + length
-            part = _parse(data, start, position, inner, depth + 1) if inner in _MESSAGES else data[start:position]
-        if number in fields and held in _MESSAGES:
-            raise ValueError(f"the field {number} of a {kind} stands twice")
-        fields.setdefault(number, []).append(part)
-    if position != end:
-        raise ValueError(f"a {kind} is cut short")
-    return fields
+
+class _Parser:
+    """Parses a file, and counts its fields."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.fields = 0
+
+    def message(self, position: int, end: int, kind: str, depth: int) -> _Fields:
+        """Parse the message between two positions.
+
+        Raises:
+            ValueError, IndexError: it is cut short, has a field that is not known, or a second message where one belongs.
+            _TooLargeError: it has too many fields, or messages inside one another.
+        """
+        if depth > limits.ONNX_DEPTH:
+            raise _TooLargeError("L2", "nested too deep")
+        data = self.data
+        fields: _Fields = {}
+        known = _MESSAGES[kind]
+        part: Any
+        while position < end:
+            self.fields += 1
+            if self.fields > limits.ONNX_FIELDS:
+                raise _TooLargeError("L1", f"over the limit of {limits.ONNX_FIELDS} fields")
+            key, position = _varint(data, position)
+            number, wire = key >> 3, key & 7
+            held = known.get(number, "")
+            inner = held.rstrip("*")
+            if wire not in (_WIRES.get(held) or (2,)) or not held:
+                raise ValueError(f"the field {number} of a {kind}, of the wire type {wire}, is not known here")
+            if wire == 0:
+                part, position = _varint(data, position)
+            else:
+                length, position = _varint(data, position) if wire == 2 else (8 if wire == 1 else 4, position)
+                if length > end - position:
+                    raise ValueError(f"a {kind} is cut short")
+                start, position = position, position + length
+                part = self.message(start, position, inner, depth + 1) if inner in _MESSAGES else data[start:position]
+            if number in fields and held[-1] != "*":
+                raise ValueError(f"the field {number} of a {kind} stands twice")
+            fields.setdefault(number, []).append(part)
+        if position != end:
+            raise ValueError(f"a {kind} is cut short")
+        return fields
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

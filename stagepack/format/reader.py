@@ -139,7 +139,7 @@ class Bundle:
         entry = self.stages[stage]
         assert entry.onnx is not None
         name = entry.onnx.model
-        model = read_onnx(self.read(name), name)
+        model = read_onnx(self.read(name, limits.ONNX_BYTES), name)
         stored = {}
         for weights in (*entry.weights, *entry.onnx.weights):
             raise_digest_problems(self.check_size(weights))
@@ -151,15 +151,15 @@ class Bundle:
         raise_problems(check_onnx(model, entry, values, stored, name))
         return model
 
-    def read(self, name: str) -> bytes:
-        """Read a whole file that is not a weight file, compared with its digest.
+    def read(self, name: str, limit: int = limits.GRAPH_BYTES) -> bytes:
+        """Read a whole file that is not a weight file, of at most `limit` bytes, compared with its digest.
 
         Raises:
             DigestError: the file is missing or is not the one that the manifest lists.
             LimitError: the manifest states a size over the limit.
         """
-        if self.files[name].size > limits.GRAPH_BYTES:
-            raise LimitError([Problem(rule="L1", where=name, message=f"over the limit of {limits.GRAPH_BYTES} bytes")])
+        if self.files[name].size > limit:
+            raise LimitError([Problem(rule="L1", where=name, message=f"over the limit of {limit} bytes")])
         raise_digest_problems(self.check_size(name))
         content = (self.path / name).read_bytes()
         found = sha256_of(content)

@@ -2,14 +2,17 @@
 
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
 
+from stagepack.errors import WriteError
 from stagepack.format.folded import plain
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Onnx
@@ -76,25 +79,40 @@ def add_onnx(
             torch_only[number] = found
         else:
             made[number] = found
-    _write(opened, made)
     progress("run the example")
-    written = Bundle(opened.path)
-    checked = dict(enumerate(check(written, allow_ops)))
-    wrong = {number: one for number, one in checked.items() if not one.within}
-    if wrong:
-        torch_only |= {
-            number: one.reason or f"its answer differs by {one.difference:g}" for number, one in wrong.items()
-        }
-        _write(written, {number: files for number, files in made.items() if number not in wrong})
-    kept = {number: one for number, one in checked.items() if number not in torch_only}
+    out = opened.path.resolve()  # what a link stands for
+    with _folder_beside(out) as folder:
+        _write(opened, made, folder / "checked", overwrite=False)
+        checked = dict(enumerate(check(Bundle(folder / "checked"), allow_ops)))
+    for number, one in checked.items():
+        if number in made and not one.within:
+            torch_only[number] = one.reason or f"its answer differs by {one.difference:g}"
+            del made[number]
+    _write(opened, made, out, overwrite=True)
+    kept = {number: checked[number] for number in made}
     return AddedOnnx(bundle=Bundle(opened.path), torch_only=dict(sorted(torch_only.items())), checked=kept)
 
 
-def _write(bundle: Bundle, made: Mapping[int, OnnxFiles]) -> None:
-    """Write a bundle anew with these ONNX files, by the number of their stage, and no others."""
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A folder that is gone afterwards, where files can be linked to.
+
+    Raises:
+        WriteError: it cannot be made.
+    """
+    try:
+        made = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise WriteError(f"{path}: cannot write there: {error.strerror}: {path.parent}") from None
+    with made as folder:
+        yield Path(folder)
+
+
+def _write(bundle: Bundle, made: Mapping[int, OnnxFiles], out: Path, *, overwrite: bool) -> None:
+    """Write a bundle with these ONNX files, by the number of their stage, and no others."""
     replaced = {name for stage in bundle.stages for name in stage.onnx_files}
     stages = [msgspec.structs.replace(stage, onnx=None) for stage in bundle.stages]
-    with BundleWriter(bundle.path, overwrite=True) as writer:
+    with BundleWriter(out, overwrite=overwrite) as writer:
         for file in bundle.manifest.files:
             if file.name not in replaced:
                 writer.keep(bundle.path / file.name, file)

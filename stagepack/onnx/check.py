@@ -17,7 +17,6 @@ from stagepack_loaders.torch import stage as in_torch
 
 _RANDOM = {
     "Bernoulli",
-    "Dropout",
     "Multinomial",
     "RandomNormal",
     "RandomNormalLike",

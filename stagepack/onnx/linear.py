@@ -32,7 +32,7 @@ class _LinearWithBias(_Linear):
         return op.Add(op.MatMul(x, op.Transpose(w, perm=[1, 0])), b)
 
     def check(self, context: Any, w: ir.Value, b: ir.Value, **_: Any) -> bool:  # type: ignore[override]
-        return _is_matrix(w) and b.is_initializer() and b.shape is not None and len(b.shape) == 1
+        return _is_matrix(w) and b.is_initializer() and w.shape is not None and b.shape == w.shape[:1]
 
     def rewrite(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value) -> Any:  # type: ignore[override]
         return _gemm(op, x, w, b)

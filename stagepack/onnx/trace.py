@@ -1,5 +1,6 @@
 """A stage -> an `ExportedProgram` that writes nothing: what it would write it gives back, as ONNX needs it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,11 +72,18 @@ class _Run(torch.fx.Interpreter):
         return (lambda *args: _Run(held).run(*args)) if is_context else held
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator; where torch's exporter means something else by it, in a way that it gets right."""
         if target in _DROPOUTS:
             given = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
             if not given["train"]:  # gives its input back; what is traced would lose that
                 return given["input"]
-        return super().call_function(target, args, kwargs)
+        result = super().call_function(target, args, kwargs)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if target is torch.ops.aten.scaled_dot_product_attention.default and mask is not None:
+            # Where nothing is to be seen torch gives 0, the exporter the mean of all or NaN.
+            seen = mask if mask.dtype == torch.bool else mask > -math.inf
+            return torch.where(seen.any(-1, keepdim=True), result, torch.zeros((), dtype=result.dtype))
+        return result
 
 
 def trace(

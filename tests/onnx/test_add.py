@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,92 @@ def test_names_do_not_meet(tmp_path: Path) -> None:
     assert {tensor.name for tensor in model(bundle, 0).graph.initializer} == set(net.state_dict())
     with torch.no_grad():
         assert numpy.allclose(stagepack.load(bundle, runtime="onnxruntime")(x.numpy()), net(x).numpy(), atol=1e-5)
+
+
+class Attends(torch.nn.Module):
+    """Attention with a mask that may hide everything."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_row_that_sees_nothing_is_zero_as_in_torch(kind: str, tmp_path: Path) -> None:
+    x, mask = torch.randn(1, 2, 4, 8), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+
+    def given(mask: torch.Tensor) -> torch.Tensor:
+        return mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+
+    bundle = stagepack.export(Attends(), (x, given(mask)), out=tmp_path / "m.stagepack", onnx=True)
+    mask[..., 1, :] = False
+    mask[..., 2, 0] = False
+    found = stagepack.load(bundle, runtime="onnxruntime")(x.numpy(), given(mask).numpy())
+    assert numpy.allclose(found, Attends()(x, given(mask)).numpy(), atol=1e-5)
+    assert not found[:, :, 1].any()
+
+
+def test_what_is_stopped_midway_leaves_the_bundle_as_it_was(tower: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tower, tmp_path / "t.stagepack"))
+    before = Bundle(path).digest
+
+    def stop(what: str) -> None:
+        if what == "run the example":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stagepack.add_onnx(path, progress=stop)
+    assert Bundle(path).digest == before
+    Bundle(path).verify()
+    assert [one.name for one in tmp_path.iterdir()] == ["t.stagepack"]
+
+
+def test_a_link_stands_for_the_bundle(tower: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tower, tmp_path / "t.stagepack"))
+    (tmp_path / "link").symlink_to(path)
+    added = stagepack.add_onnx(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert added.torch_only == {}
+    Bundle(path).verify()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "t.stagepack"]
+
+
+class Doubles(torch.nn.Module):
+    """Writes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + 1
+
+
+@pytest.mark.parametrize("first", ["torch", "onnxruntime"])
+def test_what_a_stage_of_either_runtime_writes_the_caller_sees(first: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Doubles(), torch.nn.Linear(3, 3))
+    bundle = stagepack.export(net, (torch.ones(2, 3),), out=tmp_path / "m.stagepack", split_at=["1"], onnx=True)
+    pipe = stagepack.load(bundle, runtime=[first, "onnxruntime"])
+    for order in ("C", "F"):
+        x = numpy.asarray(numpy.arange(6.0, dtype="float32").reshape(2, 3), order=order)
+        given = torch.from_numpy(x.copy())
+        with torch.no_grad():
+            wanted, found = net(given).numpy(), pipe(x)
+        assert numpy.allclose(found, wanted, atol=1e-6)
+        assert numpy.array_equal(x, given.numpy())
+    fixed = numpy.ones((2, 3), "float32")
+    fixed.flags.writeable = False
+    if first == "onnxruntime":
+        with pytest.raises(InputError, match="cannot be written"):
+            pipe(fixed)
+    else:
+        with torch.no_grad():
+            pipe(fixed)
+    assert (fixed == 1).all()
+
+
+def test_calls_from_several_threads_lose_nothing(tower: Path) -> None:
+    stage = stagepack.load_stage(tower, 2, runtime="onnxruntime")
+    ones = numpy.ones((1, 2, 4), "float32")
+    (_, once) = stage(ones)
+    stage.reset_state()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: stage(ones), range(400)))
+    assert numpy.array_equal(stage(ones)[1], once * 401)

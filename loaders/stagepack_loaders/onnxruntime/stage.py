@@ -1,6 +1,8 @@
 """A stage as a session of ONNX Runtime."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +43,7 @@ def parse_device(device: object) -> Device:
         DeviceError: it is none of these, or this onnxruntime has no execution provider for it.
     """
     kind, _, index = str(device).partition(":")
-    if kind not in _PROVIDERS or (index and not index.isdecimal()):
+    if kind not in _PROVIDERS or (index and not index.isdecimal()) or (kind == "cpu" and int(index or 0)):
         raise DeviceError(f"device {str(device)!r}: ONNX Runtime runs stages on cpu, cuda or cuda:N")
     if _PROVIDERS[kind] not in onnxruntime.get_available_providers():
         raise DeviceError(
@@ -76,6 +78,7 @@ class Stage:
         self._inputs = prepared.edges(prepared.entry.inputs)
         self._outputs = prepared.edges(prepared.entry.outputs)
         self._written = [name.removeprefix(WRITTEN) for name in prepared.gives if name.startswith(WRITTEN)]
+        self._turn = threading.Lock()
         self.state: dict[str, OrtValue] = {}
         self.reset_state()
 
@@ -101,16 +104,23 @@ class Stage:
         """Run the stage on values that are known to fit, in the order of its inputs; the outputs are values of ONNX Runtime, or numbers.
 
         Raises:
-            InputError: an input that the stage writes cannot be written, or shares memory with another one.
+            InputError: an input holds no dense tensor; or the stage writes it, and it cannot be written, or shares memory with another.
+            RuntimeError: ONNX Runtime fails, on an index out of range for example.
         """
         if self.session is None:
             return ()
+        with (
+            self._turn if self.state else nullcontext()
+        ):  # calls from several threads must not lose what one of them writes
+            return self._run(self.session, values)
+
+    def _run(self, session: onnxruntime.InferenceSession, values: list[Any]) -> tuple[Any, ...]:
         edges, outputs = self._inputs, self._outputs
         given = dict(zip((edge.name for edge in edges), values, strict=True))
         check_written(given, self._written)
-        binding = self.session.io_binding()
+        binding = session.io_binding()
         for edge, value in zip(edges, values, strict=True):
-            binding.bind_ortvalue_input(edge.name, to_ort(value, edge.dtype, edge.name))
+            binding.bind_ortvalue_input(edge.name, to_ort(value, edge.dtype, edge.name, str(self.device)))
         for name, value in self.state.items():
             binding.bind_ortvalue_input(STATE + name, value)
         for edge in outputs:
@@ -118,7 +128,7 @@ class Stage:
             binding.bind_output(edge.name, *(("cpu", 0) if on_host else (self.device.type, self.device.index)))
         for name in (*(NEXT + name for name in self.state), *(WRITTEN + name for name in self._written)):
             binding.bind_output(name, self.device.type, self.device.index)
-        self.session.run_with_iobinding(binding)
+        session.run_with_iobinding(binding)
         binding.synchronize_outputs()
         found = binding.get_outputs()
         self.state = dict(zip(self.state, found[len(outputs) :], strict=False))
@@ -129,6 +139,10 @@ class Stage:
             to_numpy(value, edge.dtype) if edge.dtype in SCALARS else value
             for value, edge in zip(found, outputs, strict=False)
         )
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Refuse to be pickled or copied."""
+        raise TypeError("a loaded stage is not pickled or copied: hand on the bundle, and load the stage there")
 
     def reset_state(self) -> None:
         """Give the buffers that calls write the content that they were loaded with."""

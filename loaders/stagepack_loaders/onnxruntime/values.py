@@ -9,12 +9,11 @@ from onnxruntime import OrtValue
 
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALARS
-from stagepack.format.onnx import ELEMENT_TYPES, PAIRS
+from stagepack.format.onnx import ELEMENT_TYPES, PAIRS, SCALAR_TYPES
 
 _NOT_IN_DLPACK: Final = frozenset(
     name for name in ELEMENT_TYPES if name.startswith("float8")
 )  # as onnxruntime reads it
-_NUMBERS: Final = {"symint": "int64", "symfloat": "float64", "symbool": "bool"}
 
 
 def dtype_of(name: str) -> numpy.dtype[Any]:
@@ -28,18 +27,20 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def to_ort(value: Any, dtype: str, where: str) -> OrtValue:
-    """A value of a torch dtype for ONNX Runtime; on its own memory, if its elements lie one after another there.
+def to_ort(value: Any, dtype: str, where: str, device: str = "cpu") -> OrtValue:
+    """A value of a torch dtype for a stage on a device; on its own memory, if its elements lie one after another there.
+
+    What lies on the host ONNX Runtime moves to the device itself.
 
     Raises:
-        InputError: it is nothing that holds a tensor.
+        InputError: it is nothing that holds a dense tensor.
     """
     if isinstance(value, OrtValue):
         return value
     if dtype in SCALARS:
-        return OrtValue.ortvalue_from_numpy(numpy.array(value, dtype=_NUMBERS[dtype]))
+        return OrtValue.ortvalue_from_numpy(numpy.array(value, dtype=SCALAR_TYPES[dtype]))
     if is_torch(value):
-        return _from_torch(value)
+        return _from_torch(value, device, where)
     if not isinstance(value, numpy.ndarray):
         raise InputError(f"{where}: expected a numpy array or a torch tensor, found {type(value).__name__}")
     if dtype in PAIRS:
@@ -54,7 +55,7 @@ def to_ort(value: Any, dtype: str, where: str) -> OrtValue:
 def to_numpy(value: Any, dtype: str) -> Any:
     """A value as a numpy array; a number of the host as it is. A value on another device is copied."""
     if is_torch(value):
-        value = _from_torch(value.cpu())
+        value = _from_torch(value, "cpu", "")
     if not isinstance(value, OrtValue):
         return value
     if dtype in SCALARS:
@@ -72,17 +73,21 @@ def to_numpy(value: Any, dtype: str) -> Any:
 
 
 def to_torch(value: Any, dtype: str) -> Any:
-    """A value as a torch tensor, on its own memory; a number of the host as it is."""
+    """A value as a torch tensor, on its own memory, but a copy of what must not be written; a number of the host as it is."""
     import torch  # noqa: PLC0415 - a host without torch has no use for it
 
     if isinstance(value, numpy.ndarray):
-        value = to_ort(value, dtype, "")
+        if not value.flags.writeable or any(stride < 0 for stride in value.strides):  # torch has no such memory
+            value = value.copy()
+        if _is_beyond_numpy(dtype):
+            return torch.from_numpy(value.view(f"u{value.dtype.itemsize}")).view(getattr(torch, dtype))
+        return torch.from_numpy(value)
     if not isinstance(value, OrtValue):
         return value
     if dtype in SCALARS:
         return value.numpy().item()
     if dtype in _NOT_IN_DLPACK:
-        return torch.from_numpy(to_numpy(value, dtype).view("u1")).view(getattr(torch, dtype))
+        return to_torch(to_numpy(value, dtype), dtype)
     tensor: Any = torch.utils.dlpack.from_dlpack(value)
     if dtype == "bool":
         return tensor.view(torch.bool)
@@ -93,8 +98,11 @@ def _is_beyond_numpy(dtype: str) -> bool:
     return dtype.startswith(("bfloat", "float8"))
 
 
-def _from_torch(tensor: Any) -> OrtValue:
+def _from_torch(tensor: Any, device: str, where: str) -> OrtValue:
     torch = sys.modules["torch"]
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InputError(f"{where}: expected a dense tensor with data, found {tensor.layout} on {tensor.device}")
+    tensor = tensor if tensor.device.type == "cpu" else tensor.to(device)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
     if tensor.is_cuda:  # ONNX Runtime has a stream of its own
