@@ -1,0 +1,199 @@
+"""What stands at the edges of what ONNX can say, and bundles that others change, stop or share meanwhile."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import onnx
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
+
+
+class Corners(torch.nn.Module):
+    """What stands at the edges of what ONNX can say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zeros", torch.zeros(1000))
+        self.register_buffer("whole", torch.arange(12).reshape(3, 4))
+        self.register_buffer("nobody", torch.zeros(0, 3))
+        self.register_buffer("x", torch.ones(3))  # named like an edge
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + self.x, self.zeros, y @ self.whole.t(), self.x, self.nobody, x, x
+
+
+def test_results_may_be_weights_inputs_zeros_and_integers(tmp_path: Path) -> None:
+    net, args = Corners(), (torch.randn(2, 3), torch.arange(8).reshape(2, 4))
+    bundle = stagepack.export(net, args, out=tmp_path / "m.stagepack", stages=2)
+    added = stagepack.add_onnx(bundle)
+    assert added.torch_only == {}
+    pipe = stagepack.load(added.bundle, runtime="onnxruntime")
+    found, wanted = pipe(*(one.numpy() for one in args)), net(*args)
+    assert all(numpy.array_equal(mine, theirs.numpy()) for mine, theirs in zip(found, wanted, strict=True))
+    assert [array.dtype.name for array in found] == [str(one.dtype).removeprefix("torch.") for one in wanted]
+
+
+class Writes(torch.nn.Module):
+    """Writes into its first input."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + y
+
+
+@pytest.mark.parametrize("as_torch", [True, False])
+def test_what_is_written_into_an_input_is_there_after_the_call(as_torch: bool, tmp_path: Path) -> None:
+    args = (torch.ones(2, 3), torch.ones(2, 3))
+    bundle = stagepack.export(Writes(), args, out=tmp_path / "m.stagepack", onnx=True)
+    pipe = stagepack.load(bundle, runtime="onnxruntime")
+
+    def given(tensor: torch.Tensor) -> Any:
+        return tensor if as_torch else tensor.numpy()
+
+    x, y = torch.full((2, 3), 3.0), torch.ones(2, 3)
+    assert float(pipe(given(x), given(y))[0, 0]) == 7.0
+    assert torch.equal(x, torch.full((2, 3), 6.0))
+    both = torch.ones(4, 3)
+    with pytest.raises(InputError, match="share memory"):
+        pipe(given(both[:2]), given(both[1:3]))
+    fixed = torch.ones(3).expand(2, 3)
+    with pytest.raises(InputError, match="x: the model writes into this input, and it cannot be written: give a copy"):
+        pipe(given(fixed), given(y))
+    assert torch.equal(both, torch.ones(4, 3))
+
+
+def test_a_loaded_stage_stays_what_it_is_when_its_bundle_is_replaced(tower: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tower, tmp_path / "t.stagepack"))
+    x = numpy.arange(12, dtype="float32").reshape(1, 3, 4)
+    pipe = stagepack.load(path, runtime="onnxruntime")
+    answer, weights = pipe(x), pipe.state_dict()
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    stagepack.export(other, (torch.ones(1, 4),), out=path, overwrite=True)
+    for removed in (False, True):
+        if removed:
+            shutil.rmtree(path)
+        pipe.reset_state()
+        assert all(numpy.array_equal(mine, first) for mine, first in zip(pipe(x), answer, strict=True))
+        assert all(numpy.array_equal(array, weights[name]) for name, array in pipe.state_dict().items())
+
+
+class Named(torch.nn.Module):
+    """Modules and weights with the names that the exporter gives to values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s0 = torch.nn.Module()
+        for name in ("val_0", "add", "relu", "linear"):
+            self.s0.register_parameter(name, torch.nn.Parameter(torch.rand(3)))
+        self.w3, self.w0, self.linear = (torch.nn.Parameter(torch.rand(3)) for _ in range(3))
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x).relu() * self.s0.val_0 + self.s0.add
+        return (x * self.w3 + self.s0.relu).relu() * self.w0 + self.s0.linear * self.linear
+
+
+def test_names_do_not_meet(tmp_path: Path) -> None:
+    x = torch.randn(2, 3)
+    net = Named()
+    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack", onnx=True)
+    initializers = onnx.load(bundle.path / "stage-0.onnx", load_external_data=False).graph.initializer
+    assert {tensor.name for tensor in initializers} == set(net.state_dict())
+    with torch.no_grad():
+        assert numpy.allclose(stagepack.load(bundle, runtime="onnxruntime")(x.numpy()), net(x).numpy(), atol=1e-5)
+
+
+class Attends(torch.nn.Module):
+    """Attention with a mask that may hide everything."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_row_that_sees_nothing_is_zero_as_in_torch(kind: str, tmp_path: Path) -> None:
+    x, mask = torch.randn(1, 2, 4, 8), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+
+    def given(mask: torch.Tensor) -> torch.Tensor:
+        return mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+
+    bundle = stagepack.export(Attends(), (x, given(mask)), out=tmp_path / "m.stagepack", onnx=True)
+    mask[..., 1, :] = False
+    mask[..., 2, 0] = False
+    found = stagepack.load(bundle, runtime="onnxruntime")(x.numpy(), given(mask).numpy())
+    assert numpy.allclose(found, Attends()(x, given(mask)).numpy(), atol=1e-5)
+    assert not found[:, :, 1].any()
+
+
+def test_what_is_stopped_midway_leaves_the_bundle_as_it_was(tower: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tower, tmp_path / "t.stagepack"))
+    before = Bundle(path).digest
+
+    def stop(what: str) -> None:
+        if what == "run the example":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stagepack.add_onnx(path, progress=stop)
+    assert Bundle(path).digest == before
+    Bundle(path).verify()
+    assert [one.name for one in tmp_path.iterdir()] == ["t.stagepack"]
+
+
+def test_a_link_stands_for_the_bundle(tower: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tower, tmp_path / "t.stagepack"))
+    (tmp_path / "link").symlink_to(path)
+    added = stagepack.add_onnx(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert added.torch_only == {}
+    Bundle(path).verify()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "t.stagepack"]
+
+
+class Doubles(torch.nn.Module):
+    """Writes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x + 1
+
+
+@pytest.mark.parametrize("first", ["torch", "onnxruntime"])
+def test_what_a_stage_of_either_runtime_writes_the_caller_sees(first: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Doubles(), torch.nn.Linear(3, 3))
+    bundle = stagepack.export(net, (torch.ones(2, 3),), out=tmp_path / "m.stagepack", split_at=["1"], onnx=True)
+    pipe = stagepack.load(bundle, runtime=[first, "onnxruntime"])
+    for order in ("C", "F"):
+        x = numpy.asarray(numpy.arange(6.0, dtype="float32").reshape(2, 3), order=order)
+        given = torch.from_numpy(x.copy())
+        with torch.no_grad():
+            wanted, found = net(given).numpy(), pipe(x)
+        assert numpy.allclose(found, wanted, atol=1e-6)
+        assert numpy.array_equal(x, given.numpy())
+    fixed = numpy.ones((2, 3), "float32")
+    fixed.flags.writeable = False
+    if first == "onnxruntime":
+        with pytest.raises(InputError, match="cannot be written"):
+            pipe(fixed)
+    else:
+        with torch.no_grad():
+            pipe(fixed)
+    assert (fixed == 1).all()
+
+
+def test_calls_from_several_threads_lose_nothing(tower: Path) -> None:
+    stage = stagepack.load_stage(tower, 2, runtime="onnxruntime")
+    ones = numpy.ones((1, 2, 4), "float32")
+    (_, once) = stage(ones)
+    stage.reset_state()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: stage(ones), range(400)))
+    assert numpy.array_equal(stage(ones)[1], once * 401)
