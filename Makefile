@@ -33,10 +33,10 @@ smoke: .venv/ready
 	$(BIN)/python tools/smoke_test.py
 
 unit: .venv/ready
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-zoo: .venv/ready
-	$(BIN)/pytest -n 2 tests/zoo
+	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo
 
 coverage: .venv/ready
 	$(BIN)/python -m tools.coverage

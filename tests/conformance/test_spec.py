@@ -101,11 +101,14 @@ def test_limits_are_those_of_the_code() -> None:
         limits.WEIGHT_HEADER_BYTES,
         limits.RANK,
         limits.TERMS,
+        limits.ONNX_BYTES,
+        limits.ONNX_FIELDS,
         limits.UNFOLDED,
     ):
         assert limit in stated
     assert limits.ELEMENTS == 2**62
     assert (limits.DEPTH, limits.NAME_CHARACTERS, limits.STAGES) == (64, 1024, 4096)
+    assert f"ONNX file MUST NOT be nested deeper than {limits.ONNX_DEPTH}" in SPEC.replace("\n", " ")
 
 
 def test_the_example_shows_the_files() -> None:

@@ -16,6 +16,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.weights import read_index
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
 
+pytestmark = pytest.mark.xdist_group("added")  # one process, so that the bundle is made once
+
 
 class Layers(torch.nn.Module):
     """Three layers, with weights of all kinds between them."""

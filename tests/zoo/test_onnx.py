@@ -11,21 +11,15 @@ from tests.zoo.test_zoo import name_of
 
 # One of each kind; `make test-zoo` runs all.
 QUICK = named(
-    "exportdb-cond_operands",
     "aliasing-dropout-that-does-nothing",
     "aliasing-einsum-that-is-a-view",
-    "aliasing-inputs-written",
-    "containers-model-output",
     "operators-custom-operators",
     "operators-draws-of-every-kind",
-    "regions-all-in-autocast",
     "regions-while-loop",
-    "shapes-an-integer-input",
     "shapes-floats-and-booleans-of-sizes",
     "shapes-items-used-in-several-layers",
     "state-batch-norm-that-trains",
     "state-caches-of-several-layers",
-    "state-counter-in-the-middle",
     "state-zeros",
     "values-u-net",
     "decoders-llama-tied",
