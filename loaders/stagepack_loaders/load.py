@@ -145,7 +145,7 @@ def prepare_stages(
     found: dict[int, Prepared] = {}
     for kind in dict.fromkeys(runtimes):
         mine = {number: device for number, device in enumerate(placed) if runtimes[number] == kind}
-        found.update(prepare(bundle, mine, kind, allow_ops=allow_ops))
+        found.update(prepare(bundle, mine, kind, allow_ops=allow_ops, dense="onnxruntime" in runtimes))
     return [found[number] for number in range(len(placed))]
 
 
@@ -157,8 +157,11 @@ def prepare(
     allow_ops: Collection[str] = (),
     modules: bool = False,
     types: Collection[type] = (),
+    dense: bool = False,
 ) -> Mapping[int, Prepared]:
     """Read all of some stages, by their numbers, but their weights. Those of torch that lie on one device will share weights.
+
+    `dense`: stages of torch get values from others that do not have the strides of the capture.
 
     Raises:
         DigestError, FormatError, DeviceError, OperatorError, ValueError: see `load`.
@@ -166,7 +169,7 @@ def prepare(
     if runtime == "torch":
         from stagepack_loaders.torch import stage as in_torch  # noqa: PLC0415 - a host may have one runtime only
 
-        return in_torch.prepare(bundle, placed, allow_ops=allow_ops, modules=modules, types=types)
+        return in_torch.prepare(bundle, placed, allow_ops=allow_ops, modules=modules, types=types, dense=dense)
     if runtime == "onnxruntime":
         from stagepack_loaders.onnxruntime import stage as in_onnxruntime  # noqa: PLC0415 - the same
 

@@ -25,6 +25,7 @@ INLINE = 1024  # bytes of a tensor that may stand in the ONNX file itself
 _IR_VERSION = 11  # the first in which a node tells its pipeline stage
 _MODULE = "pkg.stagepack.module"
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch notes of what it adds itself
+_INTEGERS = {ir.DataType.INT32, ir.DataType.INT64}
 _DTYPES = {number: name for name, number in ELEMENT_TYPES.items()}
 
 
@@ -202,12 +203,7 @@ def _place(model: ir.Model, weights: Mapping[str, Weight], place: Place, own: st
         weight = weights.get(value.name)
         if weight is not None and weight.zeros and tensor.nbytes > INLINE:
             _zeros(model, value)
-        elif (
-            weight is not None
-            and not weight.zeros
-            and tensor.nbytes
-            and (start := _start(weight, place.tensors)) is not None
-        ):
+        elif weight is not None and _stays(weight, tensor) and (start := _start(weight, place.tensors)) is not None:
             file = place.tensors[weight.stored][0].name
             value.const_value = _external(tensor, file, start)
         elif tensor.nbytes > INLINE:
@@ -218,6 +214,12 @@ def _place(model: ir.Model, weights: Mapping[str, Weight], place: Place, own: st
         assert value.const_value is not None
         value.const_value = _external(value.const_value, own, stored.start)
     return moved
+
+
+def _stays(weight: Weight, tensor: ir.TensorProtocol) -> bool:
+    """Whether a weight stays in its file. Runtimes read sizes and indices off small integers, and look into no file for that."""
+    is_small_integer = tensor.dtype in _INTEGERS and tensor.nbytes <= INLINE
+    return not weight.zeros and tensor.nbytes > 0 and not is_small_integer
 
 
 def _start(weight: Weight, tensors: Mapping[str, tuple[Path, StoredTensor]]) -> int | None:

@@ -176,10 +176,12 @@ def prepare(
     allow_ops: Collection[str] = (),
     modules: bool = False,
     types: Collection[type] = (),
+    dense: bool = False,
 ) -> dict[int, Prepared]:
     """Read all of some stages, by their numbers, but their weights; those on one device will share what they share in the model.
 
-    With `modules` they run by calls of the model's modules, whose arguments and results are built of `types`.
+    With `modules` they run by calls of the model's modules, whose arguments and results are built of `types`. With `dense`, what
+    other stages give them need not have the strides of the capture.
 
     Raises:
         FormatError: a graph or a weight file breaks rules; `DigestError` when a file is not the one listed.
@@ -189,7 +191,7 @@ def prepare(
     cache = WeightCache()
     devices = {number: parse_device(device) for number, device in placed.items()}
     return {
-        number: _prepare(bundle, number, device, cache, allow_ops=allow_ops, modules=modules, types=types)
+        number: _prepare(bundle, number, device, cache, allow_ops=allow_ops, modules=modules, types=types, dense=dense)
         for number, device in devices.items()
     }
 
@@ -203,11 +205,15 @@ def _prepare(
     allow_ops: Collection[str],
     modules: bool,
     types: Collection[type],
+    dense: bool,
 ) -> Prepared:
     """Read all of one stage but its weights: its graph, the operators it needs, the headers of its weight files."""
     entry = bundle.stages[number]
     folded, graph = bundle.graph_file(number, calls=modules)
     targets = resolve(graph.ops, allow_ops, entry.graph)
+    if dense:  # a view that was possible may not be; where it is, both are the same
+        aten = torch.ops.aten
+        targets = [aten.reshape.default if target is aten.view.default else target for target in targets]
     calls: Sequence[Body] = ()
     try:
         if modules:
