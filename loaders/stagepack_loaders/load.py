@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline import LoadedStage, Pipeline
@@ -11,7 +11,9 @@ from stagepack_loaders.placement import place
 if TYPE_CHECKING:
     import torch
 
+    from stagepack_loaders.onnxruntime.stage import Stage as OnnxRuntimeStage
     from stagepack_loaders.torch.compile import Compile
+    from stagepack_loaders.torch.stage import Stage as TorchStage
 
 Source = str | os.PathLike[str] | Bundle
 Runtime = Literal["torch", "onnxruntime"]
@@ -71,6 +73,33 @@ def load(
     prepared = prepare_stages(opened, devices, runtime=runtime, allow_ops=allow_ops)
     ready = speed_up(opened, prepared, compile, compiled)
     return assemble(opened, [stage.finish(verify=verify) for stage in ready], types)
+
+
+@overload
+def load_stage(
+    bundle: Source,
+    stage: int,
+    device: "str | torch.device" = ...,
+    *,
+    runtime: Literal["torch"] = ...,
+    modules: bool = ...,
+    types: Collection[type] = ...,
+    allow_ops: Collection[str] = ...,
+    verify: bool = ...,
+    compile: "Compile" = ...,
+    compiled: str | os.PathLike[str] | None = ...,
+) -> "TorchStage": ...
+
+
+@overload
+def load_stage(
+    bundle: Source,
+    stage: int,
+    device: "str | torch.device" = ...,
+    *,
+    runtime: Literal["onnxruntime"],
+    verify: bool = ...,
+) -> "OnnxRuntimeStage": ...
 
 
 def load_stage(

@@ -41,7 +41,7 @@ def joined(bundle: Bundle) -> onnx.ModelProto:
             node.input[:] = [renamed.get(name, name) for name in node.input]
         made = [value.name for value in whole.graph.output]
         given = [value.name for value in model.graph.input]
-        later = {name for one in models[number + 1 :] for value in one.graph.input for name in [value.name]}
+        later = {value.name for one in models[number + 1 :] for value in one.graph.input}
         kept = [name for name in made if name in later or name in results]
         whole = onnx.compose.merge_models(
             whole,
@@ -97,9 +97,8 @@ def test_netron_opens_each_stage(minilm: Bundle) -> None:
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert [one["inputs"] for one in shown] == [
         [
-            [name, f"{edge.dtype}[{','.join(map(str, edge.shape))}]"]
+            [edge.name, f"{edge.dtype}[{','.join(map(str, edge.shape))}]"]
             for edge in minilm.edges
-            for name in [edge.name]
             if number in edge.consumers
         ]
         for number in range(3)
