@@ -143,6 +143,7 @@ def _load(
     """Load the stages; return a row of facts for each, and the pipeline when it is whole."""
     for kind in dict.fromkeys(kinds):
         importlib.import_module(f"stagepack_loaders.{kind}.stage")
+        importlib.import_module("stagepack_loaders.load")
         laps.end(f"import {kind}")
     from stagepack_loaders.load import assemble, prepare, prepare_stages, speed_up  # noqa: PLC0415 - after the arguments are checked
 
