@@ -54,7 +54,7 @@ def check(bundle: Bundle, allow_ops: Collection[str]) -> Iterator[Checked]:
         stage = in_torch.prepare(bundle, {number: "cpu"}, allow_ops=allow_ops)[number].finish(verify=False)
         given = [values[name] for name in entry.inputs]
         copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             outputs = stage.run(given)
         values.update(zip(entry.outputs, outputs, strict=True))
         yield Checked() if entry.onnx is None else _compare(bundle, number, stage, copies, [*outputs, *given])

@@ -78,11 +78,11 @@ class _Run(torch.fx.Interpreter):
             if not given["train"]:  # gives its input back; what is traced would lose that
                 return given["input"]
         result = super().call_function(target, args, kwargs)
-        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        if target is torch.ops.aten.scaled_dot_product_attention.default and mask is not None:
-            # Where nothing is to be seen torch gives 0, the exporter the mean of all or NaN.
-            seen = mask if mask.dtype == torch.bool else mask > -math.inf
-            return torch.where(seen.any(-1, keepdim=True), result, torch.zeros((), dtype=result.dtype))
+        if target is torch.ops.aten.scaled_dot_product_attention.default:
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            if mask is not None:  # of a row that sees nothing torch gives 0, the exporter the mean of all, or NaN
+                seen = mask if mask.dtype == torch.bool else mask > -math.inf
+                return torch.where(seen.any(-1, keepdim=True), result, torch.zeros((), dtype=result.dtype))
         return result
 
 

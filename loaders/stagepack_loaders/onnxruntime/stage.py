@@ -109,9 +109,8 @@ class Stage:
         """
         if self.session is None:
             return ()
-        with (
-            self._turn if self.state else nullcontext()
-        ):  # calls from several threads must not lose what one of them writes
+        # Calls from several threads must not lose what one of them writes.
+        with self._turn if self.state else nullcontext():
             return self._run(self.session, values)
 
     def _run(self, session: onnxruntime.InferenceSession, values: list[Any]) -> tuple[Any, ...]:
