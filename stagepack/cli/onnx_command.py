@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from stagepack.cli.facts import onnx_bytes
 from stagepack.cli.output import finite, import_modules, print_json, print_line, print_table, progress, reports_errors
 from stagepack.cli.running import operator_options
 from stagepack.format.reader import Bundle
@@ -38,15 +39,14 @@ def command(bundle: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], a
 
 def onnx_facts(added: Any) -> list[dict[str, Any]]:
     """What became of each stage, as plain data."""
-    files = added.bundle.files
     facts = []
     for number, stage in enumerate(added.bundle.stages):
-        checked, model = added.checked.get(number), stage.onnx
+        checked, found = added.checked.get(number), onnx_bytes(added.bundle, stage) or {}
         facts.append(
             {
                 "stage": number,
-                "bytes": None if model is None else files[model.model].size,
-                "own_bytes": None if model is None else sum(files[name].size for name in model.weights),
+                "bytes": found.get("bytes"),
+                "own_bytes": found.get("own_bytes"),
                 "difference": None if checked is None or checked.difference is None else finite(checked.difference),
                 "not_compared": None if checked is None else checked.reason or None,
                 "torch_only": added.torch_only.get(number),

@@ -43,6 +43,13 @@ class GraphFile(NamedTuple):
     graph: Graph
 
 
+class OnnxFile(NamedTuple):
+    """What an ONNX file holds: its bytes, and what was checked of them."""
+
+    content: bytes
+    model: OnnxModel
+
+
 def read_graph(content: bytes, where: str, *, newer: bool = False, calls: bool = True) -> GraphFile:
     """Read the content of a graph file, checked; of a bundle of a `newer` minor version or not, with the `calls` of modules or not.
 
@@ -129,7 +136,7 @@ class Bundle:
         raise_problems(check_stage(file.graph, self.stages[stage], self._edge))
         return file
 
-    def onnx_model(self, stage: int) -> OnnxModel:
+    def onnx_file(self, stage: int) -> OnnxFile:
         """Read the ONNX file of a stage that has one; the headers of the weight files that it refers to, and its graph if it has state.
 
         Raises:
@@ -139,17 +146,22 @@ class Bundle:
         entry = self.stages[stage]
         assert entry.onnx is not None
         name = entry.onnx.model
-        model = read_onnx(self.read(name, limits.ONNX_BYTES), name)
+        content = self.read(name, limits.ONNX_BYTES)
+        model = read_onnx(content, name)
         stored = {}
         for weights in (*entry.weights, *entry.onnx.weights):
             raise_digest_problems(self.check_size(weights))
             stored[weights] = tuple(read_index(self.path / weights).values())
-        written = {weight.names[0]: weight for weight in self.graph(stage).weights} if entry.state else {}
+        written = (
+            {weight.names[0]: weight for weight in self.graph_file(stage, calls=False).graph.weights}
+            if entry.state
+            else {}
+        )
         values = self._edge | {
             prefix + one: written[one] for one in entry.state if one in written for prefix in (STATE, NEXT)
         }
         raise_problems(check_onnx(model, entry, values, stored, name))
-        return model
+        return OnnxFile(content, model)
 
     def read(self, name: str, limit: int = limits.GRAPH_BYTES) -> bytes:
         """Read a whole file that is not a weight file, of at most `limit` bytes, compared with its digest.
@@ -216,10 +228,13 @@ class Bundle:
         Raises:
             DigestError: files are missing or are not those that the manifest lists.
         """
+        raise_digest_problems(self._digest_problems(names))
+
+    def _digest_problems(self, names: Iterable[str]) -> list[Problem]:
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - 20 ms that opening a bundle has no use for
 
         with ThreadPoolExecutor() as pool:
-            raise_digest_problems([problem for problems in pool.map(self.check_digest, names) for problem in problems])
+            return [problem for problems in pool.map(self.check_digest, names) for problem in problems]
 
     def verify(self) -> None:
         """Check every file and every rule.
@@ -228,7 +243,7 @@ class Bundle:
             DigestError: files are missing, changed or not listed.
             FormatError: rules are broken.
         """
-        problems = [problem for name in self.files for problem in self.check_digest(name)]
+        problems = self._digest_problems(self.files)
         extra = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
         problems += [
             Problem(rule="D4", where=name[:200], message="the file is not listed in the manifest") for name in extra
@@ -237,7 +252,7 @@ class Bundle:
         for stage in range(len(self.stages)):
             self.tensors(stage, self.graph(stage))
             if self.stages[stage].onnx is not None:
-                self.onnx_model(stage)
+                self.onnx_file(stage)
         if self.example:
             read_index(self.example)
 

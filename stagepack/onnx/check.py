@@ -74,7 +74,7 @@ def _example(bundle: Bundle) -> dict[str, Any] | None:
 def _compare(bundle: Bundle, number: int, stage: Any, given: list[Any], outputs: list[Any]) -> Checked:
     """Run a stage in ONNX Runtime on what it was `given` in torch; `outputs` are what it gave there, and then its inputs after the call."""
     entry = bundle.stages[number]
-    if any(name in _RANDOM for _, name in bundle.onnx_model(number).operators):
+    if any(name in _RANDOM for _, name in bundle.onnx_file(number).model.operators):
         return Checked(reason="draws random numbers")
     try:
         other = in_onnxruntime.prepare(bundle, {number: "cpu"})[number].finish(verify=False)

@@ -21,7 +21,7 @@ from stagepack.format.weights import StoredTensor, TensorSpec, layout
 from stagepack.onnx.linear import use_weights_as_they_lie
 from stagepack.onnx.trace import Written
 
-INLINE = 1024  # bytes of a tensor that may stand in the ONNX file itself
+_INLINE = 1024  # bytes of a tensor that may stand in the ONNX file itself
 _IR_VERSION = 11  # the first in which a node tells its pipeline stage
 _MODULE = "pkg.stagepack.module"
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # what torch notes of what it adds itself
@@ -201,12 +201,12 @@ def _place(model: ir.Model, weights: Mapping[str, Weight], place: Place, own: st
         assert tensor is not None
         assert value.name is not None
         weight = weights.get(value.name)
-        if weight is not None and weight.zeros and tensor.nbytes > INLINE:
+        if weight is not None and weight.zeros and tensor.nbytes > _INLINE:
             _zeros(model, value)
         elif weight is not None and _stays(weight, tensor) and (start := _start(weight, place.tensors)) is not None:
             file = place.tensors[weight.stored][0].name
             value.const_value = _external(tensor, file, start)
-        elif tensor.nbytes > INLINE:
+        elif tensor.nbytes > _INLINE:
             spec = TensorSpec(name=value.name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape.numpy()))
             moved[spec] = tensor.tobytes()
             homeless.append(value)
@@ -218,7 +218,7 @@ def _place(model: ir.Model, weights: Mapping[str, Weight], place: Place, own: st
 
 def _stays(weight: Weight, tensor: ir.TensorProtocol) -> bool:
     """Whether a weight stays in its file. Runtimes read sizes and indices off small integers, and look into no file for that."""
-    is_small_integer = tensor.dtype in _INTEGERS and tensor.nbytes <= INLINE
+    is_small_integer = tensor.dtype in _INTEGERS and tensor.nbytes <= _INLINE
     return not weight.zeros and tensor.nbytes > 0 and not is_small_integer
 
 

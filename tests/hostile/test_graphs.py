@@ -1,4 +1,4 @@
-"""Graphs that lie, each in a bundle whose digests are right."""
+"""Graphs that lie, each in a bundle whose digests are right. One long table of attacks: to be read, and added to, in one place."""
 
 import re
 from collections.abc import Callable

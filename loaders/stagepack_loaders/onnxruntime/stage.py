@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import onnxruntime
@@ -16,7 +17,7 @@ from stagepack.format.graph import Weight
 from stagepack.format.manifest import Edge
 from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.onnx import NEXT, STATE, WRITTEN
-from stagepack.format.reader import Bundle, read_graph
+from stagepack.format.reader import Bundle, OnnxFile, read_graph
 from stagepack.format.upgrade import is_newer
 from stagepack_loaders.onnxruntime.values import is_torch, to_numpy, to_ort, to_torch
 from stagepack_loaders.onnxruntime.weights import Array, map_tensors, read_weight
@@ -77,7 +78,9 @@ class Stage:
         self._tensors = tensors
         self._inputs = prepared.edges(prepared.entry.inputs)
         self._outputs = prepared.edges(prepared.entry.outputs)
-        self._written = [name.removeprefix(WRITTEN) for name in prepared.gives if name.startswith(WRITTEN)]
+        self._written = [
+            one.name.removeprefix(WRITTEN) for one in prepared.onnx.model.outputs if one.name.startswith(WRITTEN)
+        ]
         self._turn = threading.Lock()
         self.state: dict[str, OrtValue] = {}
         self.reset_state()
@@ -166,9 +169,13 @@ class Stage:
 
     def _weights(self) -> Iterator[tuple[Weight, Array]]:
         """The weights of the stage, and what the files hold of each."""
+        return ((weight, read_weight(weight, self._tensors)) for weight in self._table)
+
+    @cached_property
+    def _table(self) -> tuple[Weight, ...]:
         bundle, name = self._prepared.bundle, self._prepared.entry.graph
-        graph = read_graph(self._prepared.graph, name, newer=is_newer(bundle.manifest.version), calls=False).graph
-        return ((weight, read_weight(weight, self._tensors)) for weight in graph.weights)
+        newer = is_newer(bundle.manifest.version)
+        return read_graph(self._prepared.graph, name, newer=newer, calls=False).graph.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +184,7 @@ class Prepared:
 
     Attributes:
         graph: the content of its graph file, which tells what the weights are.
-        gives: the names of the outputs of its ONNX model.
+        onnx: its ONNX file.
         takes_turns: it runs in one process with other stages.
     """
 
@@ -185,7 +192,7 @@ class Prepared:
     number: int
     device: Device
     graph: bytes
-    gives: tuple[str, ...]
+    onnx: OnnxFile
     takes_turns: bool
 
     def finish(self, *, verify: bool) -> Stage:
@@ -199,7 +206,7 @@ class Prepared:
         tensors = map_tensors(self.bundle, self.number)
         if verify:
             self.bundle.check_digests((*self.entry.weights, *self.entry.onnx.weights))
-        if not self.gives:  # ONNX Runtime takes no model without outputs
+        if not self.onnx.model.outputs:  # ONNX Runtime takes no model without outputs
             return Stage(self, None, tensors)
         providers: list[Any] = [_PROVIDERS["cpu"]]
         if self.device.type != "cpu":
@@ -208,9 +215,10 @@ class Prepared:
         options.log_severity_level = 4  # what goes wrong is raised
         if self.takes_turns:  # the threads of one stage that wait for work would keep those of the next from theirs
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        path = self.bundle.path / self.entry.onnx.model
-        try:
-            session = onnxruntime.InferenceSession(path, options, providers=providers, enable_fallback=0)
+        folder = str(self.bundle.path.absolute())
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        try:  # the bytes that were checked
+            session = onnxruntime.InferenceSession(self.onnx.content, options, providers=providers, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - onnxruntime's have no other base
             message = " ".join(str(error).split())[:500]
             raise OperatorError(
@@ -250,7 +258,7 @@ def prepare(bundle: Bundle, placed: Mapping[int, object]) -> dict[int, Prepared]
             number=number,
             device=device,
             graph=bundle.read(bundle.stages[number].graph),
-            gives=tuple(one.name for one in bundle.onnx_model(number).outputs),
+            onnx=bundle.onnx_file(number),
             takes_turns=len(devices) > 1,
         )
         for number, device in devices.items()
