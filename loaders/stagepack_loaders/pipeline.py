@@ -1,9 +1,9 @@
 """Loaded stages -> one callable, in one process."""
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from stagepack.format.contract import Given, bind, check_values
+from stagepack.format.contract import bind, check_values
 from stagepack.format.manifest import Manifest, Stage
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, unflatten, value_names
 
@@ -62,23 +62,28 @@ class Pipeline:
         bound = bind(self.manifest.signature, args, kwargs)
         check_values(self._inputs, bound, self.manifest.symbols)
         values = {name: given.value for name, given in bound.items()}
-        for entry, stage, done in zip(self.manifest.stages, self.stages, self._done_after, strict=True):
-            values.update(zip(entry.outputs, self._run(stage, entry, values), strict=True))
-            for name in done:  # nobody needs it any more: its memory may go
-                del values[name]
+        for number in range(len(self.stages)):
+            self.run_stage(number, values)
 
         def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
             return results[found.name] if isinstance(found, ValueLeaf) else constant(found)
 
-        results = self._results(values, bound)
+        results = self.results(values, [given.value for given in bound.values()])
         return unflatten(self.manifest.signature.result, leaf, self._types)
+
+    def run_stage(self, number: int, values: MutableMapping[str, Any]) -> None:
+        """Run a stage on values by edge name, which are known to fit: put in what it makes, drop what no later stage needs."""
+        entry = self.manifest.stages[number]
+        values.update(zip(entry.outputs, self._run(self.stages[number], entry, values), strict=True))
+        for name in self._done_after[number]:  # nobody needs it any more: its memory may go
+            del values[name]
 
     def _run(self, stage: LoadedStage, entry: Stage, values: MutableMapping[str, Any]) -> tuple[Any, ...]:
         """Run a stage on the values that it takes."""
         return stage.run([values[name] for name in entry.inputs])
 
-    def _results(self, values: Mapping[str, Any], bound: Mapping[str, Given]) -> Mapping[str, Any]:
-        """The values of the edges as the caller gets them, who gave `bound`."""
+    def results(self, values: Mapping[str, Any], given: Iterable[Any]) -> Mapping[str, Any]:
+        """The results by edge name, as a caller gets them who gave these inputs."""
         return values
 
     def reset_state(self) -> None:

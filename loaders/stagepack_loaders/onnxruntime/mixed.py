@@ -1,9 +1,8 @@
 """Pipelines with stages in ONNX Runtime, and maybe others in torch."""
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from stagepack.format.contract import Given
 from stagepack.format.manifest import Manifest, Stage
 from stagepack.format.tree import value_names
 from stagepack_loaders.onnxruntime.values import is_torch, to_numpy, to_torch
@@ -25,6 +24,7 @@ class MixedPipeline(Pipeline):
             values.update({name: to_torch(values[name], self._dtypes[name]) for name in entry.inputs})
         return super()._run(stage, entry, values)
 
-    def _results(self, values: Mapping[str, Any], bound: Mapping[str, Given]) -> Mapping[str, Any]:
-        convert = to_torch if any(is_torch(given.value) for given in bound.values()) else to_numpy
+    def results(self, values: Mapping[str, Any], given: Iterable[Any]) -> Mapping[str, Any]:
+        """The results by edge name: torch tensors for a caller who gave one, else numpy arrays."""
+        convert = to_torch if any(map(is_torch, given)) else to_numpy
         return {name: convert(values[name], self._dtypes[name]) for name in self._given_back}
