@@ -25,6 +25,12 @@ class LoadedStage(Protocol):
     def reset_state(self) -> None:
         """Give the buffers that calls write the content that they were loaded with."""
 
+    def fresh_state(self) -> Any:
+        """What calls write, with the content that the stage was loaded with: for `swap_state`."""
+
+    def swap_state(self, state: Any) -> Any:
+        """Put it in the place of what calls write, and return what was there. Several calls may so take turns in one stage."""
+
     def state_dict(self) -> dict[str, Any]:
         """The parameters and persistent buffers by the model's own names."""
 

@@ -14,6 +14,8 @@ _COMMANDS = {
     "plan": "Show a cut: bytes, compute, traffic, balance.",
     "recut": "Write a bundle in other stages, without torch.",
     "report": "Draw a bundle as one HTML page.",
+    "serve": "Serve bundles by the Open Inference Protocol.",
+    "triton": "Write a bundle as a Triton model repository.",
     "verify": "Check the digests and rules of a bundle.",
 }
 

@@ -1,4 +1,4 @@
-"""Numpy arrays from and to files, and compared: what `stagepack_loaders.example` asks of a runtime."""
+"""Numpy arrays from and to files and requests, and compared: what `stagepack_loaders` asks of a runtime."""
 
 import contextlib
 import math
@@ -11,7 +11,9 @@ from safetensors import deserialize
 from safetensors.numpy import save_file
 
 from stagepack.format.dtypes import STORED_AS
+from stagepack.format.manifest import Edge
 from stagepack_loaders.onnxruntime.values import dtype_of
+from stagepack_loaders.open_inference.datatypes import NUMBERS, PAIRS, elements_of
 
 Array = numpy.ndarray[Any, Any]
 inference = contextlib.nullcontext
@@ -59,3 +61,36 @@ def difference(found: Array, expected: Array, rtol: float, atol: float) -> tuple
         apart = numpy.where(numpy.isnan(apart), math.inf, apart)
         within = same | (apart <= atol + rtol * numpy.abs(theirs))
     return float(apart.max(initial=0.0)), bool(within.all())
+
+
+def from_wire(array: Array, edge: Edge) -> Any:
+    """The value of an edge, as its elements travelled: on their memory; a number for a number."""
+    if edge.dtype in NUMBERS:
+        return array.item()
+    if edge.dtype in PAIRS:
+        return array.view(dtype_of(edge.dtype))[..., 0]
+    return array.view(dtype_of(edge.dtype)).reshape(array.shape if edge.shape else ())
+
+
+def to_wire(value: Any, dtype: str) -> Array:
+    """The elements of a value as they travel, on the host."""
+    if dtype in NUMBERS:
+        return numpy.array([value], elements_of(dtype))
+    array = numpy.ascontiguousarray(value).reshape(value.shape)
+    if dtype in PAIRS:
+        array = numpy.stack([array.real, array.imag], axis=-1)
+    return numpy.atleast_1d(array).view(elements_of(dtype))
+
+
+from_dlpack = numpy.from_dlpack
+join = numpy.concatenate
+elements = to_wire
+
+
+def wait(_: object) -> None:
+    """A session returns when its work is done."""
+
+
+def with_a_row_of_zeros(array: Array) -> Array:
+    """An array and one more row."""
+    return numpy.concatenate([array, numpy.zeros_like(array[:1])])

@@ -82,8 +82,7 @@ class Stage:
             one.name.removeprefix(WRITTEN) for one in prepared.onnx.model.outputs if one.name.startswith(WRITTEN)
         ]
         self._turn = threading.Lock()
-        self.state: dict[str, OrtValue] = {}
-        self.reset_state()
+        self.state = self.fresh_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run the stage.
@@ -148,10 +147,19 @@ class Stage:
 
     def reset_state(self) -> None:
         """Give the buffers that calls write the content that they were loaded with."""
+        self.state = self.fresh_state()
+
+    def fresh_state(self) -> dict[str, OrtValue]:
+        """The buffers that calls write, with the content that they were loaded with."""
         names = self._prepared.entry.state
         weights = self._weights() if names else ()
         content = {weight.names[0]: (array, weight.dtype) for weight, array in weights if weight.names[0] in names}
-        self.state = {name: to_ort(*content[name], name) for name in names}
+        return {name: to_ort(*content[name], name) for name in names}
+
+    def swap_state(self, state: dict[str, OrtValue]) -> dict[str, OrtValue]:
+        """Put other buffers, of `fresh_state` or of this method, in the place of those that calls write; return those."""
+        held, self.state = self.state, state
+        return held
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters and persistent buffers by the model's own names, as numpy arrays; what no call writes must not be written."""

@@ -1,11 +1,16 @@
-"""Tensors of torch from and to files, and compared: what `stagepack_loaders.example` asks of a runtime."""
+"""Tensors of torch from and to files and requests, and compared: what `stagepack_loaders` asks of a runtime."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file, save_file
+
+from stagepack.format.manifest import Edge
+from stagepack_loaders.open_inference.datatypes import NUMBERS, PAIRS, elements_of
 
 inference = torch.no_grad
 
@@ -50,3 +55,44 @@ def difference(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: f
     apart = (found.to(wide) - expected.to(wide)).abs().nan_to_num(nan=math.inf)
     allowed = atol + rtol * expected.to(wide).abs()
     return float(apart[~same].max()), bool((same | (apart <= allowed)).all())
+
+
+def from_wire(array: numpy.ndarray[Any, Any] | torch.Tensor, edge: Edge) -> Any:
+    """The value of an edge, as its elements travelled: on their memory; a number for a number."""
+    if edge.dtype in NUMBERS:
+        return array.item()
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+    if edge.dtype in PAIRS:
+        tensor = torch.view_as_complex(tensor)
+    return tensor.view(getattr(torch, edge.dtype)).reshape(tensor.shape if edge.shape else ())
+
+
+def elements(value: Any, dtype: str) -> torch.Tensor:
+    """The elements of a value as they travel, on its device; those of bfloat16 as they are."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor([value], dtype=getattr(torch, elements_of(dtype).name))
+    tensor = value.detach().resolve_conj().resolve_neg()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    tensor = (tensor if tensor.dim() else tensor.reshape(1)).contiguous()
+    return tensor.view(torch.uint8) if dtype.startswith("float8") else tensor
+
+
+def to_wire(value: Any, dtype: str) -> numpy.ndarray[Any, Any]:
+    """The elements of a value as they travel, on the host."""
+    tensor = elements(value, dtype).cpu()
+    return (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+
+
+from_dlpack = torch.utils.dlpack.from_dlpack
+join = torch.cat
+
+
+def wait(device: torch.device) -> None:
+    """Return when all work given to a device is done."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def with_a_row_of_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor and one more row."""
+    return torch.cat([tensor, torch.zeros_like(tensor[:1])])

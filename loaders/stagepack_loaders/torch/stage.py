@@ -59,20 +59,22 @@ class Stage(Container):
         self._held = (graph_module, run)
         # All attributes come before the weights: torch refuses one that has the name of a parameter or buffer.
         self._slots: list[Slot] = []
-        self._initial: list[tuple[Slot, torch.Tensor]] = []
+        self._initial: list[torch.Tensor] = []
+        self._written: list[tuple[Slot, int]] = []
         for path, module in module_tree(calls):
             *around, name = path.split(".")
             _owner(self, around)._modules[name] = module
-        kept: set[int] = set()  # weights may share memory
+        kept: dict[int, int] = {}  # weights may share memory: where it lies -> its number
         for weight in graph.weights:
             slot = _register(self, weight, tensors[weight.value])
             self._slots.append(slot)
-            if set(state).isdisjoint(weight.names):
-                continue
             memory = _memory(tensors[weight.value])
-            if memory.data_ptr() not in kept:
-                kept.add(memory.data_ptr())
-                self._initial.append((slot, memory.new_zeros(()) if weight.zeros else memory.clone()))
+            if not set(state).isdisjoint(weight.names) and len(memory) and memory.data_ptr() not in kept:
+                kept[memory.data_ptr()] = len(self._initial)
+                self._initial.append(memory.new_zeros(1).expand_as(memory) if weight.zeros else memory.clone())
+        for weight, slot in zip(graph.weights, self._slots, strict=True):
+            if (place := _memory(tensors[weight.value]).data_ptr()) in kept:
+                self._written.append((slot, kept[place]))
         attach(self, calls, {weight.value: slot for weight, slot in zip(graph.weights, self._slots, strict=True)})
 
     @property
@@ -119,13 +121,28 @@ class Stage(Container):
         Raises:
             InputError: one of them was replaced by one of another size or type.
         """
-        for slot, initial in self._initial:
+        for slot, number in self._written:
             memory = _memory(slot.get())
-            if initial.dim() and initial.shape != memory.shape:
+            if self._initial[number].shape != memory.shape:
                 raise InputError(
                     f"{slot.names[0]} was replaced by a buffer of another size or type: it cannot be reset"
                 )
-            memory.copy_(initial)
+            memory.copy_(self._initial[number])
+
+    def fresh_state(self) -> list[torch.Tensor]:
+        """Memory for the buffers that calls write, with the content that they were loaded with."""
+        return [initial.clone(memory_format=torch.contiguous_format) for initial in self._initial]
+
+    @torch.no_grad()
+    def swap_state(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Give the buffers that calls write other memory, of `fresh_state` or of this method; return the memory they had."""
+        held = list(state)
+        for slot, number in self._written:
+            tensor = slot.get()
+            held[number] = _memory(tensor)
+            storage = state[number].untyped_storage()
+            tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return held
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = dict(zip(self._inputs, args, strict=False)) | dict(kwargs)

@@ -1,0 +1,1 @@
+"""The model server: bundles behind the Open Inference Protocol, by REST and by gRPC."""

@@ -1,0 +1,214 @@
+"""A bundle that is served: its requests checked, put in the queue, and answered."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.open_inference.config import config_of
+from stagepack_loaders.open_inference.interface import Interface
+from stagepack_loaders.open_inference.rows import rows_at_once
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.serve.errors import Reason, RequestError
+from stagepack_loaders.serve.limits import Limits
+from stagepack_loaders.serve.messages import Request, Tensor
+from stagepack_loaders.serve.metrics import Metrics
+from stagepack_loaders.serve.runner import StageRunner
+from stagepack_loaders.serve.scheduler import Call, Scheduler
+from stagepack_loaders.serve.sequences import Sequences
+
+Array = numpy.ndarray[Any, Any]
+PLATFORM = "stagepack"
+
+
+class Model:
+    """A bundle behind the protocol.
+
+    Attributes:
+        name: what clients call it.
+        version: there is one, ``"1"``.
+        interface: its inputs and outputs.
+        devices: where its stages are.
+        batch: rows of several requests that run at once; 1 where they must not.
+        alone: why only one request runs at once, if that is so and more were asked for.
+        pending: requests that are not answered yet.
+    """
+
+    version = "1"
+
+    def __init__(self, name: str, bundle: Bundle, pipeline: Pipeline, limits: Limits, metrics: Metrics) -> None:
+        """Run the example once, so that the first request does not wait for what a first run does."""
+        self.name = name
+        self.bundle = bundle
+        self.interface = Interface(bundle.manifest)
+        self._limits = limits
+        self._metrics = metrics
+        self.pending = 0
+        self.devices = list(dict.fromkeys(str(stage.device) for stage in pipeline.stages))
+        ends = [spec.edge for spec in (*self.interface.inputs.values(), *self.interface.outputs.values())]
+        self.batch, self.alone = rows_at_once(bundle, ends, limits.batch, pipeline)
+        self._runner = StageRunner(name, pipeline, self.interface, metrics)
+        self._stateful = any(stage.state for stage in bundle.stages)
+        self._sequences = Sequences(self._runner.fresh_states, limits.sequences, limits.idle)
+        self._scheduler = Scheduler(
+            self._runner, lanes(pipeline), rows=self.batch, delay=limits.delay, taken=self._taken
+        )
+        metrics.pending.labels(name).set_function(lambda: self.pending)
+        metrics.sequences.labels(name).set_function(lambda: len(self._sequences))
+
+    @contextlib.contextmanager
+    def request(self, protocol: str) -> Iterator[float]:
+        """A request, from its first byte to its answer; gives its deadline, in seconds of `time.monotonic`.
+
+        Raises:
+            RequestError: too many others wait.
+        """
+        started, status = time.monotonic(), "CANCELLED"
+        try:
+            with self._place():
+                yield started + self._limits.deadline
+            status = "OK"
+        except RequestError as error:
+            status = error.reason.name
+            raise
+        finally:
+            self._metrics.requests.labels(self.name, protocol, status).inc()
+            self._metrics.latency.labels(self.name, protocol).observe(time.monotonic() - started)
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among the requests that are not answered yet."""
+        if self.pending >= self._limits.queue:
+            raise RequestError(Reason.BUSY, f"{self.name}: {self.pending} requests wait already: come again later")
+        self.pending += 1
+        try:
+            yield
+        finally:
+            self.pending -= 1
+
+    def metadata(self) -> dict[str, Any]:
+        """Its inputs and outputs in the words of the protocol."""
+        ends = {"inputs": self.interface.inputs, "outputs": self.interface.outputs}
+        return {"name": self.name, "versions": [self.version], "platform": PLATFORM} | {
+            key: [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs.values()]
+            for key, specs in ends.items()
+        }
+
+    def config(self) -> ModelConfig:
+        """Its configuration in the words of Triton."""
+        rows = self.batch if self.batch > 1 else 0
+        config = config_of(self.name, self.interface.inputs.values(), self.interface.outputs.values(), max_batch=rows)
+        config.platform = PLATFORM
+        config.version_policy.specific.versions.append(int(self.version))
+        if rows:
+            config.dynamic_batching.max_queue_delay_microseconds = round(self._limits.delay * 1e6)
+        if self._stateful:
+            config.sequence_batching.oldest.max_candidate_sequences = self._limits.sequences
+            config.sequence_batching.max_sequence_idle_microseconds = round(self._limits.idle * 1e6)
+        return config
+
+    async def infer(self, request: Request, deadline: float) -> list[Tensor]:
+        """Answer a request: the outputs that it asks for. `deadline` is in seconds of `time.monotonic`.
+
+        Raises:
+            RequestError: it does not fit the model, the model fails on it, or it takes too long.
+        """
+        call = self._call(request)
+        deadline = min(deadline, call.arrived + _timeout(request.parameters))
+        name = None
+        if self._stateful:
+            name, call.sequence = self._sequences.of(request.parameters)
+            call.sequence.calls += 1
+        whole = False
+        try:
+            outputs = await self._answer(call, deadline)
+            whole = True
+        finally:
+            if name is not None:
+                call.sequence.calls -= 1
+                call.sequence.used = time.monotonic()
+                if not whole or request.parameters.get("sequence_end"):  # what a call left half written is of no use
+                    self._sequences.end(name, call.sequence)
+        wanted = self.interface.outputs if request.outputs is None else request.outputs
+        answer = [
+            Tensor(name=name, datatype=self.interface.outputs[name].datatype, array=outputs[name]) for name in wanted
+        ]
+        self._metrics.sent.labels(self.name).inc(sum(tensor.array.nbytes for tensor in answer))
+        return answer
+
+    def _call(self, request: Request) -> Call:
+        """The request as a call.
+
+        Raises:
+            RequestError: it does not fit the model.
+        """
+        inputs = {tensor.name: tensor.array for tensor in request.inputs}
+        if len(inputs) < len(request.inputs):
+            raise RequestError(Reason.BAD_REQUEST, f"{self.name}: an input is given twice")
+        try:
+            shapes = {
+                tensor.name: self.interface.check(tensor.name, tensor.datatype, tensor.array.shape)
+                for tensor in request.inputs
+            }
+            self.interface.check_all(shapes)
+            self.interface.check_outputs(request.outputs or ())
+        except InputError as error:
+            raise RequestError(Reason.BAD_REQUEST, f"{self.name}: {error}") from None
+        self._metrics.received.labels(self.name).inc(sum(tensor.array.nbytes for tensor in request.inputs))
+        if self.batch == 1:
+            return Call(inputs=inputs)
+        kind = tuple(sorted((name, shape[1:]) for name, shape in shapes.items()))
+        return Call(inputs=inputs, kind=kind, rows=next(iter(shapes.values()))[0])
+
+    async def _answer(self, call: Call, deadline: float) -> Mapping[str, Array]:
+        self._scheduler.submit(call)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(call.answer), deadline - time.monotonic())
+        except TimeoutError:
+            raise RequestError(Reason.TOO_LATE, f"{self.name}: no answer before the deadline") from None
+        except InputError as error:
+            raise RequestError(Reason.BAD_REQUEST, f"{self.name}: {error}") from None
+        except Exception as error:
+            message = f"{self.name}: the model fails on these inputs: {type(error).__name__}: {error}"
+            raise RequestError(Reason.MODEL_FAILED, message) from error
+
+    def _taken(self, calls: Sequence[Call]) -> None:
+        now = time.monotonic()
+        queued = self._metrics.queued.labels(self.name)
+        for call in calls:
+            queued.observe(now - call.arrived)
+        self._metrics.rows.labels(self.name).observe(sum(call.rows for call in calls))
+
+    def close(self) -> None:
+        """End its threads, when what was accepted is answered."""
+        self._scheduler.close()
+
+
+def _timeout(parameters: Mapping[str, Any]) -> float:
+    """How long the client waits, in seconds; without end, if it does not say.
+
+    Raises:
+        RequestError: it says no number of microseconds.
+    """
+    found = parameters.get("timeout", 0)
+    if type(found) is not int or found < 0:
+        raise RequestError(Reason.BAD_REQUEST, f"the parameter timeout: expected microseconds, found {found!r}")
+    return found / 1e6 if found else math.inf
+
+
+def lanes(pipeline: Pipeline) -> list[list[int]]:
+    """Consecutive stages on one device: each such run can work on a batch of its own."""
+    found: list[list[int]] = []
+    for number, stage in enumerate(pipeline.stages):
+        if found and str(pipeline.stages[number - 1].device) == str(stage.device):
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found

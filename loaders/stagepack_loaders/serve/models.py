@@ -1,0 +1,41 @@
+"""The models of one server, by name."""
+
+from collections.abc import Iterator
+
+from stagepack_loaders.serve.errors import Reason, RequestError
+from stagepack_loaders.serve.limits import Limits
+from stagepack_loaders.serve.metrics import Metrics
+from stagepack_loaders.serve.model import Model
+
+
+class Models:
+    """All that a server serves.
+
+    Attributes:
+        limits: what it takes on.
+        metrics: what it counts.
+        ready: whether it wants requests; not any more when it was told to stop.
+    """
+
+    def __init__(self, models: list[Model], limits: Limits, metrics: Metrics) -> None:
+        """Their names differ."""
+        self._by_name = {model.name: model for model in models}
+        self.limits = limits
+        self.metrics = metrics
+        self.ready = True
+
+    def __iter__(self) -> Iterator[Model]:
+        """All models."""
+        return iter(self._by_name.values())
+
+    def find(self, name: str, version: str) -> Model:
+        """The model of a name; the version may be left empty.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if name not in self._by_name:
+            raise RequestError(Reason.NOT_FOUND, f"unknown model {name!r}: this server has {', '.join(self._by_name)}")
+        if version not in ("", Model.version):
+            raise RequestError(Reason.NOT_FOUND, f"{name}: there is no version {version!r}: there is {Model.version}")
+        return self._by_name[name]

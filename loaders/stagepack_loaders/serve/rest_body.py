@@ -1,0 +1,155 @@
+"""Bodies of inference requests and answers: JSON, and after it the tensors that travel as bytes.
+
+Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy
+from msgspec import UNSET, Struct, UnsetType
+
+from stagepack_loaders.serve.errors import Reason, RequestError
+from stagepack_loaders.serve.messages import Request, Tensor, from_bytes, from_numbers
+
+BINARY_HEADER: Final = "inference-header-content-length"
+
+
+class InputBody(Struct, kw_only=True):
+    """An input in the JSON part."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: list[Any] | UnsetType = UNSET
+
+
+class OutputBody(Struct, kw_only=True):
+    """An output that is asked for."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class RequestBody(Struct, kw_only=True):
+    """The JSON part of a request. Fields of extensions that are not known here are left alone."""
+
+    inputs: list[InputBody]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[OutputBody] | None = None
+
+
+def read_request(body: bytearray, header_length: str | None) -> tuple[RequestBody, Request]:
+    """A request; `header_length` is the length of its JSON part in bytes, if tensors follow.
+
+    Raises:
+        RequestError: it breaks the protocol.
+    """
+    content = memoryview(body)
+    if header_length is None:
+        header, rest = content, content[len(content) :]
+    elif header_length.isascii() and header_length.isdecimal() and int(header_length) <= len(content):
+        header, rest = content[: int(header_length)], content[int(header_length) :]
+    else:
+        message = (
+            f"{BINARY_HEADER}: expected the bytes of the JSON part, 0 to {len(content)}, found {header_length[:80]!r}"
+        )
+        raise RequestError(Reason.BAD_REQUEST, message)
+    fields = _decode(header)
+    inputs = []
+    for given in fields.inputs:
+        size = given.parameters.get("binary_data_size")
+        if size is None:
+            if given.data is UNSET:
+                raise RequestError(
+                    Reason.BAD_REQUEST, f"{given.name}: expected data, or the parameter binary_data_size"
+                )
+            inputs.append(from_numbers(given.name, given.datatype, given.shape, given.data))
+        elif given.data is not UNSET or type(size) is not int or not 0 <= size <= len(rest):
+            found = "data too" if given.data is not UNSET else f"{size!r}, and {len(rest)} bytes are left"
+            raise RequestError(
+                Reason.BAD_REQUEST, f"{given.name}: expected the binary data of binary_data_size bytes, found {found}"
+            )
+        else:
+            inputs.append(from_bytes(given.name, given.datatype, given.shape, rest[:size]))
+            rest = rest[size:]
+    if len(rest):
+        raise RequestError(Reason.BAD_REQUEST, f"{len(rest)} bytes after the last tensor belong to none")
+    outputs = None if fields.outputs is None else [output.name for output in fields.outputs]
+    for output in fields.outputs or ():
+        if output.parameters.get("classification"):
+            raise RequestError(Reason.BAD_REQUEST, f"{output.name}: this server does not classify: ask for the tensor")
+    return fields, Request(inputs=inputs, outputs=outputs or None, parameters=fields.parameters)
+
+
+def write_answer(
+    model: str, version: str, fields: RequestBody, tensors: Sequence[Tensor]
+) -> tuple[bytes, list[memoryview]]:
+    """The JSON part of an answer, and the tensors that follow as bytes, as the request wants them.
+
+    Raises:
+        RequestError: a tensor cannot be written as JSON.
+    """
+    wanted = {output.name: output.parameters for output in fields.outputs or ()}
+    everywhere = bool(fields.parameters.get("binary_data_output", False))
+    outputs: list[dict[str, Any]] = []
+    content = []
+    for tensor in tensors:
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.array.shape)}
+        if wanted.get(tensor.name, {}).get("binary_data", everywhere):
+            array = numpy.ascontiguousarray(tensor.array)
+            output["parameters"] = {"binary_data_size": array.nbytes}
+            content.append(array.reshape(-1).view(numpy.uint8).data)
+        elif tensor.datatype == "BF16":
+            raise RequestError(
+                Reason.BAD_REQUEST, f"{tensor.name}: BF16 travels as binary data: ask for it by binary_data"
+            )
+        else:
+            output["data"] = tensor.array.reshape(-1).tolist()
+        outputs.append(output)
+    answer: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": outputs}
+    if fields.id:
+        answer["id"] = fields.id
+    finite = all(numpy.isfinite(tensor.array).all() for tensor in tensors if tensor.array.dtype.kind == "f")
+    # JSON has no word for NaN and infinities: as Triton does, they are written as Python's json does.
+    return msgspec.json.encode(answer) if finite else json.dumps(answer).encode(), content
+
+
+def unpack(body: bytearray, encoding: str, limit: int) -> bytearray:
+    """A body of HTTP's content encoding `gzip` or `deflate`, of at most `limit` bytes.
+
+    Raises:
+        RequestError: it is of another encoding, damaged, or too large.
+    """
+    if encoding not in ("gzip", "deflate"):
+        raise RequestError(Reason.BAD_REQUEST, f"content-encoding: expected gzip or deflate, found {encoding[:80]!r}")
+    packed = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # 32: either header
+    try:
+        found = packed.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise RequestError(Reason.BAD_REQUEST, f"content-encoding: the body is no {encoding}: {error}") from None
+    if len(found) > limit:
+        raise RequestError(Reason.TOO_LARGE, f"the request is over {limit} bytes unpacked")
+    if not packed.eof:
+        raise RequestError(Reason.BAD_REQUEST, f"content-encoding: the {encoding} body ends too early")
+    return bytearray(found)
+
+
+def _decode(header: memoryview) -> RequestBody:
+    try:
+        return msgspec.json.decode(header, type=RequestBody)
+    except msgspec.ValidationError as error:
+        raise RequestError(Reason.BAD_REQUEST, f"the request breaks the protocol: {error}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        problem: Exception = error
+    try:  # clients write NaN and infinities as Triton takes them, which JSON has no word for
+        if b"NaN" in bytes(header) or b"Infinity" in bytes(header):
+            return msgspec.convert(json.loads(bytes(header)), RequestBody)
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
+        problem = error
+    raise RequestError(Reason.BAD_REQUEST, f"the request is no JSON: {problem}") from None

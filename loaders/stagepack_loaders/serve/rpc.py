@@ -1,0 +1,151 @@
+"""The protocol over gRPC.
+
+Source: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_grpc.md, with Triton's additions, of
+which `tritonclient` ships the service.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
+
+from stagepack_loaders.serve.errors import Reason, RequestError
+from stagepack_loaders.serve.messages import Request, Tensor, from_bytes, from_numbers
+from stagepack_loaders.serve.metadata import server_metadata
+from stagepack_loaders.serve.models import Models
+
+# Datatype -> the field of InferTensorContents that holds its elements.
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+
+class RpcServer(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated, without types
+    """The methods of the service that this server has; the others answer UNIMPLEMENTED."""
+
+    def __init__(self, models: Models) -> None:
+        """Answer for these models."""
+        self._models = models
+
+    async def ServerLive(self, _: Any, context: Any) -> Any:  # noqa: D102, N802 - named by the protocol; so the others
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, _: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.ServerReadyResponse(ready=self._models.ready)
+
+    async def ServerMetadata(self, _: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.ServerMetadataResponse(**server_metadata())
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        await self._find(request.name, request.version, context)
+        return pb.ModelReadyResponse(ready=self._models.ready)
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.ModelMetadataResponse(**(await self._find(request.name, request.version, context)).metadata())
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.ModelConfigResponse(config=(await self._find(request.name, request.version, context)).config())
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        try:
+            return await self._infer(request, context.time_remaining())
+        except RequestError as error:
+            await context.abort(error.reason.grpc, str(error))
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
+        async for request in requests:
+            try:
+                yield pb.ModelStreamInferResponse(infer_response=await self._infer(request, context.time_remaining()))
+            except RequestError as error:
+                yield pb.ModelStreamInferResponse(
+                    error_message=str(error), infer_response=pb.ModelInferResponse(id=request.id)
+                )
+
+    async def _find(self, name: str, version: str, context: Any) -> Any:
+        try:
+            return self._models.find(name, version)
+        except RequestError as error:
+            await context.abort(error.reason.grpc, str(error))
+
+    async def _infer(self, request: Any, remaining: float | None) -> Any:
+        model = self._models.find(request.model_name, request.model_version)
+        with model.request("grpc") as deadline:
+            if remaining is not None:
+                deadline = min(deadline, time.monotonic() + remaining)
+            tensors = await model.infer(read_request(request), deadline)
+            answer = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=request.id)
+            for tensor in tensors:
+                answer.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+                answer.raw_output_contents.append(tensor.array.tobytes())
+            return answer
+
+
+def read_request(request: Any) -> Request:
+    """A request of the protocol as the server handles it.
+
+    Raises:
+        RequestError: it breaks the protocol.
+    """
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise RequestError(
+            Reason.BAD_REQUEST, f"expected raw contents for all {len(request.inputs)} inputs or none, found {len(raw)}"
+        )
+    outputs = [output.name for output in request.outputs]
+    parameters = {name: _value(value) for name, value in request.parameters.items()}
+    inputs = [_tensor(given, raw[number] if raw else None) for number, given in enumerate(request.inputs)]
+    return Request(inputs=inputs, outputs=outputs or None, parameters=parameters)
+
+
+def _tensor(given: Any, raw: bytes | None) -> Tensor:
+    if "shared_memory_region" in given.parameters:
+        raise RequestError(Reason.BAD_REQUEST, f"{given.name}: this server shares no memory: send the data")
+    if raw is not None:
+        if given.HasField("contents"):
+            raise RequestError(Reason.BAD_REQUEST, f"{given.name}: expected raw contents or typed ones, found both")
+        return from_bytes(given.name, given.datatype, given.shape, raw)
+    field = _CONTENTS.get(given.datatype)
+    if field is None:
+        raise RequestError(
+            Reason.BAD_REQUEST, f"{given.name}: expected raw contents for the datatype {given.datatype!r}"
+        )
+    return from_numbers(given.name, given.datatype, given.shape, numpy.array(getattr(given.contents, field)))
+
+
+def _value(parameter: Any) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    return None if kind is None else getattr(parameter, kind)
+
+
+class ParsesRequests(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Parses the bytes of requests itself: grpc would call those that are no message an unknown error of the server's own."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """The handler of a method, which takes bytes in the place of messages."""
+        handler = await continuation(details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        async def parse(content: bytes, context: Any) -> Any:
+            try:
+                request = handler.request_deserializer(content)
+            except DecodeError as error:
+                await context.abort(Reason.BAD_REQUEST.grpc, f"the request is no message of the protocol: {error}")
+            return await handler.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(parse, None, handler.response_serializer)

@@ -1,0 +1,167 @@
+"""`stagepack serve`."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stagepack.cli.output import fail, import_modules, print_json, print_line, progress, reports_errors
+from stagepack.cli.running import chosen, operator_options, runtime_option
+from stagepack.format.reader import Bundle
+
+
+@click.command("serve")
+@click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@click.option("--device", "devices", multiple=True, help="A device a stage in order, or fewer. Default: cpu.")
+@runtime_option
+@operator_options
+@click.option(
+    "--compiled", type=click.Path(), help="Run the native code in this folder, which stagepack compile wrote."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 is everywhere.")
+@click.option(
+    "--http-port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="For REST; 0 takes a free one."
+)
+@click.option("--grpc-port", default=8001, show_default=True, type=click.IntRange(0, 65535), help="For gRPC.")
+@click.option(
+    "--max-batch", default=32, show_default=True, type=click.IntRange(1), help="Rows of several requests in one run."
+)
+@click.option(
+    "--max-delay-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="How long to wait for them."
+)
+@click.option(
+    "--max-queue", default=256, show_default=True, type=click.IntRange(1), help="Requests to a model not answered yet."
+)
+@click.option(
+    "--max-body-mb",
+    default=64.0,
+    show_default=True,
+    type=click.FloatRange(0, 2000, min_open=True),
+    help="A request, in 10^6 bytes.",
+)
+@click.option(
+    "--deadline-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="How long a request may take.",
+)
+@click.option(
+    "--max-sequences",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Sequences that a model keeps the state of.",
+)
+@click.option(
+    "--sequence-idle-s", default=60.0, show_default=True, type=click.FloatRange(0), help="When one may lose its place."
+)
+@click.option(
+    "--drain-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="For accepted requests, once told to stop.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def command(
+    bundles: tuple[str, ...],
+    devices: tuple[str, ...],
+    runtimes: tuple[str, ...],
+    allow_ops: tuple[str, ...],
+    imports: tuple[str, ...],
+    compiled: str | None,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    as_json: bool,
+    **limits: float,
+) -> None:
+    """Serve each BUNDLE by the Open Inference Protocol, over REST and gRPC, until SIGTERM or SIGINT.
+
+    Its NAME is that of the folder, less .stagepack. Prometheus finds its figures under /metrics of the HTTP port.
+    """
+    named = _named(bundles)
+    if compiled and len(named) > 1:
+        raise click.UsageError("--compiled is of one bundle: serve that one alone")
+    opened = {name: Bundle(path) for name, path in named.items()}
+    import_modules(imports)
+    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.serve.limits import Limits  # noqa: PLC0415 - the same
+    from stagepack_loaders.serve.metrics import Metrics  # noqa: PLC0415 - the same
+    from stagepack_loaders.serve.model import Model  # noqa: PLC0415 - the same
+    from stagepack_loaders.serve.models import Models  # noqa: PLC0415 - the same
+    from stagepack_loaders.serve.server import Addresses, serve  # noqa: PLC0415 - the same
+
+    taken = Limits(
+        batch=int(limits["max_batch"]),
+        delay=limits["max_delay_ms"] / 1e3,
+        queue=int(limits["max_queue"]),
+        body=int(limits["max_body_mb"] * 1e6),
+        deadline=limits["deadline_s"],
+        sequences=int(limits["max_sequences"]),
+        idle=limits["sequence_idle_s"],
+        drain=limits["drain_s"],
+    )
+    metrics = Metrics()
+    models = []
+    with progress("load") as say:
+        for name, bundle in opened.items():
+            say(f"load {name}")
+            kinds = chosen(runtimes, len(bundle.stages))
+            pipeline = load(bundle, list(devices) or ["cpu"], runtime=kinds, allow_ops=allow_ops, compiled=compiled)
+            models.append(Model(name, bundle, pipeline, taken, metrics))
+
+    def listening(addresses: Any) -> None:
+        if as_json:
+            print_json(
+                {
+                    "host": addresses.host,
+                    "http_port": addresses.http_port,
+                    "grpc_port": addresses.grpc_port,
+                    "models": [_facts(model) for model in models],
+                }
+            )
+            return
+        for model in models:
+            facts = _facts(model)
+            alone = f"each request alone{facts['alone'] and ': ' + facts['alone']}"
+            rows = f"up to {facts['batch']} rows at once" if facts["batch"] > 1 else alone
+            print_line(f"{model.name}: {facts['stages']} stages on {' '.join(facts['devices'])}, {rows}")
+        print_line(
+            f"REST on http://{addresses.host}:{addresses.http_port}, gRPC on {addresses.host}:{addresses.grpc_port}"
+        )
+
+    asyncio.run(
+        serve(Models(models, taken, metrics), Addresses(host=host, http_port=http_port, grpc_port=grpc_port), listening)
+    )
+    if not as_json:
+        print_line("stopped: all requests that were accepted are answered")
+
+
+def _named(bundles: tuple[str, ...]) -> dict[str, str]:
+    """The bundles by the names that clients call them."""
+    named: dict[str, str] = {}
+    for given in bundles:
+        name, equals, path = given.partition("=")
+        if not equals or "/" in name:
+            name, path = Path(given).resolve().name.removesuffix(".stagepack"), given
+        if not name or name in named:
+            fail(f"{given}: expected a name of its own for each bundle, found {name!r}: write NAME=BUNDLE")
+        named[name] = path
+    return named
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    """What a model is, as plain data."""
+    return {
+        "name": model.name,
+        "stages": len(model.bundle.stages),
+        "devices": model.devices,
+        "batch": model.batch,
+        "alone": model.alone,
+        "inputs": model.metadata()["inputs"],
+        "outputs": model.metadata()["outputs"],
+    }

@@ -1,0 +1,114 @@
+"""`stagepack triton`."""
+
+from pathlib import Path
+
+import click
+
+from stagepack.cli.output import import_modules, print_json, print_line, progress, reports_errors
+from stagepack.cli.running import operator_options
+from stagepack.format.reader import Bundle
+
+
+@click.command("triton")
+@click.argument("bundle", type=click.Path())
+@click.option("-o", "--out", required=True, type=click.Path(), help="The model repository; it may hold other models.")
+@click.option("--name", help="What clients call the model. Default: the name of the folder, less .stagepack.")
+@click.option(
+    "--device", "devices", multiple=True, help="A device a stage in order, or fewer: cpu, cuda:N. Default: cpu."
+)
+@click.option(
+    "--runtime",
+    type=click.Choice(["torch", "onnxruntime"]),
+    default="torch",
+    show_default=True,
+    help="What runs the stages.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["python", "onnxruntime"]),
+    help="Triton's backend. Default: onnxruntime for that runtime, which then needs no Python, else python.",
+)
+@operator_options
+@click.option(
+    "--max-batch", default=32, show_default=True, type=click.IntRange(1), help="Rows of several requests in one run."
+)
+@click.option(
+    "--max-delay-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="How long to wait for them."
+)
+@click.option(
+    "--max-sequences",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Sequences a stage keeps the state of.",
+)
+@click.option(
+    "--sequence-idle-s", default=60.0, show_default=True, type=click.FloatRange(0), help="When one loses its place."
+)
+@click.option(
+    "--no-check",
+    is_flag=True,
+    help="Do not run the example to see whether rows of a batch keep apart: take it that they do.",
+)
+@click.option("--copy", is_flag=True, help="Copy the files of the bundle; else they are linked.")
+@click.option("--overwrite", is_flag=True, help="Replace models of these names.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def command(
+    bundle: str,
+    out: str,
+    name: str | None,
+    devices: tuple[str, ...],
+    runtime: str,
+    backend: str | None,
+    allow_ops: tuple[str, ...],
+    imports: tuple[str, ...],
+    max_batch: int,
+    max_delay_ms: float,
+    max_sequences: int,
+    sequence_idle_s: float,
+    no_check: bool,
+    copy: bool,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write BUNDLE as models of a Triton model repository: one a stage, and an ensemble that clients call.
+
+    In the Python backend a stage needs stagepack and its runtime, installed for the server's Python; in Triton's onnxruntime backend none.
+    """
+    if backend == "onnxruntime" and runtime == "torch":
+        raise click.UsageError("--backend onnxruntime runs ONNX files: add --runtime onnxruntime")
+    opened = Bundle(bundle)
+    import_modules(imports)
+    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.open_inference.rows import row_symbol, rows_at_once  # noqa: PLC0415 - the same
+    from stagepack_loaders.triton.models import Options  # noqa: PLC0415 - the same
+    from stagepack_loaders.triton.repository import write_repository  # noqa: PLC0415 - the same
+
+    pipeline = None
+    with progress("check rows"):
+        if not no_check and max_batch > 1 and not isinstance(row_symbol(opened, opened.edges), str):
+            pipeline = load(opened, runtime=runtime, allow_ops=allow_ops)  # type: ignore[arg-type]
+        rows, reason = rows_at_once(opened, opened.edges, max_batch, pipeline)
+    options = Options(
+        name=name or Path(bundle).resolve().name.removesuffix(".stagepack"),
+        devices=devices or ("cpu",),
+        runtime=runtime,  # type: ignore[arg-type]
+        backend=backend or ("onnxruntime" if runtime == "onnxruntime" else "python"),  # type: ignore[arg-type]
+        batch=rows if rows > 1 else 0,
+        delay=max_delay_ms / 1e3,
+        sequences=max_sequences,
+        idle=sequence_idle_s,
+        allow_ops=allow_ops,
+        imports=imports,
+        copy=copy,
+    )
+    models = write_repository(opened, out, options, overwrite=overwrite)
+    if as_json:
+        print_json({"repository": out, "models": models, "batch": rows, "alone": reason or None})
+        return
+    print_line(f"wrote {', '.join(models)} into {out}")
+    alone = f"each request runs alone{reason and ': ' + reason}"
+    print_line(
+        f"clients call {options.name}; " + (f"up to {rows} rows of several requests run at once" if rows > 1 else alone)
+    )

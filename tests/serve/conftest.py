@@ -1,0 +1,53 @@
+"""Bundles and servers, each made once for all tests of a folder."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import stagepack
+from tests.serve.bundles import export_all
+from tests.serve.servers import STAGEPACK, Client, Server, stagepack_server, triton_server, why_no_triton
+
+# Bundles that the servers of the compatibility suite serve.
+SERVED = ("minilm", "skips", "half", "kinds", "counting")
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory) -> Mapping[str, Path]:
+    return export_all(tmp_path_factory.mktemp("bundles"))
+
+
+@pytest.fixture(scope="session")
+def pipes(bundles) -> Mapping[str, object]:
+    return {name: stagepack.load(path) for name, path in bundles.items()}
+
+
+@pytest.fixture(scope="session")
+def torch_server(bundles) -> Iterator[Server]:
+    with stagepack_server([bundles[name] for name in SERVED]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def triton(bundles, tmp_path_factory) -> Iterator[Server]:
+    if reason := why_no_triton():
+        pytest.skip(reason)
+    repository = tmp_path_factory.mktemp("repository")
+    for name in SERVED:
+        subprocess.run([STAGEPACK, "triton", bundles[name], "-o", repository], check=True)
+    with triton_server(repository, tmp_path_factory.mktemp("triton")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session", params=["serve", "triton"])
+def server(request) -> Server:
+    return request.getfixturevalue({"serve": "torch_server", "triton": "triton"}[request.param])
+
+
+@pytest.fixture(params=["http", "grpc"])
+def client(server, request) -> Iterator[Client]:
+    with contextlib.closing(Client(request.param, server)) as found:
+        yield found

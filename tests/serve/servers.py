@@ -1,0 +1,186 @@
+"""Real servers as processes, and a client that speaks to each in the same words."""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+STAGEPACK = str(Path(sys.executable).parent / "stagepack")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that runs, and its ports."""
+
+    process: subprocess.Popen
+    http: int
+    grpc: int
+    facts: Mapping[str, Any]
+
+    def memory(self) -> int:
+        """The bytes of memory that the process has."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+    def stop(self) -> int:
+        """Tell it to stop, as an orchestrator does; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+
+@contextlib.contextmanager
+def stagepack_server(bundles: Sequence[str | Path], *options: str) -> Iterator[Server]:
+    """`stagepack serve`."""
+    command = [STAGEPACK, "serve", *map(str, bundles), "--http-port", "0", "--grpc-port", "0", "--json", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        lines: list[str] = []
+        while not lines or lines[-1] != "}\n":
+            lines.append(process.stdout.readline())
+            assert lines[-1], f"the server ended: {process.wait()}"
+        facts = json.loads("".join(lines))
+        yield Server(process, facts["http_port"], facts["grpc_port"], facts)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def why_no_triton() -> str:
+    """Why a tritonserver cannot run here; empty if it can."""
+    if importlib.util.find_spec("pytriton") is None:
+        return "no tritonserver: the package nvidia-pytriton is not installed, or has no wheel for this machine"
+    library, version = os.confstr("CS_GNU_LIBC_VERSION").split()
+    if tuple(map(int, version.split("."))) < (2, 35):
+        return f"no tritonserver: its wheel needs glibc 2.35, this machine has {library} {version}"
+    return ""
+
+
+@contextlib.contextmanager
+def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] | None = None) -> Iterator[Server]:
+    """`tritonserver` of the package nvidia-pytriton on a model repository; `backends` are more than its own."""
+    found = importlib.util.find_spec("pytriton")
+    triton = Path(found.submodule_search_locations[0]) / "tritonserver"
+    libraries = triton.parents[1] / "nvidia_pytriton.libs"
+    if not (scratch / "python").exists():
+        shutil.copytree(triton / "backends" / "python", scratch / "python")
+        stub = (
+            triton
+            / "python_backend_stubs"
+            / f"{sys.version_info[0]}.{sys.version_info[1]}"
+            / "triton_python_backend_stub"
+        )
+        shutil.copy(stub, scratch / "python")
+        for name, folder in (backends or {}).items():
+            shutil.copytree(folder, scratch / name)
+    http, grpc = _free_ports(2)
+    command = [
+        str(triton / "bin" / "tritonserver"),
+        f"--model-repository={repository}",
+        f"--backend-directory={scratch}",
+        "--exit-on-error=true",
+        *("--http-address=127.0.0.1", f"--http-port={http}", "--grpc-address=127.0.0.1", f"--grpc-port={grpc}"),
+        "--allow-metrics=false",
+    ]
+    paths = {
+        "LD_LIBRARY_PATH": f"{sysconfig.get_config_var('LIBDIR')}:{libraries}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    with (scratch / "log").open("w") as log:
+        process = subprocess.Popen(command, env=os.environ | paths, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait(process, http, scratch / "log")
+        yield Server(process, http, grpc, {})
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen, port: int, log: Path) -> None:
+    until = time.monotonic() + 180
+    with contextlib.closing(http_client(port)) as client:
+        while time.monotonic() < until:
+            if process.poll() is not None:
+                raise AssertionError(f"tritonserver ended:\n{log.read_text()[-5000:]}")
+            with contextlib.suppress(OSError):
+                if client.is_server_ready():
+                    return
+            time.sleep(0.2)
+    raise AssertionError(f"tritonserver does not get ready:\n{log.read_text()[-5000:]}")
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def http_client(port: int, **options: Any) -> Any:
+    """A client of `tritonclient` for REST."""
+    return importlib.import_module("tritonclient.http").InferenceServerClient(f"127.0.0.1:{port}", **options)
+
+
+def grpc_client(port: int) -> Any:
+    """A client of `tritonclient` for gRPC."""
+    return importlib.import_module("tritonclient.grpc").InferenceServerClient(f"127.0.0.1:{port}")
+
+
+class Client:
+    """One client of `tritonclient`, of either protocol."""
+
+    def __init__(self, protocol: str, server: Server) -> None:
+        self.protocol = protocol
+        self.module = importlib.import_module(f"tritonclient.{protocol}")
+        self.raw = http_client(server.http) if protocol == "http" else grpc_client(server.grpc)
+
+    def close(self) -> None:
+        """End its connections."""
+        self.raw.close()
+
+    def input(self, name: str, array: numpy.ndarray, datatype: str | None = None, **options: Any) -> Any:
+        """An input of a request."""
+        utils = importlib.import_module("tritonclient.utils")
+        given = self.module.InferInput(name, list(array.shape), datatype or utils.np_to_triton_dtype(array.dtype))
+        return given.set_data_from_numpy(array, **options)
+
+    def ask(
+        self, model: str, arrays: Mapping[str, numpy.ndarray], *, binary: bool = True, **options: Any
+    ) -> dict[str, Any]:
+        """The answer of a model, by name."""
+        how = {} if self.protocol == "grpc" else {"binary_data": binary}
+        inputs = [self.input(name, array, **how) for name, array in arrays.items()]
+        names = options.pop("outputs", [output["name"] for output in self.metadata(model)["outputs"]])
+        outputs = [self.module.InferRequestedOutput(name, **how) for name in names]
+        answer = self.raw.infer(model, inputs, outputs=outputs, **options)
+        return {name: answer.as_numpy(name) for name in names}
+
+    def metadata(self, model: str) -> Mapping[str, Any]:
+        """The metadata of a model."""
+        return (
+            self.raw.get_model_metadata(model)
+            if self.protocol == "http"
+            else self.raw.get_model_metadata(model, as_json=True)
+        )
+
+    def config(self, model: str) -> Mapping[str, Any]:
+        """The configuration of a model."""
+        if self.protocol == "http":
+            return self.raw.get_model_config(model)
+        return self.raw.get_model_config(model, as_json=True)["config"]
