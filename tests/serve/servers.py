@@ -166,7 +166,7 @@ class Client:
         """The answer of a model, by name."""
         how = {} if self.protocol == "grpc" else {"binary_data": binary}
         inputs = [self.input(name, array, **how) for name, array in arrays.items()]
-        names = options.pop("outputs", [output["name"] for output in self.metadata(model)["outputs"]])
+        names = options.pop("outputs", None) or [output["name"] for output in self.metadata(model)["outputs"]]
         outputs = [self.module.InferRequestedOutput(name, **how) for name in names]
         answer = self.raw.infer(model, inputs, outputs=outputs, **options)
         return {name: answer.as_numpy(name) for name in names}

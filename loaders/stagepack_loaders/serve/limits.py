@@ -15,6 +15,7 @@ class Limits:
         deadline: how long a request may take, in seconds.
         sequences: sequences of calls that one model with state keeps the state of.
         idle: how long a sequence is kept without a call, in seconds, before another one may take its place.
+        linger: how long requests are still taken after SIGTERM, in seconds: what routes them here needs time to hear of it.
         drain: how long requests that were accepted may still take when the server is told to stop, in seconds.
     """
 
@@ -25,4 +26,5 @@ class Limits:
     deadline: float = 60.0
     sequences: int = 8
     idle: float = 60.0
+    linger: float = 1.0
     drain: float = 30.0

@@ -37,5 +37,15 @@ class Metrics:
         self.received = Counter("stagepack_received_bytes", "Bytes of inputs.", ("model",), registry=self.registry)
         self.sent = Counter("stagepack_sent_bytes", "Bytes of outputs.", ("model",), registry=self.registry)
 
+    def answers(self) -> dict[str, int]:
+        """How many requests had which status."""
+        counts: dict[str, int] = {}
+        for family in self.requests.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    status = sample.labels["status"]
+                    counts[status] = counts.get(status, 0) + int(sample.value)
+        return counts
+
     def _seconds(self, name: str, text: str, labels: tuple[str, ...]) -> Histogram:
         return Histogram(f"stagepack_{name}_seconds", text, labels, buckets=_SECONDS, registry=self.registry)

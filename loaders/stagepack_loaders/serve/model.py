@@ -187,8 +187,9 @@ class Model:
         self._metrics.rows.labels(self.name).observe(sum(call.rows for call in calls))
 
     def close(self) -> None:
-        """End its threads, when what was accepted is answered."""
-        self._scheduler.close()
+        """End its threads, if what was accepted is answered; else they end with the process."""
+        if not self.pending:
+            self._scheduler.close()
 
 
 def _timeout(parameters: Mapping[str, Any]) -> float:

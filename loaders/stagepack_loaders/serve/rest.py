@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from prometheus_client import make_asgi_app
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -61,7 +61,7 @@ class RestServer:
             Route("/v2", self._server),
             Route("/v2/health/live", self._live),
             Route("/v2/health/ready", self._ready),
-            Route("/metrics", make_asgi_app(self._models.metrics.registry)),
+            Route("/metrics", self._metrics),
         ]
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             routes += [
@@ -73,6 +73,7 @@ class RestServer:
         handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
             RequestError: _refused,
             HTTPException: _unknown,
+            Exception: _bug,
         }
         return self._closing(Starlette(routes=routes, exception_handlers=handlers))
 
@@ -81,6 +82,9 @@ class RestServer:
 
     async def _ready(self, _: Request) -> Response:
         return Response(status_code=200 if self._models.ready else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _server(self, _: Request) -> Response:
         return JSONResponse(server_metadata())
@@ -157,3 +161,8 @@ async def _unknown(request: Request, error: HTTPException) -> Response:
     return JSONResponse(
         {"error": f"{request.method} {request.url.path}: {error.detail}"}, status_code=error.status_code
     )
+
+
+async def _bug(_: Request, error: Exception) -> Response:
+    """What nobody expected; the log tells where it was."""
+    return JSONResponse({"error": f"a bug in stagepack: {type(error).__name__}: {error}"}, status_code=500)

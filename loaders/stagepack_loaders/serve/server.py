@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -43,45 +44,71 @@ class _Uvicorn(uvicorn.Server):
 async def serve(models: Models, addresses: Addresses, listening: Callable[[Addresses], None]) -> None:
     """Answer requests until SIGTERM or SIGINT; then finish those that were accepted. `listening` is told where, once it does.
 
+    SIGTERM is what orchestrators send: for a while more requests are taken, while clients hear that the server is not ready and get
+    their connections closed with their answers. A second signal ends the process at once.
+
     Raises:
         AddressError: it cannot listen there.
     """
-    http = _listen(addresses.host, addresses.http_port)
-    options = [
-        ("grpc.max_receive_message_length", models.limits.body),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", 0),
-    ]
-    rpc = grpc.aio.server(options=options, interceptors=[ParsesRequests()])
-    add_GRPCInferenceServiceServicer_to_server(RpcServer(models), rpc)
-    try:
-        grpc_port = rpc.add_insecure_port(f"{_bracketed(addresses.host)}:{addresses.grpc_port}")
-    except RuntimeError as error:
-        http.close()
-        raise AddressError(f"{addresses.host} port {addresses.grpc_port}: {error}") from None
-    rest = _Uvicorn(
-        uvicorn.Config(
+    limits = models.limits
+    with _listen(addresses.host, addresses.http_port) as http:
+        rpc, grpc_port = _rpc_server(models, addresses)
+        config = uvicorn.Config(
             RestServer(models).application(),
             log_config=None,
             access_log=False,
             lifespan="off",
+            proxy_headers=False,
             server_header=False,
-            timeout_graceful_shutdown=round(models.limits.drain),
+            timeout_graceful_shutdown=math.ceil(limits.drain),
         )
-    )
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await rpc.start()
-    running = asyncio.create_task(rest.serve(sockets=[http]))
-    listening(Addresses(host=addresses.host, http_port=http.getsockname()[1], grpc_port=grpc_port))
-    await stop.wait()
-    models.ready = False
-    rest.should_exit = True
-    await asyncio.gather(rpc.stop(models.limits.drain), running)
+        rest = _Uvicorn(config)
+        stop = _signals()
+        await rpc.start()
+        running = asyncio.create_task(rest.serve(sockets=[http]))
+        listening(Addresses(host=addresses.host, http_port=http.getsockname()[1], grpc_port=grpc_port))
+        if await stop == signal.SIGTERM:
+            models.ready = False
+            await asyncio.sleep(limits.linger)
+        models.ready = False
+        rest.should_exit = True
+        await asyncio.gather(rpc.stop(limits.drain), running)
     for model in models:
         model.close()
+
+
+def _rpc_server(models: Models, addresses: Addresses) -> tuple[grpc.aio.Server, int]:
+    """The gRPC server, which does not run yet, and its port."""
+    options = [
+        ("grpc.max_receive_message_length", models.limits.body),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # else a second server would share the port, and take its requests
+    ]
+    server = grpc.aio.server(options=options, interceptors=[ParsesRequests()])
+    add_GRPCInferenceServiceServicer_to_server(RpcServer(models), server)
+    host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
+    try:
+        return server, server.add_insecure_port(f"{host}:{addresses.grpc_port}")
+    except RuntimeError as error:
+        raise AddressError(
+            f"{addresses.host} port {addresses.grpc_port}: cannot listen there for gRPC: {error}"
+        ) from None
+
+
+def _signals() -> asyncio.Future[signal.Signals]:
+    """The first signal to stop, when it comes; the next one does what signals do."""
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[signal.Signals] = loop.create_future()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def stop(number: signal.Signals) -> None:
+        came.set_result(number)
+        for one in numbers:
+            loop.remove_signal_handler(one)
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    return came
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -93,10 +120,5 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise AddressError(f"{host} port {port}: {error.strerror or error}") from None
+        raise AddressError(f"{host} port {port}: cannot listen there for HTTP: {error.strerror or error}") from None
     return listener
-
-
-def _bracketed(host: str) -> str:
-    """A host as it stands before a port."""
-    return f"[{host}]" if ":" in host else host

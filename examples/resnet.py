@@ -1,0 +1,23 @@
+"""An image model to serve: `stagepack export resnet.py:make --inputs resnet.py:inputs`. Its weights are random; load yours here."""
+
+import torch
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import stagepack
+
+
+def make() -> torch.nn.Module:
+    """A small ResNet for images of 224 by 224 and ten classes."""
+    torch.manual_seed(0)
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
+    )
+    return ResNetForImageClassification(config).eval()
+
+
+def inputs() -> stagepack.Inputs:
+    """Any number of images."""
+    batch = torch.export.Dim("batch", min=1, max=256)
+    return stagepack.Inputs(
+        kwargs={"pixel_values": torch.randn(2, 3, 224, 224)}, dynamic_shapes={"pixel_values": {0: batch}}
+    )

@@ -1,0 +1,92 @@
+"""The examples, run as their pages say, against what the models answer here."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import stagepack
+from tests.serve.bundles import minilm_folder
+from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_no_triton
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+def export(model: str, out: Path, stages: int) -> Path:
+    command = [STAGEPACK, "export", EXAMPLES / f"{model}.py:make", "--inputs", EXAMPLES / f"{model}.py:inputs"]
+    subprocess.run([*command, "-o", out, "--stages", str(stages)], check=True, capture_output=True)
+    return out
+
+
+def run(client: str, *arguments: object) -> str:
+    command = [sys.executable, EXAMPLES / f"{client}.py", *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def module(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_embeddings(bundles):
+    sentences = ["A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday."]
+    with stagepack_server([bundles["minilm"]]) as server:
+        printed = run("embed", f"127.0.0.1:{server.http}", minilm_folder() / "tokenizer.json", *sentences)
+    found = [[float(number) for number in re.findall(r"-?\d+\.\d\d", line)] for line in printed.splitlines()]
+    batch = AutoTokenizer.from_pretrained(minilm_folder())(sentences, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        tokens = AutoModel.from_pretrained(minilm_folder()).eval()(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1)
+    means = torch.nn.functional.normalize((tokens * mask).sum(1) / mask.sum(1))
+    assert numpy.allclose(found, (means @ means.T).numpy(), atol=0.006)
+
+
+def test_images(tmp_path):
+    bundle = export("resnet", tmp_path / "resnet.stagepack", 2)
+    picture = EXAMPLES.parent / "docs" / "report.png"
+    with stagepack_server([bundle]) as server:
+        printed = run("classify", f"127.0.0.1:{server.grpc}", picture, picture)
+    pixels = torch.from_numpy(module("classify").read(str(picture))).float()[None]
+    with torch.no_grad():
+        likely = stagepack.load(bundle)(pixel_values=pixels.repeat(2, 1, 1, 1))["logits"].softmax(1)[0]
+    line = f"{picture}: class {likely.argmax()}, {likely.max():.1%}"
+    assert printed.splitlines() == [line, line]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> Path:
+    return export("decoder", tmp_path_factory.mktemp("decoder") / "decoder.stagepack", 3)
+
+
+def test_generation(decoder):
+    with stagepack_server([decoder]) as server:
+        check_generation(server.grpc)
+
+
+def test_generation_in_triton(decoder, tmp_path):
+    if reason := why_no_triton():
+        pytest.skip(reason)
+    subprocess.run([STAGEPACK, "triton", decoder, "-o", tmp_path / "repository"], check=True)
+    (tmp_path / "triton").mkdir()
+    with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
+        check_generation(server.grpc)
+
+
+def check_generation(port: int) -> None:
+    """Two texts in turns are continued as transformers continues each."""
+    texts = ["Once upon a time", "A cat"]
+    printed = run("generate", f"127.0.0.1:{port}", 12, *texts)
+    model = module("decoder").llama()
+    for line, text in zip(printed.splitlines(), texts, strict=True):
+        prompt = torch.tensor([list(text.encode())])
+        wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert list(map(int, line.split())) == wanted[0].tolist()

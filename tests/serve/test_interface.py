@@ -1,0 +1,101 @@
+"""Names and shapes that clients see, and which rows may run together."""
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import InputError
+from stagepack_loaders.open_inference.interface import Interface
+from stagepack_loaders.open_inference.rows import rows_at_once
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+class Named(torch.nn.Module):
+    """Returns what the test says."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.result = result
+
+    def forward(self, x):
+        return self.result(x)
+
+
+def names(result, tmp_path):
+    bundle = stagepack.export(Named(result), (torch.ones(2, 3),), out=tmp_path / "m.stagepack", stages=1)
+    return list(Interface(bundle.manifest).outputs)
+
+
+@pytest.mark.parametrize(
+    ("result", "wanted"),
+    [
+        (lambda x: x + 1, ["output"]),
+        (lambda x: (x + 1, [x + 2]), ["output.0", "output.1.0"]),
+        (lambda x: {"y": x + 1, "deep": {"z": x + 2}, "none": None}, ["y", "deep.z"]),
+        (lambda x: {"x": x + 1}, ["output.x"]),
+        (lambda x: {3: x + 1}, ["output.3"]),
+        (lambda x: {"a.b": x + 1, "a": {"b": x + 2}}, ["a.b", "output.a.b"]),
+    ],
+)
+def test_outputs_are_named_by_their_place(result, wanted, tmp_path):
+    assert names(result, tmp_path) == wanted
+
+
+def test_what_clients_state_is_checked(bundles):
+    interface = Interface(stagepack.open(bundles["kinds"]).manifest)
+    assert interface.check("factor", "FP32", (1,)) == interface.check("factor", "FP32", ()) == ()
+    with pytest.raises(InputError, match="one number"):
+        interface.check("factor", "FP32", (2,))
+    with pytest.raises(InputError, match="INT8"):
+        interface.check("count", "INT16", (2,))
+    with pytest.raises(InputError, match="no input 'y'"):
+        interface.check("y", "FP32", (1,))
+    with pytest.raises(InputError, match="'flag' is missing"):
+        interface.check_all({"x": (2, 4), "count": (2,), "factor": ()})
+    with pytest.raises(InputError, match="rows"):
+        interface.check_all({"x": (65, 4), "count": (2,), "factor": (), "flag": (2,)})
+
+
+def ends(bundle):
+    interface = Interface(bundle.manifest)
+    return [spec.edge for spec in (*interface.inputs.values(), *interface.outputs.values())]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "reason"),
+    [
+        ("skips", 8, ""),
+        ("minilm", 8, ""),
+        ("half", 8, ""),
+        ("kinds", 1, "flag has no first dimension that varies"),
+        ("counting", 1, "it keeps state from call to call"),
+        ("together", 1, "another row changes the answer to the example's"),
+    ],
+)
+def test_rows_run_together_where_they_keep_apart(bundles, pipes, name, rows, reason):
+    bundle = stagepack.open(bundles[name])
+    assert rows_at_once(bundle, ends(bundle), 8, pipes[name]) == (rows, reason)
+    assert rows_at_once(bundle, ends(bundle), 1, pipes[name])[0] == 1
+
+
+def test_rows_are_no_more_than_the_bundle_allows(bundles, pipes):
+    bundle = stagepack.open(bundles["skips"])
+    assert rows_at_once(bundle, ends(bundle), 1000, pipes["skips"])[0] == 64
+    assert rows_at_once(stagepack.open(bundles["together"]), ends(bundle), 8, None) == (8, "")  # taken on trust
+
+
+def test_state_takes_turns_in_a_stage(bundles):
+    stage = stagepack.load_stage(bundles["counting"], 0)
+    one = torch.ones(3)
+    begin = stage.fresh_state()
+    assert stage(one)[1].tolist() == [1.0] * 3
+    held = stage.swap_state(begin)
+    assert [stage(one)[1].tolist()[0] for _ in range(3)] == [1.0, 2.0, 3.0]
+    mine = stage.swap_state(held)
+    assert stage(one)[1].tolist() == [2.0] * 3
+    stage.swap_state(mine)
+    assert stage(one)[1].tolist() == [4.0] * 3
+    assert stage.state_dict()["first"].tolist() == [4.0] * 3
+    stage.reset_state()
+    assert stage(one)[1].tolist() == [1.0] * 3

@@ -1,0 +1,260 @@
+"""What `stagepack serve` refuses, and how it stops."""
+
+import concurrent.futures
+import contextlib
+import gzip
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch._higher_order_ops.while_loop import while_loop
+from tritonclient.utils import InferenceServerException
+
+import stagepack
+from tests.serve.servers import STAGEPACK, Client, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+class Slow(torch.nn.Module):
+    """Takes a while: as many products as the first input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.full((512, 512), 1e-3))
+
+    def forward(self, x, times):
+        def step(number, value):
+            return number - 1, torch.tanh(value @ self.weight)
+
+        return while_loop(lambda number, value: number > 0, step, (times.clone(), x))[1]
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    path = tmp_path_factory.mktemp("slow") / "slow.stagepack"
+    stagepack.export(Slow(), (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(bundles):
+    """A server of narrow limits."""
+    with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
+        yield server
+
+
+def post(port, path, body, headers=None):
+    """A request by hand: the status and the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", path, body, headers or {})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"null"), answer
+
+
+def body(rows=2):
+    data = numpy.arange(rows * 8, dtype="float32")
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": data.tolist()},
+        {"name": "weight", "datatype": "FP32", "shape": [rows, 1], "data": [0.5] * rows},
+    ]
+    return {"inputs": inputs, "outputs": [{"name": "y"}]}
+
+
+INFER = "/v2/models/skips/infer"
+
+
+def test_a_body_that_is_too_large(small):
+    for size in (200_000, 1_500_000, 5_000_000):
+        with contextlib.suppress(ConnectionError):  # one that is far too large is not read to its end
+            status, answer, _ = post(small.http, INFER, b" " * size)
+            assert status == 413
+            assert "100000" in answer["error"]
+        assert post(small.http, INFER, json.dumps(body()))[0] == 200
+
+
+def test_a_message_that_is_too_large(small):
+    with contextlib.closing(Client("grpc", small)) as client:
+        with pytest.raises(InferenceServerException) as caught:
+            client.ask(
+                "skips",
+                {"x": numpy.zeros((10_000, 8), "float32"), "weight": numpy.zeros((10_000, 1), "float32")},
+                outputs=["y"],
+            )
+        assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        assert client.raw.is_server_live()
+
+
+def test_a_packed_body(small):
+    plain = json.dumps(body()).encode()
+    wanted = post(small.http, INFER, plain)[1]
+    status, answer, _ = post(small.http, INFER, gzip.compress(plain), {"Content-Encoding": "gzip"})
+    assert (status, answer) == (200, wanted)
+    assert post(small.http, INFER, gzip.compress(b" " * 10_000_000), {"Content-Encoding": "gzip"})[0] == 413
+    assert post(small.http, INFER, gzip.compress(plain)[:-9], {"Content-Encoding": "gzip"})[0] == 400
+    assert post(small.http, INFER, plain, {"Content-Encoding": "gzip"})[0] == 400
+    assert post(small.http, INFER, plain, {"Content-Encoding": "br"})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda given: given.pop("inputs"), "inputs"),
+        (lambda given: given.update(inputs=3), "inputs"),
+        (lambda given: given["inputs"][0].pop("data"), "data"),
+        (lambda given: given["inputs"][0].update(data=[1.0]), "16 elements"),
+        (lambda given: given["inputs"][0].update(data=["a"] * 16), "FP32"),
+        (lambda given: given["inputs"][0].update(data=[[1.0], [2.0, 3.0]]), "x"),
+        (lambda given: given["inputs"][0].update(shape=[-2, -8]), "-2"),
+        (lambda given: given["inputs"][0].update(shape=[2**62, 2**62]), "x"),
+        (lambda given: given["inputs"][0].update(datatype="BYTES"), "BYTES"),
+        (lambda given: given["inputs"][0].update(datatype="BF16"), "BF16"),
+        (lambda given: given["inputs"][0].update(parameters={"binary_data_size": 5}), "data"),
+        (lambda given: given["inputs"][0].update(parameters={"binary_data_size": "5"}), "data"),
+        (lambda given: given["inputs"].append(given["inputs"][0]), "twice"),
+        (lambda given: given["outputs"][0].update(parameters={"classification": 2}), "classify"),
+        (lambda given: given.update(parameters={"timeout": "soon"}), "timeout"),
+    ],
+)
+def test_requests_that_break_the_protocol(small, change, says):
+    given = body()
+    change(given)
+    status, answer, _ = post(small.http, INFER, json.dumps(given))
+    assert status == 400
+    assert says in answer["error"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"inputs": [NaN]}', "\ufeff{}", "\x00"])
+def test_bodies_that_are_no_request(small, text):
+    status, answer, _ = post(small.http, INFER, text.encode()[:90_000])
+    assert status == 400
+    assert answer["error"]
+
+
+def test_special_numbers_in_json(small):
+    given = body()
+    given["inputs"][0]["data"][3] = float("nan")
+    given["inputs"][0]["data"][9] = float("-inf")
+    given["outputs"] = [{"name": "output.x"}]
+    status, answer, _ = post(small.http, INFER, json.dumps(given))
+    assert status == 200
+    found = answer["outputs"][0]["data"]
+    assert numpy.isnan(found[3])
+    assert found[9] == float("-inf")
+
+
+def test_paths_and_methods(small):
+    for path, status in (
+        ("/v2/nothing", 404),
+        ("/v2/models/skips/versions/2/infer", 404),
+        ("/v2/models/skips/nothing", 404),
+    ):
+        found, answer, _ = post(small.http, path, b"")
+        assert (found, bool(answer["error"])) == (status, True)
+    found, answer, _ = post(small.http, "/v2/models/skips", b"")
+    assert (found, bool(answer["error"])) == (405, True)
+
+
+def test_half_a_request_is_let_go(bundles):
+    with stagepack_server([bundles["skips"]], "--deadline-s", "0.5") as server:
+        with socket.create_connection(("127.0.0.1", server.http)) as plain:
+            plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+            assert plain.recv(100).startswith(b"HTTP/1.1 504")
+        assert post(server.http, INFER, json.dumps(body()))[0] == 200
+
+
+def ask_slow(server, times, protocol="http", **options):
+    with contextlib.closing(Client(protocol, server)) as client:
+        given = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
+        return client.ask("slow", given, outputs=["output"], **options)["output"]
+
+
+def test_deadlines(slow):
+    with stagepack_server([slow], "--deadline-s", "1") as server:
+        for protocol, status in (("http", "504"), ("grpc", "StatusCode.DEADLINE_EXCEEDED")):
+            with pytest.raises(InferenceServerException) as caught:
+                ask_slow(server, 2000, protocol)
+            assert caught.value.status() == status
+            time.sleep(3)
+            with pytest.raises(InferenceServerException) as caught:
+                ask_slow(server, 1000, protocol, timeout=100_000)
+            assert caught.value.status() == status
+            time.sleep(3)
+        assert ask_slow(server, 1).shape == (256, 512)
+
+
+def test_a_full_queue(slow):
+    with stagepack_server([slow], "--max-queue", "2") as server:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            asked = [pool.submit(ask_slow, server, 300, ("http", "grpc")[number % 2]) for number in range(6)]
+            errors = [one.exception() for one in asked]
+        statuses = [error.status() for error in errors if error]
+        assert 2 <= len(statuses) <= 4
+        assert set(statuses) <= {"503", "StatusCode.UNAVAILABLE"}
+        assert ask_slow(server, 1).shape == (256, 512)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_accepted_is_answered_before_the_end(slow, number):
+    with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask_slow, server, 300, protocol) for protocol in ("http", "grpc", "http", "grpc")]
+        time.sleep(0.5)
+        server.process.send_signal(number)
+        assert all(one.result().shape == (256, 512) for one in asked)
+        assert server.process.wait(timeout=30) == 0
+        assert json.loads(server.process.stdout.read())["answers"] == {"OK": 4}
+
+
+def test_a_second_signal_ends_at_once(slow):
+    with stagepack_server([slow]) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_slow, server, 10_000)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=5) != 0
+        assert asked.exception() is not None
+
+
+def test_it_says_that_it_stops(slow):
+    with stagepack_server([slow], "--linger-s", "2") as server:
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        connection = http.client.HTTPConnection("127.0.0.1", server.http)
+        connection.request("GET", "/v2/health/ready")
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        connection.close()
+        assert ask_slow(server, 1).shape == (256, 512)
+        assert server.process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
+def test_a_port_in_use(small, bundles, option):
+    port = small.http if option == "--http-port" else small.grpc
+    other = "--grpc-port" if option == "--http-port" else "--http-port"
+    command = [STAGEPACK, "serve", bundles["skips"], option, str(port), other, "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert str(port) in line
+
+
+def test_listens_at_home_only(small):
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{small.process.pid}/net/{name}").read_text().splitlines()[1:]
+    ]
+    listening = {line[1] for line in lines if line[3] == "0A"}
+    ours = {address for address in listening if int(address.split(":")[1], 16) in (small.http, small.grpc)}
+    assert len(ours) == 2
+    assert all(address.rpartition(":")[0].endswith("0100007F") for address in ours)

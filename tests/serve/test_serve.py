@@ -1,0 +1,168 @@
+"""`stagepack serve`: batches, several bundles, ONNX Runtime without torch, streams, metrics, sequences."""
+
+import concurrent.futures
+import contextlib
+import queue
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.utils import InferenceServerException
+
+from tests.serve.servers import STAGEPACK, Client, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+def metrics(server):
+    """All samples of the page: (name, labels) -> value."""
+    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def skips(rows, value=1.0):
+    return {"x": numpy.full((rows, 8), value, "float32"), "weight": numpy.full((rows, 1), value, "float32")}
+
+
+def ask(server, protocol, model, given, **options):
+    with contextlib.closing(Client(protocol, server)) as client:
+        return client.ask(model, given, **options)
+
+
+def test_requests_run_as_one_batch_and_get_their_own_rows(bundles, pipes):
+    with stagepack_server([bundles["skips"]], "--max-delay-ms", "300", "--max-batch", "16") as server:
+        given = [skips(1 + number % 3, float(number)) for number in range(8)]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda one: ask(server, "grpc", "skips", one, outputs=["y"])["y"], given))
+        for one, array in zip(given, found, strict=True):
+            with torch.no_grad():
+                wanted = pipes["skips"](torch.from_numpy(one["x"]), weight=torch.from_numpy(one["weight"]))["y"]
+            assert numpy.allclose(array, wanted.numpy(), atol=1e-5)
+        seen = metrics(server)
+        assert seen["stagepack_batch_rows_sum", "skips"] == sum(len(one["x"]) for one in given)
+        assert seen["stagepack_batch_rows_count", "skips"] < 8
+
+
+def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles):
+    ids = numpy.array([[101, 1037, 4937, 102]])
+    good = {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
+    bad = good | {"input_ids": ids + 10**6}
+    with stagepack_server([bundles["minilm"]], "--max-delay-ms", "300") as server:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, server, "http", "minilm", bad if number == 3 else good) for number in range(8)]
+            errors = [one.exception() for one in asked]
+        assert [error is not None for error in errors] == [number == 3 for number in range(8)]
+        assert metrics(server)["stagepack_batch_rows_sum", "minilm"] > 8  # those beside it ran again
+
+
+def test_metrics(torch_server):
+    before = metrics(torch_server)
+    given = skips(4)
+    ask(torch_server, "http", "skips", given, outputs=["y"])
+    ask(torch_server, "grpc", "skips", given, outputs=["y"])
+    with pytest.raises(InferenceServerException):
+        ask(torch_server, "http", "skips", {"x": given["x"]}, outputs=["y"])
+    after = metrics(torch_server)
+
+    def grew(*key):
+        return after[key] - before.get(key, 0)
+
+    assert grew("stagepack_requests_total", "OK", "rest", "skips") == 1
+    assert grew("stagepack_requests_total", "OK", "grpc", "skips") == 1
+    assert grew("stagepack_requests_total", "BAD_REQUEST", "rest", "skips") == 1
+    assert grew("stagepack_received_bytes_total", "skips") == 2 * 4 * 9 * 4
+    assert grew("stagepack_sent_bytes_total", "skips") == 2 * 4 * 8 * 4
+    assert grew("stagepack_queue_seconds_count", "skips") == 2
+    for stage in "012":
+        assert grew("stagepack_stage_seconds_count", stage, "skips") == 2
+        assert grew("stagepack_stage_seconds_sum", stage, "skips") > 0
+    assert after["stagepack_pending_requests", "skips"] == 0
+    assert grew("stagepack_request_seconds_count", "rest", "skips") == 2
+
+
+def test_names_of_several_bundles(bundles):
+    with stagepack_server([f"one={bundles['skips']}", f"two={bundles['skips']}", bundles["half"]]) as server:
+        for name in ("one", "two"):
+            assert ask(server, "http", name, skips(2), outputs=["y"])["y"].shape == (2, 8)
+        assert [model["name"] for model in server.facts["models"]] == ["one", "two", "half"]
+    command = [STAGEPACK, "serve", bundles["skips"], bundles["skips"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "'skips'" in done.stderr
+
+
+def test_onnxruntime(bundles, pipes):
+    with stagepack_server([bundles["skips"]], "--runtime", "onnxruntime") as server:
+        assert server.facts["models"][0]["batch"] == 32
+        given = skips(3, 0.5)
+        found = ask(server, "grpc", "skips", given)
+        with torch.no_grad():
+            wanted = pipes["skips"](torch.from_numpy(given["x"]), weight=torch.from_numpy(given["weight"]))
+        assert numpy.allclose(found["y"], wanted["y"].numpy(), atol=1e-5)
+        assert numpy.array_equal(found["output.x"], given["x"])
+        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_a_stream_of_requests(torch_server):
+    answers: queue.Queue = queue.Queue()
+    with contextlib.closing(Client("grpc", torch_server)) as client:
+        client.raw.start_stream(lambda result, error: answers.put((result, error)))
+        for step in range(4):
+            given = [client.input("x", numpy.ones(3, "float32"))]
+            client.raw.async_stream_infer(
+                "counting", given, sequence_id=5, sequence_start=step == 0, sequence_end=step == 3
+            )
+        client.raw.async_stream_infer("counting", given, sequence_id=5, request_id="late")
+        found = [answers.get(timeout=30) for _ in range(5)]
+        client.raw.stop_stream()
+    assert [result.as_numpy("sum")[0] for result, _ in found[:4]] == [1, 2, 3, 4]
+    assert "sequence" in str(found[4][1])
+
+
+def test_sequences_have_places(bundles):
+    given = {"x": numpy.ones(3, "float32")}
+    options = ("--max-sequences", "2", "--sequence-idle-s", "1")
+    with (
+        stagepack_server([bundles["counting"]], *options) as server,
+        contextlib.closing(Client("http", server)) as client,
+    ):
+        for name in ("a", "b"):
+            client.ask("counting", given, sequence_id=name, sequence_start=True)
+        with pytest.raises(InferenceServerException) as caught:
+            client.ask("counting", given, sequence_id="c", sequence_start=True)
+        assert caught.value.status() == "503"
+        client.ask("counting", given, sequence_id="a", sequence_end=True)
+        client.ask("counting", given, sequence_id="c", sequence_start=True)
+        assert metrics(server)["stagepack_sequences", "counting"] == 2
+        assert client.ask("counting", given, sequence_id="b")["sum"].tolist() == [2.0] * 3
+        assert client.ask("counting", given, sequence_id="b", sequence_start=True)["sum"].tolist() == [1.0] * 3
+
+
+def test_what_is_not_there(torch_server):
+    with contextlib.closing(Client("grpc", torch_server)) as client:
+        with pytest.raises(InferenceServerException) as caught:
+            client.raw.get_inference_statistics()
+        assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+    with contextlib.closing(Client("http", torch_server)) as client:
+        with pytest.raises(InferenceServerException) as caught:
+            client.raw.get_inference_statistics()
+        assert caught.value.status() == "404"
+
+
+def test_a_bundle_that_fails_its_own_rules(bundles, tmp_path):
+    for arguments in (
+        [tmp_path / "nothing"],
+        [bundles["skips"], "--device", "cuda:7"],
+        [bundles["half"], "--runtime", "onnxruntime"],
+    ):
+        done = subprocess.run([STAGEPACK, "serve", *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1

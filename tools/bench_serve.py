@@ -1,0 +1,224 @@
+"""Measure `stagepack serve`: what it adds to a call, what batching gains, and whether it stands a load and a rolling stop.
+
+Each part runs servers as processes of their own and `tritonclient` here; both sides of a ratio are measured in one run.
+Usage: ``python -m tools.bench_serve [overhead] [batching] [load]``, or all three without a word.
+"""
+
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import tritonclient.grpc
+import tritonclient.grpc.aio
+import tritonclient.http
+import tritonclient.http.aio
+
+import stagepack
+from tests.serve.bundles import minilm_folder
+from tests.serve.servers import Client, Server, stagepack_server
+
+SECONDS, CONNECTIONS = 60, 32
+MANY = [(batch, length) for batch in range(1, 5) for length in range(4, 40)]  # rows and tokens of a request
+SENTENCE = numpy.array(
+    [[101, 1037, 4937, 7719, 2006, 1996, 13523, 1012, 102]]
+)  # "A cat sits on the mat.", as MiniLM reads it
+
+
+class AddOne(torch.nn.Module):
+    """Next to nothing to compute, so that what is measured is the server."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Add one."""
+        return {"y": x + 1}
+
+
+def main() -> None:
+    """Measure what the command line names."""
+    parts: Mapping[str, Callable[[Path], None]] = {"overhead": overhead, "batching": batching, "load": load}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sys.argv[1:] or parts:
+            parts[name](Path(folder))
+
+
+def overhead(folder: Path) -> None:
+    """What a request costs beyond the call of the pipeline in this process: medians."""
+    rows = torch.export.Dim("rows", min=1, max=1 << 23)
+    bundle = folder / "add.stagepack"
+    stagepack.export(AddOne(), (torch.ones(4, 4),), out=bundle, stages=1, dynamic_shapes={"x": {0: rows}})
+    pipe = stagepack.load(bundle)
+    torch.set_num_threads(
+        1
+    )  # the threads of this process, which the clients share, are not to wait for work on the cores
+    with stagepack_server([bundle], "--max-batch", "1") as server:
+        for shape, calls, unit in (((4, 4), 1000, "small"), ((2_000_000, 4), 15, "32 MB in and out")):
+            x = numpy.random.default_rng(0).random(shape, dtype="float32")
+            with torch.no_grad():
+                here = _median(lambda: pipe(torch.from_numpy(x))["y"].numpy(), calls)  # noqa: B023 - called at once
+            for protocol in ("http", "grpc"):
+                client = Client(protocol, server)
+                there = _median(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
+                print(
+                    f"{unit:17} {protocol}  {1e3 * (there - here):8.2f} ms over {1e3 * here:.2f} ms in process",
+                    flush=True,
+                )
+                client.close()
+
+
+def _median(call: Callable[[], Any], calls: int) -> float:
+    """The median of seconds of a call."""
+    call()
+    seconds = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def batching(folder: Path) -> None:
+    """64 clients with one row each: answers in a second, with batching and without."""
+    bundle = _minilm(folder)
+    rates = {}
+    for rows in ("1", "64", "1", "64"):
+        with stagepack_server([bundle], "--max-batch", rows) as server:
+            asyncio.run(_ask_all(server.grpc, 64, 3.0))
+            answers = asyncio.run(_ask_all(server.grpc, 64, 10.0))
+            rates.setdefault(rows, []).append(len(answers) / 10)
+            print(f"--max-batch {rows:3} {rates[rows][-1]:8.1f} answers/s", flush=True)
+    print(f"batching on / off: {max(rates['64']) / max(rates['1']):.2f}")
+
+
+async def _ask_all(port: int, clients: int, seconds: float) -> list[float]:
+    """Keep so many requests under way over gRPC; the seconds that each took."""
+    client = tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}")
+    inputs = _inputs(tritonclient.grpc)
+    outputs = [tritonclient.grpc.InferRequestedOutput("pooler_output")]
+    until, took = time.perf_counter() + seconds, []
+
+    async def ask() -> None:
+        while (started := time.perf_counter()) < until:
+            await client.infer("minilm", inputs, outputs=outputs)
+            took.append(time.perf_counter() - started)
+
+    await asyncio.gather(*(ask() for _ in range(clients)))
+    await client.close()
+    return took
+
+
+def _inputs(module: Any) -> list[Any]:
+    """The sentence as inputs of a request."""
+    arrays = {"input_ids": SENTENCE, "attention_mask": numpy.ones_like(SENTENCE)}
+    return [
+        module.InferInput(name, list(array.shape), "INT64").set_data_from_numpy(array) for name, array in arrays.items()
+    ]
+
+
+def _minilm(folder: Path) -> Path:
+    """The published MiniLM in two stages."""
+    bundle = folder / "minilm.stagepack"
+    if not bundle.exists():
+        stagepack.export(str(minilm_folder()), out=bundle, stages=2)
+    return bundle
+
+
+def load(folder: Path) -> None:
+    """A minute of requests on 32 connections, half of them REST, of one size and of many; then a rolling stop under such a load."""
+    bundle = _minilm(folder)
+    for text, sizes in (("one size", [SENTENCE.shape]), ("many sizes", MANY)):
+        memory: list[int] = []
+        with stagepack_server([bundle]) as server:
+            tally = asyncio.run(_storm([server], sizes, SECONDS, lambda: memory.append(server.memory())))  # noqa: B023 - called at once
+        after, end = memory[10], statistics.median(memory[-5:])
+        print(
+            f"{text}: {tally.answered[0]} answers in {SECONDS} s on {CONNECTIONS} connections, {len(tally.errors)} errors"
+        )
+        print(
+            f"memory: {after / 1e6:.1f} MB after 10 s, {end / 1e6:.1f} MB at the end: {100 * (end / after - 1):+.2f} %"
+        )
+        sys.stdout.flush()
+    with stagepack_server([bundle]) as old, stagepack_server([bundle]) as new:
+        stop = threading.Timer(5, lambda: old.process.send_signal(signal.SIGTERM))
+        stop.start()
+        tally = asyncio.run(_storm([old, new], MANY, 15, lambda: None))
+        assert old.process.wait(timeout=30) == 0
+        counted = json.loads(old.process.stdout.read())["answers"]
+        print(
+            f"rolling stop: the old server gave {counted}, {tally.answered[0]} of them arrived; the new one {tally.answered[1]}"
+        )
+        print(
+            f"refused or closed before they were accepted, and asked again: {tally.moved}; other errors: {len(tally.errors)}"
+        )
+        for error in tally.errors[:5]:
+            print(repr(error))
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What clients saw: answers of each server, requests they had to ask of the next one, and errors."""
+
+    answered: list[int]
+    moved: int = 0
+    errors: list[Exception] = field(default_factory=list)
+
+
+async def _storm(
+    servers: list[Server], sizes: list[tuple[int, int]], seconds: float, each_second: Callable[[], None]
+) -> _Tally:
+    """Ask the first server over 32 connections, and the next one once it takes no more."""
+    tally, until = _Tally([0] * len(servers)), time.perf_counter() + seconds
+    rng = numpy.random.default_rng(0)
+
+    async def ask(module: Any) -> None:
+        turn = 0
+        client = _client(module, servers[turn])
+        while time.perf_counter() < until:
+            shape = sizes[rng.integers(len(sizes))]
+            ids = rng.integers(1, 3000, shape)
+            arrays = {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
+            inputs = [
+                module.InferInput(name, list(shape), "INT64").set_data_from_numpy(array)
+                for name, array in arrays.items()
+            ]
+            try:
+                answer = await client.infer("minilm", inputs, outputs=[module.InferRequestedOutput("pooler_output")])
+                assert answer.as_numpy("pooler_output").shape == (shape[0], 384)
+                tally.answered[turn] += 1
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is counted
+                if turn + 1 == len(servers):
+                    tally.errors.append(error)
+                    return
+                await client.close()
+                turn, tally.moved = turn + 1, tally.moved + 1
+                client = _client(module, servers[turn])
+        await client.close()
+
+    async def watch() -> None:
+        while time.perf_counter() < until:
+            each_second()
+            await asyncio.sleep(1)
+
+    modules = [(tritonclient.http.aio, tritonclient.grpc.aio)[number % 2] for number in range(CONNECTIONS)]
+    await asyncio.gather(watch(), *map(ask, modules))
+    return tally
+
+
+def _client(module: Any, server: Server) -> Any:
+    """A client with a connection of its own."""
+    port = server.http if module is tritonclient.http.aio else server.grpc
+    options = {} if module is tritonclient.http.aio else {"channel_args": [("grpc.use_local_subchannel_pool", 1)]}
+    return module.InferenceServerClient(f"127.0.0.1:{port}", **options)
+
+
+if __name__ == "__main__":
+    main()
