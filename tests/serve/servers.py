@@ -116,12 +116,12 @@ def _wait(process: subprocess.Popen, port: int, log: Path) -> None:
     with contextlib.closing(http_client(port)) as client:
         while time.monotonic() < until:
             if process.poll() is not None:
-                raise AssertionError(f"tritonserver ended:\n{log.read_text()[-5000:]}")
+                raise AssertionError(f"tritonserver ended:\n{log.read_text()}")
             with contextlib.suppress(OSError):
                 if client.is_server_ready():
                     return
             time.sleep(0.2)
-    raise AssertionError(f"tritonserver does not get ready:\n{log.read_text()[-5000:]}")
+    raise AssertionError(f"tritonserver does not get ready:\n{log.read_text()}")
 
 
 def _free_ports(number: int) -> list[int]:

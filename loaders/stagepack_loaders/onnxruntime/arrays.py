@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from stagepack.format.dtypes import STORED_AS
 from stagepack.format.manifest import Edge
-from stagepack_loaders.onnxruntime.values import dtype_of
+from stagepack_loaders.onnxruntime.values import dtype_of, to_numpy
 from stagepack_loaders.open_inference.datatypes import NUMBERS, PAIRS, elements_of
 
 Array = numpy.ndarray[Any, Any]
@@ -76,7 +76,8 @@ def to_wire(value: Any, dtype: str) -> Array:
     """The elements of a value as they travel, on the host."""
     if dtype in NUMBERS:
         return numpy.array([value], elements_of(dtype))
-    array = numpy.ascontiguousarray(value).reshape(value.shape)
+    found = to_numpy(value, dtype)
+    array = numpy.ascontiguousarray(found).reshape(found.shape)
     if dtype in PAIRS:
         array = numpy.stack([array.real, array.imag], axis=-1)
     return numpy.atleast_1d(array).view(elements_of(dtype))

@@ -4,6 +4,7 @@ Source: https://github.com/triton-inference-server/server, docs/user_guide/model
 """
 
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Final
 
 from google.protobuf import text_format
 
-from stagepack.errors import OutputExistsError, WriteError
+from stagepack.errors import InputError, OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.triton.models import Model, Options, models_of
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 # The code of a model in the Python backend: what the server imports it from must be installed for its Python.
 _CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_loaders.triton.{module} import TritonPythonModel as TritonPythonModel\n'
@@ -27,12 +30,15 @@ def write_repository(
     Each model is a folder of its own: it holds the files of its stage, and the manifest.
 
     Raises:
+        InputError: the name is not one for a folder.
         OutputExistsError: the repository holds a model of one of these names, and `overwrite` is false.
         WriteError: the folder cannot be written, or takes no links to the bundle's files.
         DeviceError: a device is none of Triton's, or there are more devices than stages.
         OperatorError: Triton's ONNX Runtime cannot run a stage.
         DigestError: a file of the bundle is damaged.
     """
+    if not _NAME.fullmatch(options.name):
+        raise InputError(f"expected a name of letters, digits, '_', '-' and '.', found {options.name!r}")
     bundle.check_digests(bundle.files)
     models = models_of(bundle, options)
     root = Path(out)

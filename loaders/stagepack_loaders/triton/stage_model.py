@@ -5,6 +5,7 @@ configuration that `stagepack_loaders.triton.models` wrote, then `execute` with 
 """
 
 import importlib
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,7 @@ class TritonPythonModel:
         for spec in self._inputs:
             tensor = triton.get_input_tensor_by_name(request, spec.name)
             spec.shape_of_edge(tuple(tensor.shape()))
+            # A copy lies where tensors do, so that each kernel adds in the order in which it does elsewhere.
             values.append(self._arrays.from_wire(self._arrays.copy(self._arrays.from_dlpack(tensor)), spec.edge))
             bound[spec.name] = Given(spec.name, values[-1])
         check_values([spec.edge for spec in self._inputs], bound, self._symbols)
@@ -96,18 +98,18 @@ class TritonPythonModel:
             if len(given) > 1:  # the inputs of one request must not fail the others
                 return [answer for values in given for answer in self._run([values], first)]
             return [_refusal(error)]
-        answers, begin = [], 0
-        for values in given:
-            end = begin + (len(values[0]) if self._batches else 0)
-            tensors = [
-                triton.Tensor.from_dlpack(
-                    spec.name, self._arrays.elements(value[begin:end] if len(given) > 1 else value, spec.edge.dtype)
-                )
-                for spec, value in zip(self._outputs, outputs, strict=True)
-            ]
-            answers.append(triton.InferenceResponse(output_tensors=tensors))
-            begin = end
-        return answers
+        elements = [
+            (spec.name, self._arrays.elements(value, spec.edge.dtype))
+            for spec, value in zip(self._outputs, outputs, strict=True)
+        ]
+        if len(given) == 1:
+            return [_answer(elements)]
+        ends = list(itertools.accumulate(len(values[0]) for values in given))
+        starts = [0, *ends[:-1]]
+        return [
+            _answer([(name, array[start:end]) for name, array in elements])
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     def _with_state(self, values: list[Any], request: Any) -> tuple[Any, ...]:
         """Run the stage on what its sequence of calls has written. Triton sends no call of a sequence that did not start."""
@@ -126,6 +128,11 @@ class TritonPythonModel:
             self._states[name] = self._stage.swap_state(held)
             if flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
                 del self._states[name]
+
+
+def _answer(elements: Sequence[tuple[str, Any]]) -> Any:
+    """An answer of these outputs."""
+    return triton.InferenceResponse(output_tensors=[triton.Tensor.from_dlpack(*pair) for pair in elements])
 
 
 def _refusal(error: Exception) -> Any:

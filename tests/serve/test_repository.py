@@ -1,0 +1,198 @@
+"""`stagepack triton`: the model repository that it writes, and a real `tritonserver` that loads it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy
+import onnxruntime
+import pytest
+import torch
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
+
+import stagepack
+from stagepack.errors import DeviceError, OperatorError, OutputExistsError, WriteError
+from stagepack_loaders.triton.models import Options
+from stagepack_loaders.triton.repository import write_repository
+from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
+
+MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary files
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+def write(bundle, out, **options):
+    return write_repository(stagepack.open(bundle), out, Options(**({"name": "m"} | options)))
+
+
+def config(folder: Path) -> ModelConfig:
+    return text_format.Parse((folder / "config.pbtxt").read_text(), ModelConfig())
+
+
+def test_a_model_a_stage_and_an_ensemble(bundles, tmp_path):
+    names = write(bundles["skips"], tmp_path, batch=8, delay=0.01)
+    assert names == ["m_stage_0", "m_stage_1", "m_stage_2", "m_results", "m"]
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    second = config(tmp_path / "m_stage_1")
+    assert [(one.name, list(one.dims)) for one in second.input] == [("weight", [1]), ("linear_0", [8])]
+    assert second.max_batch_size == 8
+    assert second.dynamic_batching.max_queue_delay_microseconds == 10_000
+    steps = {step.model_name: step for step in config(tmp_path / "m").ensemble_scheduling.step}
+    assert steps["m_stage_1"].input_map["linear_0"] == steps["m_stage_0"].output_map["linear_0"] == "parts.0"
+    assert steps["m_stage_2"].input_map["linear_3"] == steps["m_stage_0"].output_map["linear_3"] == "stage_0.linear_3"
+    assert steps["m_results"].input_map["x"] == "x"
+
+
+def test_files_are_links_or_copies(bundles, tmp_path):
+    write(bundles["half"], tmp_path / "links")
+    write(bundles["half"], tmp_path / "copies", copy=True)
+    stage = Path("m_stage_0") / "1"
+    for name in ("manifest.json", "stage-0.msgpack", "stage-0.safetensors"):
+        origin = bundles["half"] / name
+        assert (tmp_path / "links" / stage / name).samefile(origin)
+        copied = tmp_path / "copies" / stage / name
+        assert not copied.samefile(origin)
+        assert copied.read_bytes() == origin.read_bytes()
+    assert not (tmp_path / "links" / stage / "stage-1.safetensors").exists()
+
+
+@pytest.mark.skipif(not os.access(MEMORY, os.W_OK), reason="needs a second file system")
+def test_no_links_to_another_file_system(bundles, tmp_path):
+    if os.stat(MEMORY).st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("needs a second file system")
+    out = Path(MEMORY) / f"stagepack-{os.getpid()}"
+    with pytest.raises(WriteError, match="--copy"):
+        write(bundles["half"], out)
+    assert not list(out.iterdir())
+    out.rmdir()
+
+
+def test_other_models_of_the_repository_stay(bundles, tmp_path):
+    write(bundles["half"], tmp_path, name="one")
+    write(bundles["half"], tmp_path, name="two")
+    with pytest.raises(OutputExistsError, match="one_stage_0"):
+        write(bundles["half"], tmp_path, name="one")
+    names = write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="one"), overwrite=True)
+    assert set(os.listdir(tmp_path)) == {*names, "two_stage_0", "two_stage_1", "two"}
+
+
+def test_devices(bundles, tmp_path):
+    write(bundles["skips"], tmp_path, devices=["cpu", "cuda", "cuda:1"])
+    groups = [config(tmp_path / f"m_stage_{number}").instance_group[0] for number in range(3)]
+    assert [(group.kind, list(group.gpus)) for group in groups] == [
+        (ModelInstanceGroup.KIND_CPU, []),
+        (ModelInstanceGroup.KIND_GPU, [0]),
+        (ModelInstanceGroup.KIND_GPU, [1]),
+    ]
+    for devices in (["mps"], ["cuda:x"], ["cpu"] * 4, []):
+        with pytest.raises(DeviceError):
+            write(bundles["skips"], tmp_path / "other", devices=devices)
+
+
+def test_what_onnxruntime_cannot_run(bundles, tmp_path):
+    with pytest.raises(OperatorError, match="stagepack onnx"):
+        write(bundles["half"], tmp_path, runtime="onnxruntime", backend="onnxruntime")
+    tower = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
+    with pytest.raises(OperatorError, match="stage 2: it keeps state"):
+        write(tower, tmp_path, runtime="onnxruntime", backend="onnxruntime")
+    assert write(tower, tmp_path, runtime="onnxruntime")
+
+
+def test_tritons_onnxruntime_backend_finds_what_it_needs(bundles, pipes, tmp_path):
+    """The backend makes a session of the file that the configuration names, by its path, and wants the names and types there."""
+    write(bundles["skips"], tmp_path, runtime="onnxruntime", backend="onnxruntime", batch=8)
+    given = {"x": numpy.ones((2, 8), "float32"), "weight": numpy.ones((2, 1), "float32")}
+    values = dict(given)
+    for number in range(3):
+        stage = config(tmp_path / f"m_stage_{number}")
+        assert stage.backend == "onnxruntime"
+        assert not (tmp_path / stage.name / "1" / "model.py").exists()
+        session = onnxruntime.InferenceSession(str(tmp_path / stage.name / "1" / stage.default_model_filename))
+        for ours, theirs in ((stage.input, session.get_inputs()), (stage.output, session.get_outputs())):
+            assert [one.name for one in ours] == [one.name for one in theirs]
+            for one, other in zip(ours, theirs, strict=True):
+                assert (DataType.Name(one.data_type), other.type) == ("TYPE_FP32", "tensor(float)")
+                assert list(one.dims) == other.shape[1:]
+        outputs = session.run([one.name for one in stage.output], {one.name: values[one.name] for one in stage.input})
+        values.update(zip((one.name for one in stage.output), outputs, strict=True))
+    with torch.no_grad():
+        wanted = pipes["skips"](torch.from_numpy(given["x"]), weight=torch.from_numpy(given["weight"]))["y"]
+    steps = {step.model_name: step for step in config(tmp_path / "m").ensemble_scheduling.step}
+    [name] = [edge for edge, tensor in steps["m_stage_2"].output_map.items() if tensor == "y"]
+    assert numpy.allclose(values[name], wanted.numpy(), atol=1e-5)
+
+
+@pytest.fixture
+def needs_triton():
+    if reason := why_no_triton():
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_a_bundle_with_onnx_in_triton(bundles, pipes, tmp_path):
+    command = [
+        STAGEPACK,
+        "triton",
+        bundles["skips"],
+        "-o",
+        tmp_path / "repository",
+        "--runtime",
+        "onnxruntime",
+        "--backend",
+        "python",
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "up to 32 rows" in done.stdout
+    (tmp_path / "triton").mkdir()
+    with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
+        client = Client("grpc", server)
+        given = {"x": numpy.ones((3, 8), "float32"), "weight": numpy.ones((3, 1), "float32")}
+        found = client.ask("skips", given)
+        client.close()
+    with torch.no_grad():
+        wanted = pipes["skips"](torch.from_numpy(given["x"]), weight=torch.from_numpy(given["weight"]))
+    assert numpy.allclose(found["y"], wanted["y"].numpy(), atol=1e-5)
+    assert numpy.allclose(found["parts.1"], wanted["parts"][1].numpy(), atol=1e-5)
+
+
+@pytest.mark.usefixtures("needs_triton")
+@pytest.mark.parametrize("change", ["dims", "weights"])
+def test_triton_refuses_what_was_changed(bundles, tmp_path, change):
+    write(bundles["half"], tmp_path / "repository", copy=True)
+    if change == "dims":
+        path = tmp_path / "repository" / "m_stage_1" / "config.pbtxt"
+        path.write_text(path.read_text().replace("dims: 16", "dims: 17", 1))
+    else:
+        path = tmp_path / "repository" / "m_stage_1" / "1" / "stage-1.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    (tmp_path / "triton").mkdir()
+    with (
+        pytest.raises(AssertionError, match="m_stage_1") as caught,
+        triton_server(tmp_path / "repository", tmp_path / "triton"),
+    ):
+        pass
+    assert "tritonserver ended" in str(caught.value)
+
+
+def test_the_command(bundles, tmp_path):
+    for arguments, says in (
+        ([bundles["together"]], "another row changes the answer"),
+        ([bundles["counting"]], "it keeps state from call to call"),
+        ([bundles["half"], "--max-batch", "1"], "each request runs alone"),
+        ([bundles["half"], "--name", "other", "--no-check"], "up to 32 rows"),
+    ):
+        done = subprocess.run(
+            [STAGEPACK, "triton", *arguments, "-o", tmp_path], capture_output=True, text=True, check=True
+        )
+        assert says in done.stdout
+    for arguments, status in (
+        ([bundles["half"]], 1),
+        ([bundles["half"], "--name", "../up"], 1),
+        ([bundles["half"], "--name", "x", "--backend", "onnxruntime"], 2),
+        ([tmp_path / "nothing"], 1),
+    ):
+        done = subprocess.run(
+            [STAGEPACK, "triton", *arguments, "-o", tmp_path], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == status, arguments
+        assert done.stderr
