@@ -2,12 +2,15 @@
 
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+SENTENCES = ("A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday.")
 
 
 def main() -> None:
@@ -25,15 +28,39 @@ def main() -> None:
     run("python", "tools/demo_embed.py", bundle, model)
     run("stagepack", "onnx", bundle)
     run("stagepack", "load", bundle, "--runtime", "onnxruntime")
+    serve(bundle, model)
+
+
+def serve(bundle: str, model: str) -> None:
+    """Ask a server, which is stopped afterwards."""
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    with start("stagepack", "serve", bundle, *ports, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        for line in server.stdout:
+            print(line, end="", flush=True)
+            if found := re.match(r"REST on http://([\d.:]+)", line):
+                break
+        else:
+            raise SystemExit("the server did not start")
+        run("python", "examples/embed.py", found[1], f"{model}/tokenizer.json", *SENTENCES)
+        server.terminate()
+        print(server.stdout.read(), end="")
 
 
 def run(*command: str) -> None:
-    """Print a command and run it with the programs of this environment."""
+    """Print a command and run it."""
+    with start(*command) as process:
+        status = process.wait()
+    if status:
+        raise SystemExit(status)
+
+
+def start(*command: str, **options: Any) -> subprocess.Popen[str]:
+    """Print a command and start it with the programs of this environment."""
     print(f"\n$ {shlex.join(command)}", flush=True)
     programs = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    if status := subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
-        raise SystemExit(status)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **options)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ answers there at several sizes as it does here in torch.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -62,15 +64,40 @@ def main() -> None:
             ["report", frozen, "-o", str(Path(folder) / "page.html")],
         ):
             _run(str(commands / "stagepack"), *arguments)
-        more = f"{wheel}[onnxruntime]"
+        more = f"{wheel}[onnxruntime,serve]"
         _run(str(commands / "pip"), "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), more)
         tower = str(ROOT / "schema" / "frozen" / "1.0" / "tower.stagepack")
         for arguments in (["load", tower], ["verify", tower, "--run"]):
             _run(str(commands / "stagepack"), *arguments, "--runtime", "onnxruntime")
+        _serve(commands, tower, Path(folder) / "repository")
         _run(str(commands / "python"), "-c", WITHOUT_TORCH, frozen)
-        print(f"{wheel.name}: installs and works without torch, and with ONNX Runtime alone")
+        print(f"{wheel.name}: installs and works without torch; loads and serves with ONNX Runtime alone")
         if "--minilm" in sys.argv:
             _minilm(Path(folder), commands)
+
+
+def _serve(commands: Path, bundle: str, repository: Path) -> None:
+    """Write a model repository, and ask a server."""
+    _run(
+        str(commands / "stagepack"),
+        "triton",
+        bundle,
+        "-o",
+        str(repository),
+        "--runtime",
+        "onnxruntime",
+        "--backend",
+        "python",
+    )
+    command = [str(commands / "stagepack"), "serve", bundle, "--runtime", "onnxruntime"]
+    ports = ["--http-port", "0", "--grpc-port", "0"]
+    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        lines = [server.stdout.readline() for _ in range(2)]
+        url = lines[1].split()[2].rstrip(",")
+        with urllib.request.urlopen(f"{url}/v2/models/tower") as answer:  # noqa: S310 - an address of our own
+            assert json.load(answer)["inputs"][0]["name"] == "x"
+        server.terminate()
 
 
 def _minilm(folder: Path, commands: Path) -> None:

@@ -55,13 +55,13 @@ class Model:
         ends = [spec.edge for spec in (*self.interface.inputs.values(), *self.interface.outputs.values())]
         self.batch, self.alone = rows_at_once(bundle, ends, limits.batch, pipeline)
         self._runner = StageRunner(name, pipeline, self.interface, metrics)
-        self._stateful = any(stage.state for stage in bundle.stages)
-        self._sequences = Sequences(self._runner.fresh_states, limits.sequences, limits.idle)
+        stateful = any(stage.state for stage in bundle.stages)
+        self._sequences = Sequences(limits.sequences, limits.idle) if stateful else None
         self._scheduler = Scheduler(
             self._runner, lanes(pipeline), rows=self.batch, delay=limits.delay, taken=self._taken
         )
         metrics.pending.labels(name).set_function(lambda: self.pending)
-        metrics.sequences.labels(name).set_function(lambda: len(self._sequences))
+        metrics.sequences.labels(name).set_function(lambda: len(self._sequences or ()))
 
     @contextlib.contextmanager
     def request(self, protocol: str) -> Iterator[float]:
@@ -109,7 +109,7 @@ class Model:
         config.version_policy.specific.versions.append(int(self.version))
         if rows:
             config.dynamic_batching.max_queue_delay_microseconds = round(self._limits.delay * 1e6)
-        if self._stateful:
+        if self._sequences is not None:
             config.sequence_batching.oldest.max_candidate_sequences = self._limits.sequences
             config.sequence_batching.max_sequence_idle_microseconds = round(self._limits.idle * 1e6)
         return config
@@ -122,20 +122,15 @@ class Model:
         """
         call = self._call(request)
         deadline = min(deadline, call.arrived + _timeout(request.parameters))
-        name = None
-        if self._stateful:
-            name, call.sequence = self._sequences.of(request.parameters)
-            call.sequence.calls += 1
-        whole = False
         try:
-            outputs = await self._answer(call, deadline)
-            whole = True
-        finally:
-            if name is not None:
-                call.sequence.calls -= 1
-                call.sequence.used = time.monotonic()
-                if not whole or request.parameters.get("sequence_end"):  # what a call left half written is of no use
-                    self._sequences.end(name, call.sequence)
+            async with asyncio.timeout(deadline - time.monotonic()):
+                if self._sequences is None:
+                    outputs = await self._answer(call)
+                else:
+                    async with self._sequences.turn(request.parameters) as call.sequence:
+                        outputs = await self._answer(call)
+        except TimeoutError:
+            raise RequestError(Reason.TOO_LATE, f"{self.name}: no answer before the deadline") from None
         wanted = self.interface.outputs if request.outputs is None else request.outputs
         answer = [
             Tensor(name=name, datatype=self.interface.outputs[name].datatype, array=outputs[name]) for name in wanted
@@ -167,12 +162,10 @@ class Model:
         kind = tuple(sorted((name, shape[1:]) for name, shape in shapes.items()))
         return Call(inputs=inputs, kind=kind, rows=next(iter(shapes.values()))[0])
 
-    async def _answer(self, call: Call, deadline: float) -> Mapping[str, Array]:
+    async def _answer(self, call: Call) -> Mapping[str, Array]:
         self._scheduler.submit(call)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(call.answer), deadline - time.monotonic())
-        except TimeoutError:
-            raise RequestError(Reason.TOO_LATE, f"{self.name}: no answer before the deadline") from None
+            return await asyncio.wrap_future(call.answer)
         except InputError as error:
             raise RequestError(Reason.BAD_REQUEST, f"{self.name}: {error}") from None
         except Exception as error:

@@ -39,7 +39,7 @@ class StageRunner:
             if sequence is None:
                 self._pipeline.run_stage(stage, values)
             else:
-                held = loaded.swap_state(sequence.states[stage])
+                held = loaded.swap_state(sequence.states[stage] if stage in sequence.states else loaded.fresh_state())
                 try:
                     self._pipeline.run_stage(stage, values)
                 finally:
@@ -47,14 +47,11 @@ class StageRunner:
             self._arrays.wait(loaded.device)
         self._seconds[stage].observe(time.perf_counter() - started)
 
-    def end(self, values: dict[str, Any]) -> Mapping[str, Array]:
-        """The outputs by name."""
+    def end(self, values: dict[str, Any], sequence: Sequence | None) -> Mapping[str, Array]:
+        """The outputs by name; they are not on memory that a later call of the sequence writes."""
         results = self._pipeline.results(values, values.values())
-        return {
+        outputs = {
             name: self._arrays.to_wire(results[spec.edge.name], spec.edge.dtype)
             for name, spec in self._interface.outputs.items()
         }
-
-    def fresh_states(self) -> list[Any]:
-        """What a new sequence starts from."""
-        return [stage.fresh_state() for stage in self._pipeline.stages]
+        return outputs if sequence is None else {name: array.copy() for name, array in outputs.items()}

@@ -53,14 +53,14 @@ class Runner(Protocol):
     def run(self, stage: int, values: Any, sequence: Any) -> None:
         """Run a stage; it changes the values."""
 
-    def end(self, values: Any) -> Mapping[str, Array]:
+    def end(self, values: Any, sequence: Any) -> Mapping[str, Array]:
         """The outputs by name."""
 
 
 class Scheduler:
     """Runs calls on threads of its own: one a lane, which is a run of consecutive stages on one device.
 
-    While the second lane runs a batch, the first runs the next. Calls of one sequence keep their order: all queues are first in, first out.
+    While the second lane runs a batch, the first runs the next.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Scheduler:
             if lane < len(self._inboxes):
                 self._inboxes[lane].put(batch)
                 return
-            outputs = runner.end(batch.values)
+            outputs = runner.end(batch.values, calls[0].sequence)
         except Exception as error:  # noqa: BLE001 - whatever the model raises is told to whoever called it
             if len(calls) == 1:
                 calls[0].answer.set_exception(error)

@@ -70,6 +70,8 @@ def _write(bundle: Bundle, folder: Path, model: Model, *, copy: bool) -> None:
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
     if model.module is not None:
         (version / "model.py").write_text(_CODE.format(module=model.module), encoding="utf-8")
+    else:
+        (version / ".keep").touch()  # stores of objects know no empty folders, and Triton wants this one
     for name in model.files:
         if copy:
             shutil.copyfile(bundle.path / name, version / name)
