@@ -65,6 +65,18 @@ class Counting(torch.nn.Module):
         return {"sum": self.first + 0, "other": self.second * 1}
 
 
+class Alias(torch.nn.Module):
+    """Gives out what it keeps, as it is and as a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3, 100_000))
+
+    def forward(self, x):
+        self.total.add_(x)
+        return {"itself": self.total, "view": self.total[1:]}
+
+
 class Together(torch.nn.Module):
     """Its rows do not keep apart."""
 
@@ -97,6 +109,7 @@ def export_all(folder: Path) -> Mapping[str, Path]:
             ["second"],
         ),
         "counting": (Counting(), (torch.ones(3),), {}, None, 2),
+        "alias": (Alias(), (torch.ones(1),), {}, None, 1),
         "together": (Together(), (torch.randn(4, 4),), {}, {"x": rows}, 1),
     }
     found = {}

@@ -70,13 +70,28 @@ def ends(bundle):
         ("half", 8, ""),
         ("kinds", 1, "flag has no first dimension that varies"),
         ("counting", 1, "it keeps state from call to call"),
-        ("together", 1, "another row changes the answer to the example's"),
+        ("together", 1, "other rows change the answer to the example's"),
     ],
 )
 def test_rows_run_together_where_they_keep_apart(bundles, pipes, name, rows, reason):
     bundle = stagepack.open(bundles[name])
     assert rows_at_once(bundle, ends(bundle), 8, pipes[name]) == (rows, reason)
     assert rows_at_once(bundle, ends(bundle), 1, pipes[name])[0] == 1
+
+
+@pytest.mark.parametrize(
+    "together", [lambda x: x + x.sum(0), lambda x: x.cumsum(0), lambda x: x.flip(0), lambda x: x / x.norm(dim=0)]
+)
+@pytest.mark.parametrize("rows", [2, 3])
+def test_rows_that_meet_are_seen(together, rows, tmp_path):
+    size = torch.export.Dim("rows", min=1)
+    shapes = {"x": {0: size}}
+    given = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
+    bundle = stagepack.export(Named(together), (given,), out=tmp_path / "m.stagepack", stages=1, dynamic_shapes=shapes)
+    assert rows_at_once(bundle, ends(bundle), 8, stagepack.load(bundle)) == (
+        1,
+        "other rows change the answer to the example's",
+    )
 
 
 def test_rows_are_no_more_than_the_bundle_allows(bundles, pipes):

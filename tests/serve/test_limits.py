@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from tritonclient.utils import InferenceServerException
 
 import stagepack
+from stagepack_loaders.serve.messages import from_numbers
 from tests.serve.servers import STAGEPACK, Client, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -115,6 +117,16 @@ def test_a_packed_body(small):
         (lambda given: given["inputs"][0].update(data=[[1.0], [2.0, 3.0]]), "x"),
         (lambda given: given["inputs"][0].update(shape=[-2, -8]), "-2"),
         (lambda given: given["inputs"][0].update(shape=[2**62, 2**62]), "x"),
+        (lambda given: given["inputs"][0].update(shape=[2**80]), "shape"),
+        (lambda given: given["inputs"][0].update(shape=[0, 2**62, 2**62]), "x"),
+        (lambda given: given["inputs"][0].update(shape=[1] * 65, data=[1.0]), "64"),
+        (lambda given: given["inputs"][0].update(shape=[2**62] * 900), "64"),
+        (lambda given: given["inputs"][0].update(data=["x" * 1000, *range(1000)]), "FP32"),
+        (lambda given: given["inputs"][0].update(data=[[1.0, 2.0]] * 8), "shape [2, 8]"),
+        (lambda given: given["inputs"][0].update(data=[1e39] + [0] * 15), "overflow"),
+        (lambda given: given["inputs"][0].update(datatype="INT8", data=[200] + [0] * 15), "INT8"),
+        (lambda given: given["inputs"][0].update(datatype="INT8", data=[0.5] + [0] * 15), "INT8"),
+        (lambda given: given["inputs"][0].update(name="x" * 50_000), "..."),
         (lambda given: given["inputs"][0].update(datatype="BYTES"), "BYTES"),
         (lambda given: given["inputs"][0].update(datatype="BF16"), "BF16"),
         (lambda given: given["inputs"][0].update(parameters={"binary_data_size": 5}), "data"),
@@ -137,6 +149,20 @@ def test_bodies_that_are_no_request(small, text):
     status, answer, _ = post(small.http, INFER, text.encode()[:90_000])
     assert status == 400
     assert answer["error"]
+
+
+def test_long_names_over_grpc(small):
+    with contextlib.closing(Client("grpc", small)) as client:
+        for call in (lambda: client.metadata("m" * 20_000), lambda: client.ask("m" * 20_000, {}, outputs=["y"])):
+            with pytest.raises(InferenceServerException) as caught:
+                call()
+            assert caught.value.status() == "StatusCode.NOT_FOUND"
+
+
+def test_large_unsigned_numbers():
+    wanted = [1, 2**63, 2**64 - 1]
+    found = from_numbers("x", "UINT64", [3], lambda kind: msgspec.json.decode(json.dumps(wanted), type=kind))
+    assert found.array.tolist() == wanted
 
 
 def test_special_numbers_in_json(small):

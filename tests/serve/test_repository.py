@@ -176,7 +176,7 @@ def test_triton_refuses_what_was_changed(bundles, tmp_path, change):
 
 def test_the_command(bundles, tmp_path):
     for arguments, says in (
-        ([bundles["together"]], "another row changes the answer"),
+        ([bundles["together"]], "other rows change the answer"),
         ([bundles["counting"]], "it keeps state from call to call"),
         ([bundles["half"], "--max-batch", "1"], "each request runs alone"),
         ([bundles["half"], "--name", "other", "--no-check"], "up to 32 rows"),

@@ -127,6 +127,22 @@ def test_a_stream_of_requests(torch_server):
     assert "sequence" in str(found[4][1])
 
 
+def test_state_that_is_given_out_stays_that_of_its_call(bundles):
+    with stagepack_server([bundles["alias"]]) as server, contextlib.closing(Client("grpc", server)) as client:
+        answers: queue.Queue = queue.Queue()
+        given = [client.input("x", numpy.ones(1, "float32"))]
+        client.ask("alias", {"x": numpy.ones(1, "float32")}, sequence_id=1, sequence_start=True)
+        for number in range(20):  # at once; each is to see what those before it have written
+            options = {"sequence_id": 1, "request_id": str(number)}
+            client.raw.async_infer("alias", given, lambda result, error: answers.put((result, error)), **options)
+        found = [answers.get(timeout=60) for _ in range(20)]
+        assert not [error for _, error in found if error]
+        for name in ("itself", "view"):
+            arrays = [result.as_numpy(name) for result, _ in found]
+            assert all((array == array.flat[0]).all() for array in arrays)
+            assert sorted(array.flat[0] for array in arrays) == list(range(2, 22))
+
+
 def test_sequences_have_places(bundles):
     given = {"x": numpy.ones(3, "float32")}
     options = ("--max-sequences", "2", "--sequence-idle-s", "1")

@@ -24,7 +24,7 @@ def rows_at_once(bundle: Bundle, edges: Sequence[Edge], most: int, pipeline: Pip
     if isinstance(found, str):
         return 1, found
     most = most if found.max is None else min(most, found.max)
-    reason = "" if pipeline is None or most == 1 else _why_rows_meet(pipeline, bundle)
+    reason = "" if pipeline is None or most == 1 else _why_rows_meet(pipeline, bundle, found.max)
     return (1, reason) if reason else (most, "")
 
 
@@ -48,17 +48,24 @@ def row_symbol(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     return first
 
 
-def _why_rows_meet(pipeline: Pipeline, bundle: Bundle) -> str:
-    """Run the example, and again with one more row: whether its rows have the same answer; if not, the reason."""
+def _why_rows_meet(pipeline: Pipeline, bundle: Bundle, most: int | None) -> str:
+    """Run the example among other rows, at most `most` in all: whether its rows have the same answers; if not, the reason.
+
+    A row of zeros stands before it, and, if they may be so many, its own rows in another order. A probe, not a proof.
+    """
     if bundle.example is None:
         return "it has no example to see whether rows keep apart"
-    given, _ = example.read_example(pipeline, bundle)
-    alone = example.call(pipeline, given)
     arrays = example.arrays_of(pipeline)
+    given, _ = example.read_example(pipeline, bundle)
     rows = len(next(iter(given.values())))
+    order = [*range(1, rows), 0, *range(rows)]
+    order = order if most is None or len(order) < most else order[-rows:][: most - 1]
+    alone = {name: arrays.rows(result, order) for name, result in example.call(pipeline, given).items()}
     try:
-        among = example.call(pipeline, {name: arrays.with_a_row_of_zeros(array) for name, array in given.items()})
+        among = example.call(
+            pipeline, {name: arrays.after_zeros(arrays.rows(array, order)) for name, array in given.items()}
+        )
     except InputError as error:
-        return f"its example with a row of zeros more is refused: {error}"
-    found = {name: result[:rows] for name, result in among.items()}
-    return "" if example.compare(pipeline, found, alone).within else "another row changes the answer to the example's"
+        return f"its example after a row of zeros is refused: {error}"
+    found = {name: result[1:] for name, result in among.items()}
+    return "" if example.compare(pipeline, found, alone).within else "other rows change the answer to the example's"

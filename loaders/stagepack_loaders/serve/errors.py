@@ -2,10 +2,13 @@
 
 from enum import Enum
 from http import HTTPStatus
+from typing import Final
 
 from grpc import StatusCode
 
 from stagepack.errors import StagepackError
+
+_LONGEST: Final = 1000
 
 
 class Reason(Enum):
@@ -37,8 +40,8 @@ class RequestError(StagepackError):
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
-        """`message` is for the client."""
-        super().__init__(message)
+        """`message` is for the client; what it echoes of the request is cut short, since gRPC carries errors in headers."""
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
         self.reason = reason
 
 

@@ -1,16 +1,20 @@
 """Requests and answers as the server handles them, whichever way they travel."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import numpy
 
 from stagepack_loaders.open_inference.datatypes import ELEMENTS
 from stagepack_loaders.serve.errors import Reason, RequestError
 
 Array = numpy.ndarray[Any, Any]
+
+_DIMENSIONS: Final = 64  # numpy has no more
+_ELEMENTS: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,69 +45,64 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-def elements(name: str, datatype: str) -> numpy.dtype[Any]:
-    """What numpy reads the elements of a tensor as.
-
-    Raises:
-        RequestError: there is no such datatype, or bundles have none of it.
-    """
-    if datatype not in ELEMENTS:
-        raise RequestError(
-            Reason.BAD_REQUEST, f"{name}: unknown datatype {datatype!r}: expected one of {', '.join(ELEMENTS)}"
-        )
-    return ELEMENTS[datatype]
-
-
-def count(name: str, shape: Sequence[int]) -> int:
-    """The number of elements of a shape.
-
-    Raises:
-        RequestError: a size is negative.
-    """
-    if any(size < 0 for size in shape):
-        raise RequestError(Reason.BAD_REQUEST, f"{name}: expected sizes of 0 and more, found the shape {list(shape)}")
-    return math.prod(shape)
-
-
 def from_bytes(name: str, datatype: str, shape: Sequence[int], content: bytes | memoryview) -> Tensor:
     """A tensor whose elements lie one after another in `content`, which it copies: where they may be written, and at even places.
 
     Raises:
         RequestError: they are more or fewer than the shape says.
     """
-    element = elements(name, datatype)
-    expected = count(name, shape) * element.itemsize
-    if len(content) != expected:
-        found = f"{datatype} {list(shape)} takes {expected} bytes, found {len(content)}"
-        raise RequestError(Reason.BAD_REQUEST, f"{name}: {found}")
+    element, number = _checked(name, datatype, shape)
+    if len(content) != number * element.itemsize:
+        message = f"{datatype} {list(shape)} takes {number * element.itemsize} bytes, found {len(content)}"
+        raise RequestError(Reason.BAD_REQUEST, f"{name}: {message}")
     if datatype == "BOOL":  # any other byte than 0 and 1 would be neither true nor false
         return Tensor(name=name, datatype=datatype, array=numpy.frombuffer(content, numpy.uint8).reshape(shape) != 0)
     return Tensor(name=name, datatype=datatype, array=numpy.frombuffer(content, element).reshape(shape).copy())
 
 
-def from_numbers(name: str, datatype: str, shape: Sequence[int], numbers: Any) -> Tensor:
-    """A tensor of numbers in lists, flat or nested.
+def from_numbers(name: str, datatype: str, shape: Sequence[int], numbers: Callable[[Any], Any]) -> Tensor:
+    """A tensor of numbers in lists; `numbers` gives them as a type of lists that it is asked for, flat or of all dimensions.
 
     Raises:
         RequestError: they are of another kind or number, or out of range.
     """
-    element = elements(name, datatype)
+    element, number = _checked(name, datatype, shape)
     if datatype == "BF16":
         raise RequestError(Reason.BAD_REQUEST, f"{name}: BF16 travels as binary data, not as JSON or typed contents")
-    expected = count(name, shape)
-    kinds = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[element.kind]
+    kind = {"b": bool, "i": int, "u": int, "f": float}[element.kind]
     try:
-        kind = numpy.asarray(numbers).dtype.kind if expected else element.kind
-        array = numpy.array(numbers, element) if kind in kinds else None
-    except (OverflowError, TypeError, ValueError) as error:
-        raise RequestError(
-            Reason.BAD_REQUEST, f"{name}: expected numbers of {datatype} in even lists: {error}"
-        ) from None
-    if array is None:
-        raise RequestError(Reason.BAD_REQUEST, f"{name}: expected data of {datatype}, found other values")
-    if array.size != expected or (array.ndim > 1 and array.shape != tuple(shape)):
-        raise RequestError(
-            Reason.BAD_REQUEST,
-            f"{name}: expected {expected} elements of the shape {list(shape)}, found {list(array.shape)}",
-        )
+        with numpy.errstate(over="raise"):
+            array = numpy.array(_flat_or_nested(numbers, kind, len(shape)), element)
+    except (ArithmeticError, ValueError) as error:  # of msgspec too: a kind that does not fit
+        message = f"expected data of {datatype}, flat or in lists of the shape {list(shape)}: {error}"
+        raise RequestError(Reason.BAD_REQUEST, f"{name}: {message}") from None
+    if array.size != number or (array.ndim > 1 and array.shape != tuple(shape)):
+        message = f"expected {number} elements of the shape {list(shape)}, found {list(array.shape)}"
+        raise RequestError(Reason.BAD_REQUEST, f"{name}: {message}")
     return Tensor(name=name, datatype=datatype, array=array.reshape(shape))
+
+
+def _flat_or_nested(numbers: Callable[[Any], Any], kind: Any, depth: int) -> Any:
+    try:
+        return numbers(list[kind])
+    except msgspec.ValidationError:
+        if depth < 2:
+            raise
+    for _ in range(depth):
+        kind = list[kind]
+    return numbers(kind)
+
+
+def _checked(name: str, datatype: str, shape: Sequence[int]) -> tuple[numpy.dtype[Any], int]:
+    """What numpy reads the elements of a tensor as, and their number.
+
+    Raises:
+        RequestError: there is no such datatype, or bundles have none of it; or no such shape.
+    """
+    if datatype not in ELEMENTS:
+        known = ", ".join(ELEMENTS)
+        raise RequestError(Reason.BAD_REQUEST, f"{name}: unknown datatype {datatype!r}: expected one of {known}")
+    if len(shape) > _DIMENSIONS or any(size < 0 for size in shape) or math.prod(filter(None, shape)) > _ELEMENTS:
+        message = f"expected up to {_DIMENSIONS} sizes of 0 and more, and less than 2**63 elements, found the shape {list(shape)}"
+        raise RequestError(Reason.BAD_REQUEST, f"{name}: {message}")
+    return ELEMENTS[datatype], math.prod(shape)

@@ -18,11 +18,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "stagepack_requests",
-            "Requests that were answered or refused.",
+            "Requests that were answered or refused; those for no known model have none.",
             ("model", "protocol", "status"),
             registry=self.registry,
         )
-        self.latency = self._seconds("request", "From a whole request to its answer.", ("model", "protocol"))
+        self.latency = self._seconds(
+            "request", "From a request's head (its message in gRPC) to its answer.", ("model", "protocol")
+        )
         self.queued = self._seconds("queue", "What a request waits for its run.", ("model",))
         self.stage = self._seconds("stage", "One run of a stage.", ("model", "stage"))
         self.pending = Gauge(

@@ -64,27 +64,12 @@ class Model:
         metrics.sequences.labels(name).set_function(lambda: len(self._sequences or ()))
 
     @contextlib.contextmanager
-    def request(self, protocol: str) -> Iterator[float]:
-        """A request, from its first byte to its answer; gives its deadline, in seconds of `time.monotonic`.
+    def place(self) -> Iterator[None]:
+        """A place among the requests that are not answered yet.
 
         Raises:
-            RequestError: too many others wait.
+            RequestError: there are too many.
         """
-        started, status = time.monotonic(), "CANCELLED"
-        try:
-            with self._place():
-                yield started + self._limits.deadline
-            status = "OK"
-        except RequestError as error:
-            status = error.reason.name
-            raise
-        finally:
-            self._metrics.requests.labels(self.name, protocol, status).inc()
-            self._metrics.latency.labels(self.name, protocol).observe(time.monotonic() - started)
-
-    @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """A place among the requests that are not answered yet."""
         if self.pending >= self._limits.queue:
             raise RequestError(Reason.BUSY, f"{self.name}: {self.pending} requests wait already: come again later")
         self.pending += 1

@@ -1,5 +1,7 @@
 """The models of one server, by name."""
 
+import contextlib
+import time
 from collections.abc import Iterator
 
 from stagepack_loaders.serve.errors import Reason, RequestError
@@ -27,6 +29,30 @@ class Models:
     def __iter__(self) -> Iterator[Model]:
         """All models."""
         return iter(self._by_name.values())
+
+    @contextlib.contextmanager
+    def request(self, name: str, version: str, protocol: str) -> Iterator[tuple[Model, float]]:
+        """A request for an inference: gives the model, and the deadline in seconds of `time.monotonic`; counts how it ends.
+
+        Raises:
+            RequestError: there is no such model, or too many requests wait for it.
+        """
+        started, known, status = time.monotonic(), "", "CANCELLED"
+        try:
+            model = self.find(name, version)
+            known = name
+            with model.place():
+                yield model, started + self.limits.deadline
+            status = "OK"
+        except RequestError as error:
+            status = error.reason.name
+            raise
+        except Exception:
+            status = "BUG"
+            raise
+        finally:
+            self.metrics.requests.labels(known, protocol, status).inc()
+            self.metrics.latency.labels(known, protocol).observe(time.monotonic() - started)
 
     def find(self, name: str, version: str) -> Model:
         """The model of a name; the version may be left empty.

@@ -100,8 +100,7 @@ class RestServer:
         return JSONResponse(plain(self._find(request).config()))
 
     async def _infer(self, request: Request) -> Response:
-        model = self._find(request)
-        with model.request("rest") as deadline:
+        with self._models.request(*_named(request), "rest") as (model, deadline):
             body = await self._body(request, deadline)
             fields, given = read_request(body, request.headers.get(BINARY_HEADER))
             del body
@@ -109,7 +108,7 @@ class RestServer:
             return Tensors(*write_answer(model.name, model.version, fields, tensors))
 
     def _find(self, request: Request) -> Model:
-        return self._models.find(request.path_params["model"], request.path_params.get("version", ""))
+        return self._models.find(*_named(request))
 
     async def _body(self, request: Request, deadline: float) -> bytearray:
         """The body of a request.
@@ -150,6 +149,11 @@ class RestServer:
             await application(scope, receive, send_last)
 
         return closing
+
+
+def _named(request: Request) -> tuple[str, str]:
+    """The name and version of the model that a path names."""
+    return request.path_params["model"], request.path_params.get("version", "")
 
 
 async def _refused(_: Request, error: RequestError) -> Response:

@@ -3,29 +3,36 @@
 Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 """
 
+import functools
 import json
+import re
 import zlib
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from stagepack_loaders.serve.errors import Reason, RequestError
 from stagepack_loaders.serve.messages import Request, Tensor, from_bytes, from_numbers
 
 BINARY_HEADER: Final = "inference-header-content-length"
 
+# Gives the data of an input as a type of lists that it is asked for.
+Numbers = Callable[..., Any]
+
+_SPECIAL: Final = re.compile(rb"NaN|Infinity")
+
 
 class InputBody(Struct, kw_only=True):
     """An input in the JSON part."""
 
     name: str
-    shape: list[int]
+    shape: list[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]]
     datatype: str
     parameters: dict[str, Any] = {}
-    data: list[Any] | UnsetType = UNSET
+    data: Raw | UnsetType = UNSET
 
 
 class OutputBody(Struct, kw_only=True):
@@ -60,18 +67,18 @@ def read_request(body: bytearray, header_length: str | None) -> tuple[RequestBod
             f"{BINARY_HEADER}: expected the bytes of the JSON part, 0 to {len(content)}, found {header_length[:80]!r}"
         )
         raise RequestError(Reason.BAD_REQUEST, message)
-    fields = _decode(header)
+    fields, data = _decode(header)
     inputs = []
-    for given in fields.inputs:
+    for given, numbers in zip(fields.inputs, data, strict=True):
         size = given.parameters.get("binary_data_size")
         if size is None:
-            if given.data is UNSET:
+            if numbers is None:
                 raise RequestError(
                     Reason.BAD_REQUEST, f"{given.name}: expected data, or the parameter binary_data_size"
                 )
-            inputs.append(from_numbers(given.name, given.datatype, given.shape, given.data))
-        elif given.data is not UNSET or type(size) is not int or not 0 <= size <= len(rest):
-            found = "data too" if given.data is not UNSET else f"{size!r}, and {len(rest)} bytes are left"
+            inputs.append(from_numbers(given.name, given.datatype, given.shape, numbers))
+        elif numbers is not None or type(size) is not int or not 0 <= size <= len(rest):
+            found = "data too" if numbers is not None else f"{size!r}, and {len(rest)} bytes are left"
             raise RequestError(
                 Reason.BAD_REQUEST, f"{given.name}: expected the binary data of binary_data_size bytes, found {found}"
             )
@@ -140,16 +147,32 @@ def unpack(body: bytearray, encoding: str, limit: int) -> bytearray:
     return bytearray(found)
 
 
-def _decode(header: memoryview) -> RequestBody:
+def _decode(header: memoryview) -> tuple[RequestBody, list[Numbers | None]]:
+    """The JSON part, and for each input that has data there, what gives it as lists of a type."""
     try:
-        return msgspec.json.decode(header, type=RequestBody)
+        fields = msgspec.json.decode(header, type=RequestBody)
     except msgspec.ValidationError as error:
         raise RequestError(Reason.BAD_REQUEST, f"the request breaks the protocol: {error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        problem: Exception = error
-    try:  # clients write NaN and infinities as Triton takes them, which JSON has no word for
-        if b"NaN" in bytes(header) or b"Infinity" in bytes(header):
-            return msgspec.convert(json.loads(bytes(header)), RequestBody)
-    except (msgspec.ValidationError, ValueError, RecursionError) as error:
-        problem = error
-    raise RequestError(Reason.BAD_REQUEST, f"the request is no JSON: {problem}") from None
+        if not _SPECIAL.search(header):
+            raise RequestError(Reason.BAD_REQUEST, f"the request is no JSON: {error}") from None
+        return _decode_special(bytes(header))
+    return fields, [
+        None if isinstance(one.data, UnsetType) else functools.partial(_decode_data, one.data) for one in fields.inputs
+    ]
+
+
+def _decode_data(data: Raw, kind: Any) -> Any:
+    return msgspec.json.decode(data, type=kind)
+
+
+def _decode_special(header: bytes) -> tuple[RequestBody, list[Numbers | None]]:
+    """The same of JSON with NaN and infinities, which JSON has no word for: clients write them as Python's json does."""
+    try:
+        fields = json.loads(header)
+        inputs = fields["inputs"]
+        data = [one.pop("data", UNSET) for one in inputs]
+        found = msgspec.convert(fields, RequestBody)
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        raise RequestError(Reason.BAD_REQUEST, f"the request breaks the protocol: {error}") from None
+    return found, [None if one is UNSET else functools.partial(msgspec.convert, one) for one in data]

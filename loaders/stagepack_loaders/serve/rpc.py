@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import numpy
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
@@ -83,8 +82,7 @@ class RpcServer(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generate
             await context.abort(error.reason.grpc, str(error))
 
     async def _infer(self, request: Any, remaining: float | None) -> Any:
-        model = self._models.find(request.model_name, request.model_version)
-        with model.request("grpc") as deadline:
+        with self._models.request(request.model_name, request.model_version, "grpc") as (model, deadline):
             if remaining is not None:
                 deadline = min(deadline, time.monotonic() + remaining)
             tensors = await model.infer(read_request(request), deadline)
@@ -124,7 +122,8 @@ def _tensor(given: Any, raw: bytes | None) -> Tensor:
         raise RequestError(
             Reason.BAD_REQUEST, f"{given.name}: expected raw contents for the datatype {given.datatype!r}"
         )
-    return from_numbers(given.name, given.datatype, given.shape, numpy.array(getattr(given.contents, field)))
+    numbers = list(getattr(given.contents, field))
+    return from_numbers(given.name, given.datatype, given.shape, lambda kind: numbers)
 
 
 def _value(parameter: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tensors of torch from and to files and requests, and compared: what `stagepack_loaders` asks of a runtime."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,11 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def with_a_row_of_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor and one more row."""
-    return torch.cat([tensor, torch.zeros_like(tensor[:1])])
+def rows(tensor: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    """Some rows of a tensor, in this order."""
+    return tensor[list(numbers)]
+
+
+def after_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with a row of zeros before it."""
+    return torch.cat([torch.zeros_like(tensor[:1]), tensor])

@@ -34,6 +34,11 @@ class Slot:
                 raise InputError(f"{names} are one weight in the model: give both names the new one")
         return weight
 
+    def put(self, weight: torch.Tensor) -> None:
+        """Put another weight in its place, under all its names."""
+        for held, key in self.places:
+            held[key] = weight
+
     def _at(self, number: int) -> torch.Tensor:
         held, key = self.places[number]
         weight: torch.Tensor | None = held.get(key)

@@ -135,13 +135,18 @@ class Stage(Container):
 
     @torch.no_grad()
     def swap_state(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Give the buffers that calls write other memory, of `fresh_state` or of this method; return the memory they had."""
+        """Put other memory, of `fresh_state` or of this method, in the place of what calls write; return the memory that was there.
+
+        The tensors that stand there now are others too: what was handed out of a call keeps the memory of that call.
+        """
         held = list(state)
         for slot, number in self._written:
             tensor = slot.get()
             held[number] = _memory(tensor)
-            storage = state[number].untyped_storage()
-            tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            other.set_(state[number].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            slot.put(torch.nn.Parameter(other, tensor.requires_grad) if is_parameter else other)
         return held
 
     def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
