@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ from stagepack.format.reader import Bundle
 )
 @click.option(
     "--max-queue", default=256, show_default=True, type=click.IntRange(1), help="Requests to a model not answered yet."
+)
+@click.option(
+    "--max-connections",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Connections over HTTP, requests over gRPC.",
 )
 @click.option(
     "--max-body-mb",
@@ -111,6 +119,7 @@ def command(
         batch=int(limits["max_batch"]),
         delay=limits["max_delay_ms"] / 1e3,
         queue=int(limits["max_queue"]),
+        connections=int(limits["max_connections"]),
         body=int(limits["max_body_mb"] * 1e6),
         deadline=limits["deadline_s"],
         sequences=int(limits["max_sequences"]),
@@ -147,7 +156,7 @@ def command(
             f"REST on http://{addresses.host}:{addresses.http_port}, gRPC on {addresses.host}:{addresses.grpc_port}"
         )
 
-    asyncio.run(
+    done = asyncio.run(
         serve(Models(models, taken, metrics), Addresses(host=host, http_port=http_port, grpc_port=grpc_port), listening)
     )
     counts = metrics.answers()
@@ -155,6 +164,9 @@ def command(
         print_json({"answers": counts})
     else:
         print_line("stopped: " + (", ".join(f"{count} {status}" for status, count in counts.items()) or "no requests"))
+    if not done:  # threads that still work on what was given up would keep the process
+        sys.stdout.flush()
+        os._exit(1 if any(model.pending for model in models) else 0)
 
 
 def _named(bundles: tuple[str, ...]) -> dict[str, str]:

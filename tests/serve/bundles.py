@@ -77,6 +77,13 @@ class Alias(torch.nn.Module):
         return {"itself": self.total, "view": self.total[1:]}
 
 
+class First(torch.nn.Module):
+    """Takes a number."""
+
+    def forward(self, x, n):
+        return x[:n] * 1
+
+
 class Together(torch.nn.Module):
     """Its rows do not keep apart."""
 
@@ -110,6 +117,7 @@ def export_all(folder: Path) -> Mapping[str, Path]:
         ),
         "counting": (Counting(), (torch.ones(3),), {}, None, 2),
         "alias": (Alias(), (torch.ones(1),), {}, None, 1),
+        "first": (First(), (torch.ones(9), 4), {}, {"x": None, "n": torch.export.Dim.DYNAMIC(min=2, max=8)}, 1),
         "together": (Together(), (torch.randn(4, 4),), {}, {"x": rows}, 1),
     }
     found = {}

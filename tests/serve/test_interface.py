@@ -52,9 +52,9 @@ def test_what_clients_state_is_checked(bundles):
     with pytest.raises(InputError, match="no input 'y'"):
         interface.check("y", "FP32", (1,))
     with pytest.raises(InputError, match="'flag' is missing"):
-        interface.check_all({"x": (2, 4), "count": (2,), "factor": ()})
+        interface.check_all({"x": (2, 4), "count": (2,), "factor": ()}, {})
     with pytest.raises(InputError, match="rows"):
-        interface.check_all({"x": (65, 4), "count": (2,), "factor": (), "flag": (2,)})
+        interface.check_all({"x": (65, 4), "count": (2,), "factor": (), "flag": (2,)}, {})
 
 
 def ends(bundle):

@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from pathlib import Path
 
+import ml_dtypes
 import msgspec
 import numpy
 import pytest
@@ -133,6 +135,7 @@ def test_a_packed_body(small):
         (lambda given: given["inputs"][0].update(parameters={"binary_data_size": "5"}), "data"),
         (lambda given: given["inputs"].append(given["inputs"][0]), "twice"),
         (lambda given: given["outputs"][0].update(parameters={"classification": 2}), "classify"),
+        (lambda given: given["outputs"].append(given["outputs"][0]), "twice"),
         (lambda given: given.update(parameters={"timeout": "soon"}), "timeout"),
     ],
 )
@@ -237,6 +240,50 @@ def test_what_was_accepted_is_answered_before_the_end(slow, number):
         assert all(one.result().shape == (256, 512) for one in asked)
         assert server.process.wait(timeout=30) == 0
         assert json.loads(server.process.stdout.read())["answers"] == {"OK": 4}
+
+
+def test_clients_that_hang_up_are_not_worked_for(slow):
+    with stagepack_server([slow]) as server:
+        given = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}
+        inputs = [
+            {"name": "x", "datatype": "FP32", "shape": [256, 512], "data": given["x"]},
+            {"name": "times", "datatype": "INT64", "shape": [1], "data": [given["times"]]},
+        ]
+        for _ in range(6):
+            connection = http.client.HTTPConnection("127.0.0.1", server.http)
+            connection.request("POST", "/v2/models/slow/infer", json.dumps({"inputs": inputs}))
+            time.sleep(0.2)
+            connection.close()
+        assert ask_slow(server, 1).shape == (256, 512)
+        assert server.stop() == 0
+        answers = json.loads(server.process.stdout.read())["answers"]
+    assert answers["HUNG_UP"] >= 4  # the first one may be done, and ran to its end anyhow
+
+
+def test_a_run_that_was_given_up_does_not_hold_the_end(slow):
+    with stagepack_server([slow], "--deadline-s", "0.3", "--linger-s", "0", "--drain-s", "1") as server:
+        with pytest.raises(InferenceServerException):
+            ask_slow(server, 50_000)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 5
+
+
+def test_uploads_take_no_place_in_the_queue(bundles):
+    with stagepack_server([bundles["skips"]], "--max-queue", "2") as server, contextlib.ExitStack() as stack:
+        for _ in range(5):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
+            plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+        assert post(server.http, INFER, json.dumps(body()))[0] == 200
+
+
+def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles):
+    with stagepack_server([bundles["half"]]) as server, contextlib.closing(Client("http", server)) as client:
+        given = [client.input("x", numpy.zeros((1, 16), ml_dtypes.bfloat16), "BF16")]
+        with pytest.raises(InferenceServerException, match="binary"):
+            client.raw.infer("half", given, outputs=[client.module.InferRequestedOutput("output", binary_data=False)])
+        page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+        assert "stagepack_batch_rows_count" not in page
 
 
 def test_a_second_signal_ends_at_once(slow):

@@ -70,10 +70,18 @@ def test_no_links_to_another_file_system(bundles, tmp_path):
 def test_other_models_of_the_repository_stay(bundles, tmp_path):
     write(bundles["half"], tmp_path, name="one")
     write(bundles["half"], tmp_path, name="two")
-    with pytest.raises(OutputExistsError, match="one_stage_0"):
+    with pytest.raises(OutputExistsError, match="one: exists already"):
         write(bundles["half"], tmp_path, name="one")
     names = write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="one"), overwrite=True)
-    assert set(os.listdir(tmp_path)) == {*names, "two_stage_0", "two_stage_1", "two"}
+    two = {"two_stage_0", "two_stage_1", "two"}
+    assert set(os.listdir(tmp_path)) == {*names, *two}
+    write(bundles["skips"], tmp_path, name="three")
+    write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="three"), overwrite=True)
+    assert set(os.listdir(tmp_path)) == {*names, *two, "three_stage_0", "three_stage_1", "three"}
+    (tmp_path / "four").mkdir()
+    (tmp_path / "four" / "config.pbtxt").write_text('name: "four"')
+    with pytest.raises(OutputExistsError, match="not written by stagepack"):
+        write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="four"), overwrite=True)
 
 
 def test_devices(bundles, tmp_path):

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import queue
 import subprocess
+import time
 import urllib.request
 from pathlib import Path
 
@@ -125,6 +126,35 @@ def test_a_stream_of_requests(torch_server):
         client.raw.stop_stream()
     assert [result.as_numpy("sum")[0] for result, _ in found[:4]] == [1, 2, 3, 4]
     assert "sequence" in str(found[4][1])
+
+
+def test_numbers_have_ranges_too(bundles):
+    with stagepack_server([bundles["first"]]) as server:
+        given = {"x": numpy.arange(9, dtype="float32"), "n": numpy.array([3])}
+        assert ask(server, "http", "first", given)["output"].tolist() == [0, 1, 2]
+        for number in (-3, 0, 1, 9, 100):
+            with pytest.raises(InferenceServerException, match="2 to 8"):
+                ask(server, "grpc", "first", given | {"n": numpy.array([number])})
+
+
+def test_a_stream_runs_its_requests_together(bundles):
+    answers: queue.Queue = queue.Queue()
+    with (
+        stagepack_server([bundles["skips"]], "--max-delay-ms", "300") as server,
+        contextlib.closing(Client("grpc", server)) as client,
+    ):
+        client.raw.start_stream(lambda result, error: answers.put((result, error)))
+        given = [client.input(name, array) for name, array in skips(1).items()]
+        for number in range(8):
+            client.raw.async_stream_infer("skips", given, request_id=str(number))
+        found = [answers.get(timeout=30) for _ in range(8)]
+        assert not [error for _, error in found if error]
+        assert sorted(result.get_response().id for result, _ in found) == [str(number) for number in range(8)]
+        assert metrics(server)["stagepack_batch_rows_count", "skips"] < 8
+        started = time.monotonic()
+        assert server.stop() == 0  # the stream has nothing under way, so nobody waits for it
+        assert time.monotonic() - started < 10
+        client.raw.stop_stream(cancel_requests=True)
 
 
 def test_state_that_is_given_out_stays_that_of_its_call(bundles):

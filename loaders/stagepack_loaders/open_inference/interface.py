@@ -102,17 +102,22 @@ class Interface:
             raise InputError(f"{name}: expected the datatype {spec.datatype}, found {datatype}")
         return spec.shape_of_edge(shape)
 
-    def check_all(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that all inputs are there, and their shapes with what the bundle allows.
+    def check_all(self, shapes: Mapping[str, tuple[int, ...]], numbers: Mapping[str, bool | float]) -> None:
+        """Check that all inputs are there, and their shapes, or the numbers that they are, with what the bundle allows.
 
         Raises:
             InputError: the first input that is missing or does not fit.
         """
         if missing := [name for name in self.inputs if name not in shapes]:
             raise InputError(f"the input {missing[0]!r} is missing: the model takes {', '.join(self.inputs)}")
-        tensors = [spec.edge for spec in self.inputs.values() if spec.edge.dtype not in SCALARS]
-        given = {edge.name: Given(edge.name, _Shaped(shapes[edge.name], edge.dtype)) for edge in tensors}
-        check_values(tensors, given, self._symbols)
+        edges = [spec.edge for spec in self.inputs.values()]
+        given = {
+            edge.name: Given(
+                edge.name, numbers[edge.name] if edge.dtype in SCALARS else _Shaped(shapes[edge.name], edge.dtype)
+            )
+            for edge in edges
+        }
+        check_values(edges, given, self._symbols)
 
     def check_outputs(self, names: Iterable[str]) -> None:
         """Check the names of outputs that a client asks for.

@@ -11,6 +11,7 @@ class Limits:
         batch: rows of several requests that one run of a model may take; 1 runs each request alone.
         delay: how long a request waits for others to join it, in seconds.
         queue: requests to one model that are accepted and not answered yet.
+        connections: connections over HTTP, and as many requests over gRPC, at a time.
         body: bytes of one request, as it arrives and unpacked.
         deadline: how long a request may take, in seconds.
         sequences: sequences of calls that one model with state keeps the state of.
@@ -22,6 +23,7 @@ class Limits:
     batch: int = 32
     delay: float = 0.0
     queue: int = 256
+    connections: int = 1024
     body: int = 64 * 2**20
     deadline: float = 60.0
     sequences: int = 8

@@ -11,6 +11,7 @@ import numpy
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError
+from stagepack.format.dtypes import SCALARS
 from stagepack.format.reader import Bundle
 from stagepack_loaders.open_inference.config import config_of
 from stagepack_loaders.open_inference.interface import Interface
@@ -137,7 +138,10 @@ class Model:
                 tensor.name: self.interface.check(tensor.name, tensor.datatype, tensor.array.shape)
                 for tensor in request.inputs
             }
-            self.interface.check_all(shapes)
+            numbers = {
+                name: inputs[name].item() for name in shapes if self.interface.inputs[name].edge.dtype in SCALARS
+            }
+            self.interface.check_all(shapes, numbers)
             self.interface.check_outputs(request.outputs or ())
         except InputError as error:
             raise RequestError(Reason.BAD_REQUEST, f"{self.name}: {error}") from None
@@ -164,10 +168,9 @@ class Model:
             queued.observe(now - call.arrived)
         self._metrics.rows.labels(self.name).observe(sum(call.rows for call in calls))
 
-    def close(self) -> None:
-        """End its threads, if what was accepted is answered; else they end with the process."""
-        if not self.pending:
-            self._scheduler.close()
+    def close(self, seconds: float) -> bool:
+        """End its threads, when what they work on is done; whether that was so before these seconds were over."""
+        return self._scheduler.close(seconds)
 
 
 def _timeout(parameters: Mapping[str, Any]) -> float:

@@ -1,5 +1,6 @@
 """The models of one server, by name."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ class Models:
     Attributes:
         limits: what it takes on.
         metrics: what it counts.
+        stopping: set when it takes no more requests.
         ready: whether it wants requests; not any more when it was told to stop.
     """
 
@@ -25,6 +27,7 @@ class Models:
         self.limits = limits
         self.metrics = metrics
         self.ready = True
+        self.stopping = asyncio.Event()
 
     def __iter__(self) -> Iterator[Model]:
         """All models."""
@@ -35,14 +38,13 @@ class Models:
         """A request for an inference: gives the model, and the deadline in seconds of `time.monotonic`; counts how it ends.
 
         Raises:
-            RequestError: there is no such model, or too many requests wait for it.
+            RequestError: there is no such model.
         """
-        started, known, status = time.monotonic(), "", "CANCELLED"
+        started, known, status = time.monotonic(), "", Reason.HUNG_UP.name
         try:
             model = self.find(name, version)
             known = name
-            with model.place():
-                yield model, started + self.limits.deadline
+            yield model, started + self.limits.deadline
             status = "OK"
         except RequestError as error:
             status = error.reason.name

@@ -4,48 +4,22 @@ Source: https://github.com/kserve/open-inference-protocol/blob/main/specificatio
 binary tensors, sequences and model configuration.
 """
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stagepack_loaders.serve.errors import Reason, RequestError
+from stagepack_loaders.serve.errors import RequestError
 from stagepack_loaders.serve.metadata import plain, server_metadata
 from stagepack_loaders.serve.model import Model
 from stagepack_loaders.serve.models import Models
-from stagepack_loaders.serve.rest_body import BINARY_HEADER, read_request, unpack, write_answer
-
-# How many times its limit of a body that is too large is read, and forgotten, so that a client which writes first sees why.
-_READ_ON = 16
-
-
-class Tensors(Response):
-    """An answer of JSON and tensors, which are sent from where they lie."""
-
-    def __init__(self, header: bytes, tensors: list[memoryview]) -> None:
-        """`tensors` follow the JSON of `header`."""
-        self._parts = [memoryview(header), *tensors]
-        headers = {"content-length": str(sum(len(part) for part in self._parts))}
-        if tensors:
-            headers[BINARY_HEADER] = str(len(header))
-        super().__init__(
-            None, headers=headers, media_type="application/octet-stream" if tensors else "application/json"
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+from stagepack_loaders.serve.rest_infer import Infer, named
 
 
 class RestServer:
@@ -68,14 +42,16 @@ class RestServer:
                 Route(path, self._model),
                 Route(f"{path}/ready", self._model_ready),
                 Route(f"{path}/config", self._config),
-                Route(f"{path}/infer", self._infer, methods=["POST"]),
+                Route(f"{path}/infer", Infer(self._models), methods=["POST"]),
             ]
         handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
             RequestError: _refused,
             HTTPException: _unknown,
             Exception: _bug,
         }
-        return self._closing(Starlette(routes=routes, exception_handlers=handlers))
+        application = Starlette(routes=routes, exception_handlers=handlers)
+        application.router.redirect_slashes = False
+        return self._closing(application)
 
     async def _live(self, _: Request) -> Response:
         return Response()
@@ -99,43 +75,8 @@ class RestServer:
     async def _config(self, request: Request) -> Response:
         return JSONResponse(plain(self._find(request).config()))
 
-    async def _infer(self, request: Request) -> Response:
-        with self._models.request(*_named(request), "rest") as (model, deadline):
-            body = await self._body(request, deadline)
-            fields, given = read_request(body, request.headers.get(BINARY_HEADER))
-            del body
-            tensors = await model.infer(given, deadline)
-            return Tensors(*write_answer(model.name, model.version, fields, tensors))
-
     def _find(self, request: Request) -> Model:
-        return self._models.find(*_named(request))
-
-    async def _body(self, request: Request, deadline: float) -> bytearray:
-        """The body of a request.
-
-        Raises:
-            RequestError: it is too large, or does not come to its end.
-        """
-        limit = self._models.limits.body
-        body, size = bytearray(), 0
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size <= limit:
-                        body += chunk
-                    elif size > _READ_ON * limit:
-                        break
-                    else:
-                        body.clear()
-        except TimeoutError:
-            raise RequestError(Reason.TOO_LATE, "the request did not come to its end before the deadline") from None
-        except ClientDisconnect:
-            raise RequestError(Reason.BAD_REQUEST, "the request did not come to its end") from None
-        if size > limit:
-            raise RequestError(Reason.TOO_LARGE, f"expected a request of at most {limit} bytes, found more")
-        encoding = request.headers.get("content-encoding", "identity")
-        return body if encoding == "identity" else unpack(body, encoding, limit)
+        return self._models.find(*named(request))
 
     def _closing(self, application: ASGIApp) -> ASGIApp:
         """The application; once the server is told to stop, each answer ends its connection: the client is to look for another server."""
@@ -149,11 +90,6 @@ class RestServer:
             await application(scope, receive, send_last)
 
         return closing
-
-
-def _named(request: Request) -> tuple[str, str]:
-    """The name and version of the model that a path names."""
-    return request.path_params["model"], request.path_params.get("version", "")
 
 
 async def _refused(_: Request, error: RequestError) -> Response:

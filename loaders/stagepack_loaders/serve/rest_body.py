@@ -14,6 +14,7 @@ import msgspec
 import numpy
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from stagepack_loaders.open_inference.interface import Interface
 from stagepack_loaders.serve.errors import Reason, RequestError
 from stagepack_loaders.serve.messages import Request, Tensor, from_bytes, from_numbers
 
@@ -22,6 +23,7 @@ BINARY_HEADER: Final = "inference-header-content-length"
 # Gives the data of an input as a type of lists that it is asked for.
 Numbers = Callable[..., Any]
 
+_LENGTH: Final = re.compile("[0-9]{1,18}")
 _SPECIAL: Final = re.compile(rb"NaN|Infinity")
 
 
@@ -60,7 +62,7 @@ def read_request(body: bytearray, header_length: str | None) -> tuple[RequestBod
     content = memoryview(body)
     if header_length is None:
         header, rest = content, content[len(content) :]
-    elif header_length.isascii() and header_length.isdecimal() and int(header_length) <= len(content):
+    elif _LENGTH.fullmatch(header_length) and int(header_length) <= len(content):
         header, rest = content[: int(header_length)], content[int(header_length) :]
     else:
         message = (
@@ -87,42 +89,55 @@ def read_request(body: bytearray, header_length: str | None) -> tuple[RequestBod
             rest = rest[size:]
     if len(rest):
         raise RequestError(Reason.BAD_REQUEST, f"{len(rest)} bytes after the last tensor belong to none")
-    outputs = None if fields.outputs is None else [output.name for output in fields.outputs]
-    for output in fields.outputs or ():
-        if output.parameters.get("classification"):
-            raise RequestError(Reason.BAD_REQUEST, f"{output.name}: this server does not classify: ask for the tensor")
+    outputs = [output.name for output in fields.outputs or ()]
     return fields, Request(inputs=inputs, outputs=outputs or None, parameters=fields.parameters)
+
+
+def check_forms(fields: RequestBody, interface: Interface) -> None:
+    """Check before the model runs that the outputs can be written as the request wants them.
+
+    Raises:
+        RequestError: one cannot.
+    """
+    wanted = _wanted(fields)
+    if len(wanted) < len(fields.outputs or ()):
+        raise RequestError(Reason.BAD_REQUEST, "an output is asked for twice")
+    for name, spec in interface.outputs.items():
+        if wanted.get(name, {}).get("classification"):
+            raise RequestError(Reason.BAD_REQUEST, f"{name}: this server does not classify: ask for the tensor")
+        if spec.datatype == "BF16" and (not wanted or name in wanted) and not _is_binary(fields, name):
+            raise RequestError(Reason.BAD_REQUEST, f"{name}: BF16 travels as binary data: ask for it by binary_data")
+
+
+def _wanted(fields: RequestBody) -> dict[str, dict[str, Any]]:
+    return {output.name: output.parameters for output in fields.outputs or ()}
+
+
+def _is_binary(fields: RequestBody, name: str) -> bool:
+    everywhere = fields.parameters.get("binary_data_output", False)
+    return bool(_wanted(fields).get(name, {}).get("binary_data", everywhere))
 
 
 def write_answer(
     model: str, version: str, fields: RequestBody, tensors: Sequence[Tensor]
 ) -> tuple[bytes, list[memoryview]]:
-    """The JSON part of an answer, and the tensors that follow as bytes, as the request wants them.
-
-    Raises:
-        RequestError: a tensor cannot be written as JSON.
-    """
-    wanted = {output.name: output.parameters for output in fields.outputs or ()}
-    everywhere = bool(fields.parameters.get("binary_data_output", False))
+    """The JSON part of an answer, and the tensors that follow as bytes, as the request wants them."""
     outputs: list[dict[str, Any]] = []
     content = []
+    finite = True
     for tensor in tensors:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.array.shape)}
-        if wanted.get(tensor.name, {}).get("binary_data", everywhere):
+        if _is_binary(fields, tensor.name):
             array = numpy.ascontiguousarray(tensor.array)
             output["parameters"] = {"binary_data_size": array.nbytes}
             content.append(array.reshape(-1).view(numpy.uint8).data)
-        elif tensor.datatype == "BF16":
-            raise RequestError(
-                Reason.BAD_REQUEST, f"{tensor.name}: BF16 travels as binary data: ask for it by binary_data"
-            )
         else:
             output["data"] = tensor.array.reshape(-1).tolist()
+            finite = finite and bool(tensor.array.dtype.kind != "f" or numpy.isfinite(tensor.array).all())
         outputs.append(output)
     answer: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": outputs}
     if fields.id:
         answer["id"] = fields.id
-    finite = all(numpy.isfinite(tensor.array).all() for tensor in tensors if tensor.array.dtype.kind == "f")
     # JSON has no word for NaN and infinities: as Triton does, they are written as Python's json does.
     return msgspec.json.encode(answer) if finite else json.dumps(answer).encode(), content
 
@@ -142,8 +157,8 @@ def unpack(body: bytearray, encoding: str, limit: int) -> bytearray:
         raise RequestError(Reason.BAD_REQUEST, f"content-encoding: the body is no {encoding}: {error}") from None
     if len(found) > limit:
         raise RequestError(Reason.TOO_LARGE, f"the request is over {limit} bytes unpacked")
-    if not packed.eof:
-        raise RequestError(Reason.BAD_REQUEST, f"content-encoding: the {encoding} body ends too early")
+    if not packed.eof or packed.unused_data:
+        raise RequestError(Reason.BAD_REQUEST, f"content-encoding: the body is not one whole {encoding} stream")
     return bytearray(found)
 
 

@@ -4,6 +4,7 @@ Source: https://github.com/kserve/open-inference-protocol/blob/main/specificatio
 which `tritonclient` ships the service.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -67,13 +68,32 @@ class RpcServer(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generate
             await context.abort(error.reason.grpc, str(error))
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
-        async for request in requests:
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        places = asyncio.Semaphore(self._models.limits.queue)  # of requests whose answers are not sent yet
+
+        async def answer(request: Any) -> None:
+            response = pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id=request.id))
             try:
-                yield pb.ModelStreamInferResponse(infer_response=await self._infer(request, context.time_remaining()))
+                response.infer_response.CopyFrom(await self._infer(request, context.time_remaining()))
             except RequestError as error:
-                yield pb.ModelStreamInferResponse(
-                    error_message=str(error), infer_response=pb.ModelInferResponse(id=request.id)
-                )
+                response.error_message = str(error)
+            answers.put_nowait(response)
+
+        async def read() -> None:
+            async with asyncio.TaskGroup() as running:
+                async for request in _until(self._models.stopping, requests):
+                    await places.acquire()
+                    running.create_task(answer(request))
+
+        reading = asyncio.create_task(read())
+        reading.add_done_callback(lambda _: answers.put_nowait(None))
+        try:
+            while (response := await answers.get()) is not None:
+                yield response
+                places.release()
+            await reading
+        finally:
+            reading.cancel()
 
     async def _find(self, name: str, version: str, context: Any) -> Any:
         try:
@@ -85,7 +105,8 @@ class RpcServer(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generate
         with self._models.request(request.model_name, request.model_version, "grpc") as (model, deadline):
             if remaining is not None:
                 deadline = min(deadline, time.monotonic() + remaining)
-            tensors = await model.infer(read_request(request), deadline)
+            with model.place():
+                tensors = await model.infer(read_request(request), deadline)
             answer = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=request.id)
             for tensor in tensors:
                 answer.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
@@ -137,14 +158,46 @@ class ParsesRequests(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """The handler of a method, which takes bytes in the place of messages."""
         handler = await continuation(details)
-        if handler is None or handler.unary_unary is None:
-            return handler
+        if handler is None:
+            return None
+        if handler.unary_unary is not None:
 
-        async def parse(content: bytes, context: Any) -> Any:
-            try:
-                request = handler.request_deserializer(content)
-            except DecodeError as error:
-                await context.abort(Reason.BAD_REQUEST.grpc, f"the request is no message of the protocol: {error}")
-            return await handler.unary_unary(request, context)
+            async def unary(content: bytes, context: Any) -> Any:
+                return await handler.unary_unary(await _parsed(handler, content, context), context)
 
-        return grpc.unary_unary_rpc_method_handler(parse, None, handler.response_serializer)
+            return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
+
+        async def stream(contents: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            async def requests() -> AsyncIterator[Any]:
+                async for content in contents:
+                    yield await _parsed(handler, content, context)
+
+            async for response in handler.stream_stream(requests(), context):
+                yield response
+
+        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
+
+
+async def _parsed(handler: Any, content: bytes, context: Any) -> Any:
+    """The message of a request; the call is aborted where there is none."""
+    try:
+        return handler.request_deserializer(content)
+    except DecodeError as error:
+        await context.abort(Reason.BAD_REQUEST.grpc, f"the request is no message of the protocol: {error}")
+
+
+async def _until(stopping: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The requests of a stream, as long as the server takes any."""
+    stop, iterator = asyncio.ensure_future(stopping.wait()), aiter(requests)
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(iterator, None))
+            await asyncio.wait({coming, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                coming.cancel()
+                return
+            if (request := coming.result()) is None:
+                return
+            yield request
+    finally:
+        stop.cancel()

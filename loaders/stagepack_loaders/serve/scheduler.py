@@ -95,13 +95,15 @@ class Scheduler:
             self._waiting.append(call)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Run what waits, and end the threads."""
+    def close(self, seconds: float) -> bool:
+        """Run what waits, and end the threads; whether they ended before these seconds were over."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+        until = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self, lane: int) -> None:
         while (batch := self._take() if lane == 0 else self._inboxes[lane - 1].get()) is not None:

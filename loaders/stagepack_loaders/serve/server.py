@@ -5,6 +5,7 @@ import contextlib
 import math
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from stagepack_loaders.serve.rest import RestServer
 from stagepack_loaders.serve.rpc import ParsesRequests, RpcServer
 
 _BACKLOG = 2048
+_KEEP_ALIVE = 75  # seconds, longer than clients and proxies keep a connection without a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,10 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def serve(models: Models, addresses: Addresses, listening: Callable[[Addresses], None]) -> None:
+async def serve(models: Models, addresses: Addresses, listening: Callable[[Addresses], None]) -> bool:
     """Answer requests until SIGTERM or SIGINT; then finish those that were accepted. `listening` is told where, once it does.
+
+    Returns whether all is done; if not, threads still work on requests that were given up, and only the end of the process ends them.
 
     SIGTERM is what orchestrators send: for a while more requests are taken, while clients hear that the server is not ready and get
     their connections closed with their answers. A second signal ends the process at once.
@@ -60,6 +64,8 @@ async def serve(models: Models, addresses: Addresses, listening: Callable[[Addre
             lifespan="off",
             proxy_headers=False,
             server_header=False,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=math.ceil(limits.drain),
         )
         rest = _Uvicorn(config)
@@ -71,10 +77,11 @@ async def serve(models: Models, addresses: Addresses, listening: Callable[[Addre
             models.ready = False
             await asyncio.sleep(limits.linger)
         models.ready = False
+        models.stopping.set()
         rest.should_exit = True
+        until = time.monotonic() + limits.drain
         await asyncio.gather(rpc.stop(limits.drain), running)
-    for model in models:
-        model.close()
+    return all([model.close(max(0.0, until - time.monotonic())) for model in models])
 
 
 def _rpc_server(models: Models, addresses: Addresses) -> tuple[grpc.aio.Server, int]:
@@ -84,7 +91,9 @@ def _rpc_server(models: Models, addresses: Addresses) -> tuple[grpc.aio.Server, 
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),  # else a second server would share the port, and take its requests
     ]
-    server = grpc.aio.server(options=options, interceptors=[ParsesRequests()])
+    server = grpc.aio.server(
+        options=options, interceptors=[ParsesRequests()], maximum_concurrent_rpcs=models.limits.connections
+    )
     add_GRPCInferenceServiceServicer_to_server(RpcServer(models), server)
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
     try:

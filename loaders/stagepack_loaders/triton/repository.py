@@ -18,6 +18,9 @@ from stagepack_loaders.triton.models import Model, Options, models_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
+# How a configuration that is written here begins.
+_HEAD: Final = "# Written by stagepack.\n"
+
 # The code of a model in the Python backend: what the server imports it from must be installed for its Python.
 _CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_loaders.triton.{module} import TritonPythonModel as TritonPythonModel\n'
 
@@ -43,19 +46,24 @@ def write_repository(
     models = models_of(bundle, options)
     root = Path(out)
     names = [model.config.name for model in models]
-    taken = [name for name in names if os.path.lexists(root / name)]
-    if taken and not overwrite:
+    old = [path for path in sorted(root.glob(f"{options.name}*")) if _is_of(path.name, options.name)]
+    if old and not overwrite:
         raise OutputExistsError(
-            f"{root}: holds the model {taken[0]} already: choose another name (--name), or overwrite it (--overwrite)"
+            f"{old[0]}: exists already: choose another name (--name), or overwrite all models of this one (--overwrite)"
+        )
+    if foreign := [path for path in old if not _is_ours(path)]:
+        raise OutputExistsError(
+            f"{foreign[0]}: was not written by stagepack, so it is not overwritten: choose another name"
         )
     part = root / f".{secrets.token_hex(4)}.part"
     try:
         for model in models:
-            _write(bundle, part / model.config.name, model, copy=options.copy)
+            _write(bundle, part / "new" / model.config.name, model, copy=options.copy)
+        (part / "old").mkdir()
+        for path in old:
+            path.rename(part / "old" / path.name)
         for name in names:
-            if name in taken:
-                shutil.rmtree(root / name)
-            (part / name).rename(root / name)
+            (part / "new" / name).rename(root / name)
     except OSError as error:
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
     finally:
@@ -63,11 +71,21 @@ def write_repository(
     return names
 
 
+def _is_of(name: str, ensemble: str) -> bool:
+    """Whether a name is that of an ensemble or of a model that it wires."""
+    return re.fullmatch(r"(_stage_\d+|_results)?", name[len(ensemble) :]) is not None
+
+
+def _is_ours(folder: Path) -> bool:
+    config = folder / "config.pbtxt"
+    return config.is_file() and config.read_text(encoding="utf-8").startswith(_HEAD)
+
+
 def _write(bundle: Bundle, folder: Path, model: Model, *, copy: bool) -> None:
     version = folder / "1"
     version.mkdir(parents=True)
     text = text_format.MessageToString(model.config)
-    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+    (folder / "config.pbtxt").write_text(_HEAD + text, encoding="utf-8")
     if model.module is not None:
         (version / "model.py").write_text(_CODE.format(module=model.module), encoding="utf-8")
     else:
