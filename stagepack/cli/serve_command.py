@@ -152,9 +152,8 @@ def command(
             alone = f"each request alone{facts['alone'] and ': ' + facts['alone']}"
             rows = f"up to {facts['batch']} rows at once" if facts["batch"] > 1 else alone
             print_line(f"{model.name}: {facts['stages']} stages on {' '.join(facts['devices'])}, {rows}")
-        print_line(
-            f"REST on http://{addresses.host}:{addresses.http_port}, gRPC on {addresses.host}:{addresses.grpc_port}"
-        )
+        host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
+        print_line(f"REST on http://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}")
 
     done = asyncio.run(
         serve(Models(models, taken, metrics), Addresses(host=host, http_port=http_port, grpc_port=grpc_port), listening)
@@ -174,7 +173,7 @@ def _named(bundles: tuple[str, ...]) -> dict[str, str]:
     named: dict[str, str] = {}
     for given in bundles:
         name, equals, path = given.partition("=")
-        if not equals or "/" in name:
+        if not equals or "/" in name or Path(given).exists():
             name, path = Path(given).resolve().name.removesuffix(".stagepack"), given
         if not name or name in named:
             fail(f"{given}: expected a name of its own for each bundle, found {name!r}: write NAME=BUNDLE")

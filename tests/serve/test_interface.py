@@ -80,7 +80,14 @@ def test_rows_run_together_where_they_keep_apart(bundles, pipes, name, rows, rea
 
 
 @pytest.mark.parametrize(
-    "together", [lambda x: x + x.sum(0), lambda x: x.cumsum(0), lambda x: x.flip(0), lambda x: x / x.norm(dim=0)]
+    "together",
+    [
+        lambda x: x + x.sum(0),
+        lambda x: x.cumsum(0),
+        lambda x: x.flip(0),
+        lambda x: x / x.norm(dim=0),
+        lambda x: x - x.amax(0),
+    ],
 )
 @pytest.mark.parametrize("rows", [2, 3])
 def test_rows_that_meet_are_seen(together, rows, tmp_path):

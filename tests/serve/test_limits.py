@@ -269,6 +269,44 @@ def test_a_run_that_was_given_up_does_not_hold_the_end(slow):
         assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_what_is_not_done_when_the_drain_ends_is_refused(slow, protocol):
+    with (
+        stagepack_server([slow], "--linger-s", "0", "--drain-s", "1") as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(ask_slow, server, 50_000, protocol)
+        time.sleep(0.5)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 8
+        assert asked.exception().status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
+        assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1}
+
+
+class Wide(torch.nn.Module):
+    """Answers more than sockets hold."""
+
+    def forward(self, x):
+        return x.repeat(10_000_000)
+
+
+def test_who_does_not_read_is_let_go(tmp_path):
+    stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
+    with stagepack_server([tmp_path / "wide.stagepack"], "--deadline-s", "2", "--max-queue", "1") as server:
+        path, given = "/v2/models/wide/infer", {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
+        text = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}})
+        with socket.create_connection(("127.0.0.1", server.http)) as plain:
+            plain.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+            time.sleep(1)
+            assert post(server.http, path, text)[0] == 503
+            time.sleep(2)
+            with contextlib.closing(Client("grpc", server)) as client:
+                assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
+        assert server.stop() == 0
+        assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
+
+
 def test_uploads_take_no_place_in_the_queue(bundles):
     with stagepack_server([bundles["skips"]], "--max-queue", "2") as server, contextlib.ExitStack() as stack:
         for _ in range(5):

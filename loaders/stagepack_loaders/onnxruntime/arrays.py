@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,3 @@ elements = to_wire
 
 def wait(_: object) -> None:
     """A session returns when its work is done."""
-
-
-def rows(array: Array, numbers: Sequence[int]) -> Array:
-    """Some rows of an array, in this order."""
-    return array[list(numbers)]
-
-
-def after_zeros(array: Array) -> Array:
-    """An array with a row of zeros before it."""
-    return numpy.concatenate([numpy.zeros_like(array[:1]), array])

@@ -1,6 +1,7 @@
 """Whether rows of several requests may run as one batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALARS
@@ -49,23 +50,33 @@ def row_symbol(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
 
 
 def _why_rows_meet(pipeline: Pipeline, bundle: Bundle, most: int | None) -> str:
-    """Run the example among other rows, at most `most` in all: whether its rows have the same answers; if not, the reason.
+    """Run the example's rows among others, at most `most` in all, and alone: whether their answers stay; if not, the reason.
 
-    A row of zeros stands before it, and, if they may be so many, its own rows in another order. A probe, not a proof.
+    A probe, not a proof: rows may meet on other inputs.
     """
     if bundle.example is None:
         return "it has no example to see whether rows keep apart"
-    arrays = example.arrays_of(pipeline)
     given, _ = example.read_example(pipeline, bundle)
     rows = len(next(iter(given.values())))
-    order = [*range(1, rows), 0, *range(rows)]
-    order = order if most is None or len(order) < most else order[-rows:][: most - 1]
-    alone = {name: arrays.rows(result, order) for name, result in example.call(pipeline, given).items()}
-    try:
-        among = example.call(
-            pipeline, {name: arrays.after_zeros(arrays.rows(array, order)) for name, array in given.items()}
-        )
-    except InputError as error:
-        return f"its example after a row of zeros is refused: {error}"
-    found = {name: result[1:] for name, result in among.items()}
-    return "" if example.compare(pipeline, found, alone).within else "other rows change the answer to the example's"
+    among = [rows - 1, *range(1, rows), 0, *range(rows)]
+    whole = example.call(pipeline, given)
+    for order in (among if most is None else among[-most:], [0]):
+        first_is_zeros = rows == 1 and len(order) > 1  # there is no other row to put there
+        try:
+            found = example.call(pipeline, _rows(given, order, first_is_zeros=first_is_zeros))
+        except InputError as error:
+            return f"its example is refused with {len(order)} rows: {error}"
+        start = int(first_is_zeros)
+        parts = {name: result[start:] for name, result in found.items()}
+        if not example.compare(pipeline, parts, _rows(whole, order[start:])).within:
+            return "other rows change the answer to the example's"
+    return ""
+
+
+def _rows(arrays: Mapping[str, Any], order: Sequence[int], *, first_is_zeros: bool = False) -> dict[str, Any]:
+    """Some rows of arrays, in this order; the first may be made zeros."""
+    found = {name: array[list(order)] for name, array in arrays.items()}
+    if first_is_zeros:
+        for array in found.values():
+            array[0] = 0
+    return found

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.reader import Bundle
+from stagepack_loaders import example
 from stagepack_loaders.open_inference.config import config_of
 from stagepack_loaders.open_inference.interface import Interface
 from stagepack_loaders.open_inference.rows import rows_at_once
@@ -27,6 +29,8 @@ from stagepack_loaders.serve.sequences import Sequences
 
 Array = numpy.ndarray[Any, Any]
 PLATFORM = "stagepack"
+
+_LOG = logging.getLogger("stagepack.serve")
 
 
 class Model:
@@ -55,6 +59,10 @@ class Model:
         self.devices = list(dict.fromkeys(str(stage.device) for stage in pipeline.stages))
         ends = [spec.edge for spec in (*self.interface.inputs.values(), *self.interface.outputs.values())]
         self.batch, self.alone = rows_at_once(bundle, ends, limits.batch, pipeline)
+        if bundle.example is not None:
+            given, _ = example.read_example(pipeline, bundle)
+            example.call(pipeline, given)
+            pipeline.reset_state()
         self._runner = StageRunner(name, pipeline, self.interface, metrics)
         stateful = any(stage.state for stage in bundle.stages)
         self._sequences = Sequences(limits.sequences, limits.idle) if stateful else None
@@ -100,23 +108,19 @@ class Model:
             config.sequence_batching.max_sequence_idle_microseconds = round(self._limits.idle * 1e6)
         return config
 
-    async def infer(self, request: Request, deadline: float) -> list[Tensor]:
-        """Answer a request: the outputs that it asks for. `deadline` is in seconds of `time.monotonic`.
+    async def infer(self, request: Request, deadline: asyncio.Timeout) -> list[Tensor]:
+        """Answer a request: the outputs that it asks for. If it says how long its client waits, the deadline is moved nearer.
 
         Raises:
-            RequestError: it does not fit the model, the model fails on it, or it takes too long.
+            RequestError: it does not fit the model, or the model fails on it.
         """
         call = self._call(request)
-        deadline = min(deadline, call.arrived + _timeout(request.parameters))
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                if self._sequences is None:
-                    outputs = await self._answer(call)
-                else:
-                    async with self._sequences.turn(request.parameters) as call.sequence:
-                        outputs = await self._answer(call)
-        except TimeoutError:
-            raise RequestError(Reason.TOO_LATE, f"{self.name}: no answer before the deadline") from None
+        hasten(deadline, _timeout(request.parameters))
+        if self._sequences is None:
+            outputs = await self._answer(call)
+        else:
+            async with self._sequences.turn(request.parameters) as call.sequence:
+                outputs = await self._answer(call)
         wanted = self.interface.outputs if request.outputs is None else request.outputs
         answer = [
             Tensor(name=name, datatype=self.interface.outputs[name].datatype, array=outputs[name]) for name in wanted
@@ -155,10 +159,14 @@ class Model:
         self._scheduler.submit(call)
         try:
             return await asyncio.wrap_future(call.answer)
+        except asyncio.CancelledError:
+            call.given_up = True
+            raise
         except InputError as error:
             raise RequestError(Reason.BAD_REQUEST, f"{self.name}: {error}") from None
         except Exception as error:
             message = f"{self.name}: the model fails on these inputs: {type(error).__name__}: {error}"
+            _LOG.warning("%s", message)
             raise RequestError(Reason.MODEL_FAILED, message) from error
 
     def _taken(self, calls: Sequence[Call]) -> None:
@@ -183,6 +191,13 @@ def _timeout(parameters: Mapping[str, Any]) -> float:
     if type(found) is not int or found < 0:
         raise RequestError(Reason.BAD_REQUEST, f"the parameter timeout: expected microseconds, found {found!r}")
     return found / 1e6 if found else math.inf
+
+
+def hasten(deadline: asyncio.Timeout, seconds: float) -> None:
+    """Move a deadline so near, if it is not nearer yet."""
+    when, now = deadline.when(), asyncio.get_running_loop().time()
+    if when is None or now + seconds < when:
+        deadline.reschedule(now + seconds)
 
 
 def lanes(pipeline: Pipeline) -> list[list[int]]:

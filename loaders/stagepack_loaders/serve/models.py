@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from stagepack_loaders.serve.errors import Reason, RequestError
 from stagepack_loaders.serve.limits import Limits
@@ -28,23 +28,30 @@ class Models:
         self.metrics = metrics
         self.ready = True
         self.stopping = asyncio.Event()
+        self._deadlines: set[asyncio.Timeout] = set()
 
     def __iter__(self) -> Iterator[Model]:
         """All models."""
         return iter(self._by_name.values())
 
-    @contextlib.contextmanager
-    def request(self, name: str, version: str, protocol: str) -> Iterator[tuple[Model, float]]:
-        """A request for an inference: gives the model, and the deadline in seconds of `time.monotonic`; counts how it ends.
+    @contextlib.asynccontextmanager
+    async def request(self, name: str, version: str, protocol: str) -> AsyncIterator[tuple[Model, asyncio.Timeout]]:
+        """A request for an inference, from its begin to its end; gives the model, and the deadline, which may be moved nearer.
 
         Raises:
-            RequestError: there is no such model.
+            RequestError: there is no such model, or the deadline was missed.
         """
         started, known, status = time.monotonic(), "", Reason.HUNG_UP.name
+        deadline = asyncio.timeout(self.limits.deadline)
+        self._deadlines.add(deadline)
         try:
             model = self.find(name, version)
             known = name
-            yield model, started + self.limits.deadline
+            try:
+                async with deadline:
+                    yield model, deadline
+            except TimeoutError:
+                raise RequestError(Reason.TOO_LATE, f"{name}: no answer before the deadline") from None
             status = "OK"
         except RequestError as error:
             status = error.reason.name
@@ -53,8 +60,15 @@ class Models:
             status = "BUG"
             raise
         finally:
+            self._deadlines.discard(deadline)
             self.metrics.requests.labels(known, protocol, status).inc()
             self.metrics.latency.labels(known, protocol).observe(time.monotonic() - started)
+
+    def give_up(self) -> None:
+        """Let no request that is under way take longer."""
+        for deadline in self._deadlines:
+            with contextlib.suppress(RuntimeError):  # it is over
+                deadline.reschedule(0)
 
     def find(self, name: str, version: str) -> Model:
         """The model of a name; the version may be left empty.

@@ -2,12 +2,11 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from stagepack_loaders.serve.errors import Reason, RequestError
 from stagepack_loaders.serve.models import Models
@@ -32,22 +31,26 @@ class Infer:
         Raises:
             RequestError: it gets no answer.
         """
-        request = Request(scope, receive)
-        with self._models.request(*named(request), "rest") as (model, deadline):
-            body = await self._body(request, deadline)
-            fields, given = read_request(body, request.headers.get(BINARY_HEADER))
-            check_forms(fields, model.interface)
-            del body
-            with model.place():
-                tensors = await _unless_hung_up(model.infer(given, deadline), receive)
-                header, content = write_answer(model.name, model.version, fields, tensors)
-                try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
-                        await _send(header, content, send)
-                except TimeoutError:  # whoever does not read gets the connection closed: the answer has begun
-                    return
+        request, sent = Request(scope, receive), []
 
-    async def _body(self, request: Request, deadline: float) -> bytearray:
+        async def send_on(message: Message) -> None:
+            sent.append(message["type"])
+            await send(message)
+
+        try:
+            async with self._models.request(*named(request), "rest") as (model, deadline):
+                body = await self._body(request)
+                fields, given = read_request(body, request.headers.get(BINARY_HEADER))
+                check_forms(fields, model.interface)
+                del body
+                with model.place():
+                    tensors = await _unless_hung_up(model.infer(given, deadline), receive)
+                    await _send(*write_answer(model.name, model.version, fields, tensors), send_on)
+        except RequestError:
+            if not sent:  # else who does not read the answer gets the connection closed
+                raise
+
+    async def _body(self, request: Request) -> bytearray:
         """The body of a request.
 
         Raises:
@@ -56,17 +59,14 @@ class Infer:
         limit = self._models.limits.body
         body, size = bytearray(), 0
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size <= limit:
-                        body += chunk
-                    elif size > _READ_ON * limit:
-                        break
-                    else:
-                        body.clear()
-        except TimeoutError:
-            raise RequestError(Reason.TOO_LATE, "the request did not come to its end before the deadline") from None
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    body += chunk
+                elif size > _READ_ON * limit:
+                    break
+                else:
+                    body.clear()
         except ClientDisconnect:
             raise RequestError(Reason.HUNG_UP, "the request did not come to its end") from None
         if size > limit:

@@ -5,7 +5,6 @@ which `tritonclient` ships the service.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 from stagepack_loaders.serve.errors import Reason, RequestError
 from stagepack_loaders.serve.messages import Request, Tensor, from_bytes, from_numbers
 from stagepack_loaders.serve.metadata import server_metadata
+from stagepack_loaders.serve.model import hasten
 from stagepack_loaders.serve.models import Models
 
 # Datatype -> the field of InferTensorContents that holds its elements.
@@ -102,9 +102,9 @@ class RpcServer(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generate
             await context.abort(error.reason.grpc, str(error))
 
     async def _infer(self, request: Any, remaining: float | None) -> Any:
-        with self._models.request(request.model_name, request.model_version, "grpc") as (model, deadline):
+        async with self._models.request(request.model_name, request.model_version, "grpc") as (model, deadline):
             if remaining is not None:
-                deadline = min(deadline, time.monotonic() + remaining)
+                hasten(deadline, remaining)
             with model.place():
                 tensors = await model.infer(read_request(request), deadline)
             answer = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=request.id)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, Protocol
 
 import numpy
@@ -24,6 +24,7 @@ class Call:
         kind: calls of one kind may run as one batch, row after row; None runs alone.
         rows: how many rows it brings.
         sequence: what its sequence of calls has written, for the runner.
+        given_up: nobody waits for the answer any more.
         arrived: when, in seconds of `time.monotonic`.
         answer: the outputs by name, as they will travel.
     """
@@ -32,6 +33,7 @@ class Call:
     kind: Hashable = None
     rows: int = 1
     sequence: Any = None
+    given_up: bool = False
     arrived: float = field(default_factory=time.monotonic)
     answer: "Future[Mapping[str, Array]]" = field(default_factory=Future)
 
@@ -81,7 +83,8 @@ class Scheduler:
         self._waiting: deque[Call] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._inboxes: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in lanes[1:]]
+        # A lane that is ahead waits: meanwhile calls gather, and become larger batches.
+        self._inboxes: list[Queue[Batch | None]] = [Queue(maxsize=1) for _ in lanes[1:]]
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"lane-{number}", daemon=True)
             for number in range(len(lanes))
@@ -107,7 +110,12 @@ class Scheduler:
 
     def _serve(self, lane: int) -> None:
         while (batch := self._take() if lane == 0 else self._inboxes[lane - 1].get()) is not None:
-            self._advance(batch, lane)
+            try:
+                self._advance(batch, lane)
+            except Exception as error:  # noqa: BLE001 - a bug here must not end the thread
+                for call in batch.calls:
+                    if not call.answer.done():
+                        call.answer.set_exception(error)
         if lane < len(self._inboxes):
             self._inboxes[lane].put(None)
 
@@ -129,7 +137,6 @@ class Scheduler:
                 if rows >= self._rows or left <= 0 or self._closed:
                     break
                 self._changed.wait(left)
-        self._taken(calls)
         return Batch(calls)
 
     def _first(self) -> Call | None:
@@ -145,8 +152,11 @@ class Scheduler:
     def _advance(self, batch: Batch, lane: int) -> None:
         """Run a batch on a lane; give it to the next one, or its outputs to those who wait."""
         runner, calls = self._runner, batch.calls
+        if all(call.given_up for call in calls):
+            return
         try:
             if lane == 0:
+                self._taken(calls)
                 batch.values = runner.begin(_join([call.inputs for call in calls]))
             for stage in self._lanes[lane]:
                 runner.run(stage, batch.values, calls[0].sequence)

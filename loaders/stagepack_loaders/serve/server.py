@@ -19,6 +19,7 @@ from stagepack_loaders.serve.rest import RestServer
 from stagepack_loaders.serve.rpc import ParsesRequests, RpcServer
 
 _BACKLOG = 2048
+_ERRORS = 2  # seconds, for requests that were given up to say so
 _KEEP_ALIVE = 75  # seconds, longer than clients and proxies keep a connection without a request
 
 
@@ -59,6 +60,7 @@ async def serve(models: Models, addresses: Addresses, listening: Callable[[Addre
         rpc, grpc_port = _rpc_server(models, addresses)
         config = uvicorn.Config(
             RestServer(models).application(),
+            http="h11",  # it bounds what a request's head may take; httptools, which uvicorn would choose where it is, does not
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -66,7 +68,7 @@ async def serve(models: Models, addresses: Addresses, listening: Callable[[Addre
             server_header=False,
             limit_concurrency=limits.connections,
             timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=math.ceil(limits.drain),
+            timeout_graceful_shutdown=math.ceil(limits.drain + _ERRORS),
         )
         rest = _Uvicorn(config)
         stop = _signals()
@@ -80,7 +82,9 @@ async def serve(models: Models, addresses: Addresses, listening: Callable[[Addre
         models.stopping.set()
         rest.should_exit = True
         until = time.monotonic() + limits.drain
-        await asyncio.gather(rpc.stop(limits.drain), running)
+        giving_up = asyncio.get_running_loop().call_later(limits.drain, models.give_up)
+        await asyncio.gather(rpc.stop(limits.drain + _ERRORS), running)
+        giving_up.cancel()
     return all([model.close(max(0.0, until - time.monotonic())) for model in models])
 
 

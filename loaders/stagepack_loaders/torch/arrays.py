@@ -1,7 +1,7 @@
 """Tensors of torch from and to files and requests, and compared: what `stagepack_loaders` asks of a runtime."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +91,3 @@ def wait(device: torch.device) -> None:
     """Return when all work given to a device is done."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
-
-
-def rows(tensor: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    """Some rows of a tensor, in this order."""
-    return tensor[list(numbers)]
-
-
-def after_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with a row of zeros before it."""
-    return torch.cat([torch.zeros_like(tensor[:1]), tensor])
