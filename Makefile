@@ -8,7 +8,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo      export, verify and run a real model"
 	@echo "make test      everything that CI checks: lint typecheck schema-check smoke unit, each a target too"
-	@echo "make test-zoo  every model of the zoo; make test runs a quarter of the architectures"
+	@echo "make test-zoo  every model of the zoo; make test runs a tenth of the architectures"
 	@echo "make coverage  write docs/coverage.md anew: an hour"
 	@echo "make clean     remove what the others made"
 

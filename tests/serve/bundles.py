@@ -50,6 +50,24 @@ class Kinds(torch.nn.Module):
         return {"waves": waves * 1j, "no": ~flag, "more": count + 1, "number": number, "factor": factor * 2, "y": y}
 
 
+class Back(torch.nn.Module):
+    """A view that needs the strides which its input had in the model."""
+
+    def forward(self, x):
+        return x.permute(1, 2, 0).view(6, 4) * 2
+
+
+class Strided(torch.nn.Module):
+    """What crosses the cut is no dense tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.back = torch.nn.Linear(4, 4), Back()
+
+    def forward(self, x):
+        return {"y": self.back(self.first(x).permute(2, 0, 1))}
+
+
 class Counting(torch.nn.Module):
     """Adds up what it is given, in each of two stages."""
 
@@ -115,6 +133,7 @@ def export_all(folder: Path) -> Mapping[str, Path]:
             {"x": rows, "flag": None, "count": None, "factor": None},
             ["second"],
         ),
+        "strided": (Strided(), (torch.randn(2, 3, 4),), {}, None, ["back"]),
         "counting": (Counting(), (torch.ones(3),), {}, None, 2),
         "alias": (Alias(), (torch.ones(1),), {}, None, 1),
         "first": (First(), (torch.ones(9), 4), {}, {"x": None, "n": torch.export.Dim.DYNAMIC(min=2, max=8)}, 1),

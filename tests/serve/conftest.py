@@ -12,7 +12,7 @@ from tests.serve.bundles import export_all
 from tests.serve.servers import STAGEPACK, Client, Server, stagepack_server, triton_server, why_no_triton
 
 # Bundles that the servers of the compatibility suite serve.
-SERVED = ("minilm", "skips", "half", "kinds", "counting")
+SERVED = ("minilm", "skips", "half", "kinds", "strided", "counting")
 
 
 @pytest.fixture(scope="session")

@@ -102,6 +102,11 @@ def test_skips_and_results_that_are_given_twice(client, pipes):
     assert same(found["parts.1"], wanted["parts"][1])
 
 
+def test_what_crosses_may_have_strides(client, pipes):
+    given = {"x": numbers(2, 3, 4)}
+    assert same(client.ask("strided", given)["y"], in_process(pipes["strided"], given)["y"])
+
+
 def test_bfloat16(client, pipes):
     given = numbers(3, 16).astype(ml_dtypes.bfloat16)
     answer = client.raw.infer("half", [client.input("x", given, "BF16")])
@@ -225,6 +230,22 @@ def test_more_bytes_than_the_shape_says(client):
         given._input.shape[0] = 2
     message = refused(client, BAD, lambda: client.raw.infer("skips", [given, client.input("weight", numbers(2, 1))]))
     assert "64" in message
+
+
+def test_an_oversized_body(client, server):
+    """Of 70 MB, where the model takes 36 bytes a row; each server says so in its way."""
+    large = client.input("x", numpy.zeros((70_000_000 // 32, 8), "float32"))
+    given = [large, client.input("weight", numpy.zeros((2, 1), "float32"))]
+    with pytest.raises(InferenceServerException) as caught:
+        client.raw.infer("skips", given)
+    assert (
+        caught.value.status()
+        in {
+            "http": ("413", "400"),
+            "grpc": ("StatusCode.RESOURCE_EXHAUSTED", "StatusCode.INVALID_ARGUMENT"),
+        }[client.protocol]
+    )
+    assert client.raw.is_server_live()
 
 
 def test_garbage_bytes(client, server):

@@ -207,16 +207,16 @@ def ask_slow(server, times, protocol="http", **options):
 
 
 def test_deadlines(slow):
-    with stagepack_server([slow], "--deadline-s", "1") as server:
+    with stagepack_server([slow], "--deadline-s", "0.5") as server:
         for protocol, status in (("http", "504"), ("grpc", "StatusCode.DEADLINE_EXCEEDED")):
             with pytest.raises(InferenceServerException) as caught:
-                ask_slow(server, 2000, protocol)
+                ask_slow(server, 1000, protocol)
             assert caught.value.status() == status
             time.sleep(3)
             with pytest.raises(InferenceServerException) as caught:
-                ask_slow(server, 1000, protocol, timeout=100_000)
+                ask_slow(server, 300, protocol, timeout=100_000)
             assert caught.value.status() == status
-            time.sleep(3)
+            time.sleep(1)
         assert ask_slow(server, 1).shape == (256, 512)
 
 

@@ -89,6 +89,27 @@ def test_metrics(torch_server):
     assert grew("stagepack_request_seconds_count", "rest", "skips") == 2
 
 
+def test_stages_on_several_devices_work_on_several_batches(bundles, pipes):
+    devices = (
+        "--device",
+        "cpu",
+        "--device",
+        "cpu:0",
+        "--device",
+        "cpu",
+    )  # two of them are one to torch, but not to the server
+    with stagepack_server([bundles["skips"]], *devices, "--max-batch", "1") as server:
+        assert server.facts["models"][0]["devices"] == ["cpu", "cpu:0"]
+        given = [skips(1 + number % 5, number / 7) for number in range(40)]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda one: ask(server, "grpc", "skips", one, outputs=["y", "parts.0"]), given))
+        for one, answer in zip(given, found, strict=True):
+            with torch.no_grad():
+                wanted = pipes["skips"](torch.from_numpy(one["x"]), weight=torch.from_numpy(one["weight"]))
+            assert numpy.array_equal(answer["y"], wanted["y"].numpy())
+            assert numpy.array_equal(answer["parts.0"], wanted["parts"][0].numpy())
+
+
 def test_names_of_several_bundles(bundles):
     with stagepack_server([f"one={bundles['skips']}", f"two={bundles['skips']}", bundles["half"]]) as server:
         for name in ("one", "two"):

@@ -22,7 +22,9 @@ from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS, named
 
 STAGES = (2, 3, 5)
 # The slow ones run with `make test-zoo`.
-SLOW = [pytest.param(case, marks=pytest.mark.slow) if number % 4 else case for number, case in enumerate(ARCHITECTURES)]
+SLOW = [
+    pytest.param(case, marks=pytest.mark.slow) if number % 10 else case for number, case in enumerate(ARCHITECTURES)
+]
 
 
 def name_of(case: Case) -> str:

@@ -17,7 +17,7 @@ import triton_python_backend_utils as triton
 from stagepack.errors import InputError, StagepackError
 from stagepack.format.contract import Given, check_values
 from stagepack.format.reader import Bundle
-from stagepack_loaders.load import load_stage
+from stagepack_loaders.load import Runtime, prepare
 from stagepack_loaders.open_inference.interface import TensorSpec
 
 
@@ -31,10 +31,13 @@ class TritonPythonModel:
         for module in filter(None, options["imports"].split(",")):
             importlib.import_module(module)
         bundle = Bundle(Path(args["model_repository"]) / args["model_version"])
-        number, runtime = int(options["stage"]), options["runtime"]
+        number = int(options["stage"])
+        runtime: Runtime = "onnxruntime" if options["runtime"] == "onnxruntime" else "torch"
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
-        allowed = {} if runtime == "onnxruntime" else {"allow_ops": list(filter(None, options["allow_ops"].split(",")))}
-        self._stage: Any = load_stage(bundle, number, device, runtime=runtime, **allowed)  # type: ignore[call-overload]
+        allowed = list(filter(None, options["allow_ops"].split(",")))
+        # Triton hands on bytes in order: what came from another stage has lost its strides.
+        prepared = prepare(bundle, {number: device}, runtime, allow_ops=allowed, dense=True)
+        self._stage: Any = prepared[number].finish(verify=True)
         self._arrays: Any = importlib.import_module(f"stagepack_loaders.{runtime}.arrays")
         edges = {edge.name: edge for edge in bundle.edges}
         entry = bundle.stages[number]
