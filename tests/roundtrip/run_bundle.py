@@ -1,11 +1,14 @@
-"""Run the bundles of a folder in a fresh process: FOLDER OPERATORS.
+"""Run the bundles of folders, each in a fresh process: a line of standard input is FOLDER and OPERATORS, with a tab between.
 
+The processes are forks of this one, which has imported torch and stagepack and nothing else; a line of output is the status of one.
 It calls each `NAME.stagepack` with `inputs-0.safetensors` and so on, and writes the results to `NAME.out`. It knows these
 alone. OPERATORS is empty, or the module that registers custom operators; their namespace is its package.
 """
 
 import importlib
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -32,5 +35,19 @@ def main(folder: str, operators: str) -> None:
     assert "transformers" not in sys.modules or "transformers" in allowed
 
 
+def main_of_child(folder: str, operators: str) -> int:
+    """Run all bundles; the status to exit with."""
+    try:
+        main(folder, operators)
+    except BaseException:  # noqa: BLE001 - the status tells
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            os._exit(main_of_child(*line.rstrip("\n").split("\t")))
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        sys.stdout.flush()

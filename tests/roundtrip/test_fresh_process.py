@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,18 @@ CASES = [
 STAGES = (1, 2, 3)
 
 
+@pytest.fixture(scope="module")
+def runner() -> Iterator[subprocess.Popen]:
+    """Starts a fresh process for each folder that it is told of."""
+    script = Path(__file__).with_name("run_bundle.py")
+    with subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bit_exact(case: Case, tmp_path: Path) -> None:
+def test_bit_exact(case: Case, tmp_path: Path, runner: subprocess.Popen) -> None:
     capture = case.capture()
     bundles = []
     for stages in STAGES:
@@ -50,8 +61,8 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
         bound = bind(signature, tuple(inputs.args), inputs.kwargs)
         tensors = {name: torch.as_tensor(given.value).detach().clone().contiguous() for name, given in bound.items()}
         save_file(tensors, tmp_path / f"inputs-{number}.safetensors")
-    script = Path(__file__).with_name("run_bundle.py")
-    subprocess.run([sys.executable, str(script), str(tmp_path), case.operators], check=True)
+    print(tmp_path, case.operators, sep="\t", file=runner.stdin, flush=True)
+    assert runner.stdout.readline() == "0\n"
     for bundle in bundles:
         for number, leaves in enumerate(expected):
             found = load_file(bundle.path.with_suffix(".out") / f"{number}.safetensors")
