@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagepack.format.reader import Bundle
+from stagepack_loaders.serve.limits import Limits
 
 if TYPE_CHECKING:
     from stagepack_loaders.example import Difference
@@ -21,6 +22,23 @@ def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
         "--import", "imports", multiple=True, metavar="MODULE", help="A module to import first, which registers them."
     )
     return allow(imports(function))
+
+
+def limit_option(
+    flag: str, field: str, help: str, *, unit: float = 1.0, least: float = 0.0, most: float | None = None
+) -> Callable[..., Any]:
+    """An option for a field of `Limits`, given in `unit` of the field's own, from `least` to `most`."""
+    default = getattr(Limits(), field)
+    whole = isinstance(default, int) and unit == 1
+    return click.option(
+        flag,
+        field,
+        default=default if whole else default / unit,
+        show_default=True,
+        type=click.IntRange(int(least)) if whole else click.FloatRange(least, most),
+        callback=lambda _ctx, _param, value: type(default)(value * unit),
+        help=help,
+    )
 
 
 def runtime_option(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from stagepack.cli.output import fail, import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.running import chosen, operator_options, runtime_option
+from stagepack.cli.running import chosen, limit_option, operator_options, runtime_option
 from stagepack.format.reader import Bundle
+from stagepack_loaders.serve.limits import Limits
 
 
 @click.command("serve")
@@ -26,60 +27,16 @@ from stagepack.format.reader import Bundle
     "--http-port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="For REST; 0 takes a free one."
 )
 @click.option("--grpc-port", default=8001, show_default=True, type=click.IntRange(0, 65535), help="For gRPC.")
-@click.option(
-    "--max-batch", default=32, show_default=True, type=click.IntRange(1), help="Rows of several requests in one run."
-)
-@click.option(
-    "--max-delay-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="How long to wait for them."
-)
-@click.option(
-    "--max-queue", default=256, show_default=True, type=click.IntRange(1), help="Requests to a model not answered yet."
-)
-@click.option(
-    "--max-connections",
-    default=1024,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Connections over HTTP, requests over gRPC.",
-)
-@click.option(
-    "--max-body-mb",
-    default=64.0,
-    show_default=True,
-    type=click.FloatRange(0, 2000, min_open=True),
-    help="A request, in 10^6 bytes.",
-)
-@click.option(
-    "--deadline-s",
-    default=60.0,
-    show_default=True,
-    type=click.FloatRange(0, min_open=True),
-    help="How long a request may take.",
-)
-@click.option(
-    "--max-sequences",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Sequences that a model keeps the state of.",
-)
-@click.option(
-    "--sequence-idle-s", default=60.0, show_default=True, type=click.FloatRange(0), help="When one may lose its place."
-)
-@click.option(
-    "--linger-s",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    help="How long requests are still taken after SIGTERM.",
-)
-@click.option(
-    "--drain-s",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    help="For accepted requests, once told to stop.",
-)
+@limit_option("--max-batch", "batch", "Rows of several requests in one run.", least=1)
+@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3)
+@limit_option("--max-queue", "queue", "Requests to a model not answered yet.", least=1)
+@limit_option("--max-connections", "connections", "Connections over HTTP, requests over gRPC.", least=1)
+@limit_option("--max-body-mb", "body", "A request, in 10^6 bytes.", unit=1e6, least=1e-3, most=2000)
+@limit_option("--deadline-s", "deadline", "How long a request may take.", least=1e-3)
+@limit_option("--max-sequences", "sequences", "Sequences that a model keeps the state of.", least=1)
+@limit_option("--sequence-idle-s", "idle", "When one may lose its place.")
+@limit_option("--linger-s", "linger", "How long requests are still taken after SIGTERM.")
+@limit_option("--drain-s", "drain", "For accepted requests, once told to stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
 def command(
@@ -93,7 +50,7 @@ def command(
     http_port: int,
     grpc_port: int,
     as_json: bool,
-    **limits: float,
+    **limits: Any,
 ) -> None:
     """Serve each BUNDLE by the Open Inference Protocol, over REST and gRPC, until SIGTERM or SIGINT.
 
@@ -109,24 +66,12 @@ def command(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said here
     import_modules(imports)
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.serve.limits import Limits  # noqa: PLC0415 - the same
     from stagepack_loaders.serve.metrics import Metrics  # noqa: PLC0415 - the same
     from stagepack_loaders.serve.model import Model  # noqa: PLC0415 - the same
     from stagepack_loaders.serve.models import Models  # noqa: PLC0415 - the same
     from stagepack_loaders.serve.server import Addresses, serve  # noqa: PLC0415 - the same
 
-    taken = Limits(
-        batch=int(limits["max_batch"]),
-        delay=limits["max_delay_ms"] / 1e3,
-        queue=int(limits["max_queue"]),
-        connections=int(limits["max_connections"]),
-        body=int(limits["max_body_mb"] * 1e6),
-        deadline=limits["deadline_s"],
-        sequences=int(limits["max_sequences"]),
-        idle=limits["sequence_idle_s"],
-        linger=limits["linger_s"],
-        drain=limits["drain_s"],
-    )
+    taken = Limits(**limits)
     metrics = Metrics()
     models = []
     with progress("load") as say:

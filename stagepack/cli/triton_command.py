@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from stagepack.cli.output import import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.running import operator_options
+from stagepack.cli.running import limit_option, operator_options
 from stagepack.format.reader import Bundle
 
 
@@ -29,22 +29,10 @@ from stagepack.format.reader import Bundle
     help="Triton's backend. Default: onnxruntime for that runtime, which then needs no Python, else python.",
 )
 @operator_options
-@click.option(
-    "--max-batch", default=32, show_default=True, type=click.IntRange(1), help="Rows of several requests in one run."
-)
-@click.option(
-    "--max-delay-ms", default=0.0, show_default=True, type=click.FloatRange(0), help="How long to wait for them."
-)
-@click.option(
-    "--max-sequences",
-    default=8,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Sequences a stage keeps the state of.",
-)
-@click.option(
-    "--sequence-idle-s", default=60.0, show_default=True, type=click.FloatRange(0), help="When one loses its place."
-)
+@limit_option("--max-batch", "batch", "Rows of several requests in one run.", least=1)
+@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3)
+@limit_option("--max-sequences", "sequences", "Sequences that a stage keeps the state of.", least=1)
+@limit_option("--sequence-idle-s", "idle", "When one loses its place.")
 @click.option(
     "--no-check",
     is_flag=True,
@@ -63,10 +51,10 @@ def command(
     backend: str | None,
     allow_ops: tuple[str, ...],
     imports: tuple[str, ...],
-    max_batch: int,
-    max_delay_ms: float,
-    max_sequences: int,
-    sequence_idle_s: float,
+    batch: int,
+    delay: float,
+    sequences: int,
+    idle: float,
     no_check: bool,
     copy: bool,
     overwrite: bool,
@@ -87,18 +75,18 @@ def command(
 
     pipeline = None
     with progress("check rows"):
-        if not no_check and max_batch > 1 and not isinstance(row_symbol(opened, opened.edges), str):
+        if not no_check and batch > 1 and not isinstance(row_symbol(opened, opened.edges), str):
             pipeline = load(opened, runtime=runtime, allow_ops=allow_ops)  # type: ignore[arg-type]
-        rows, reason = rows_at_once(opened, opened.edges, max_batch, pipeline)
+        rows, reason = rows_at_once(opened, opened.edges, batch, pipeline)
     options = Options(
         name=name or Path(bundle).resolve().name.removesuffix(".stagepack"),
         devices=devices or ("cpu",),
         runtime=runtime,  # type: ignore[arg-type]
         backend=backend or ("onnxruntime" if runtime == "onnxruntime" else "python"),  # type: ignore[arg-type]
         batch=rows if rows > 1 else 0,
-        delay=max_delay_ms / 1e3,
-        sequences=max_sequences,
-        idle=sequence_idle_s,
+        delay=delay,
+        sequences=sequences,
+        idle=idle,
         allow_ops=allow_ops,
         imports=imports,
         copy=copy,

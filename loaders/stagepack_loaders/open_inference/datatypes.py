@@ -9,6 +9,9 @@ from typing import Any, Final
 
 import numpy
 
+# Elements as they travel.
+Array = numpy.ndarray[Any, Any]
+
 # Datatype of the protocol -> what numpy reads its elements as. A BF16 is read as its 16 bits.
 ELEMENTS: Final[Mapping[str, numpy.dtype[Any]]] = MappingProxyType(
     {

@@ -54,10 +54,10 @@ def _why_rows_meet(pipeline: Pipeline, bundle: Bundle, most: int | None) -> str:
 
     A probe, not a proof: rows may meet on other inputs.
     """
-    if bundle.example is None:
-        return "it has no example to see whether rows keep apart"
-    given, _ = example.read_example(pipeline, bundle)
-    rows = len(next(iter(given.values())))
+    given = {} if bundle.example is None else example.read_example(pipeline, bundle)[0]
+    rows = len(next(iter(given.values()), ()))
+    if rows == 0:
+        return "it has no example with rows, to see whether they keep apart"
     among = [rows - 1, *range(1, rows), 0, *range(rows)]
     whole = example.call(pipeline, given)
     for order in (among if most is None else among[-most:], [0]):

@@ -24,7 +24,7 @@ class Limits:
     delay: float = 0.0
     queue: int = 256
     connections: int = 1024
-    body: int = 64 * 2**20
+    body: int = 64_000_000
     deadline: float = 60.0
     sequences: int = 8
     idle: float = 60.0

@@ -8,10 +8,8 @@ from typing import Any, Final
 import msgspec
 import numpy
 
-from stagepack_loaders.open_inference.datatypes import ELEMENTS
+from stagepack_loaders.open_inference.datatypes import ELEMENTS, Array
 from stagepack_loaders.serve.errors import Reason, RequestError
-
-Array = numpy.ndarray[Any, Any]
 
 _DIMENSIONS: Final = 64  # numpy has no more
 _ELEMENTS: Final = 2**63 - 1

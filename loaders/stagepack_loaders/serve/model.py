@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError
@@ -16,6 +15,7 @@ from stagepack.format.dtypes import SCALARS
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.open_inference.config import config_of
+from stagepack_loaders.open_inference.datatypes import Array
 from stagepack_loaders.open_inference.interface import Interface
 from stagepack_loaders.open_inference.rows import rows_at_once
 from stagepack_loaders.pipeline import Pipeline
@@ -27,7 +27,6 @@ from stagepack_loaders.serve.runner import StageRunner
 from stagepack_loaders.serve.scheduler import Call, Scheduler
 from stagepack_loaders.serve.sequences import Sequences
 
-Array = numpy.ndarray[Any, Any]
 PLATFORM = "stagepack"
 
 _LOG = logging.getLogger("stagepack.serve")

@@ -4,15 +4,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy
-
 from stagepack_loaders.example import arrays_of
+from stagepack_loaders.open_inference.datatypes import Array
 from stagepack_loaders.open_inference.interface import Interface
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.serve.metrics import Metrics
 from stagepack_loaders.serve.sequences import Sequence
-
-Array = numpy.ndarray[Any, Any]
 
 
 class StageRunner:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy
 
-Array = numpy.ndarray[Any, Any]
+from stagepack_loaders.open_inference.datatypes import Array
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

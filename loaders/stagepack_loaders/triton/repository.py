@@ -65,6 +65,10 @@ def write_repository(
         for name in names:
             (part / "new" / name).rename(root / name)
     except OSError as error:
+        for path in old:  # what had to make room comes back
+            if (part / "old" / path.name).exists():
+                shutil.rmtree(path, ignore_errors=True)
+                (part / "old" / path.name).rename(path)
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)

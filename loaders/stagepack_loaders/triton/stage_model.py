@@ -121,16 +121,17 @@ class TritonPythonModel:
             self._states[name] = self._stage.fresh_state()
         if name not in self._states:
             raise InputError(f"the state of the sequence {name!r} is gone: begin it anew")
-        self._states.move_to_end(name)
-        while len(self._states) > self._most:  # those that Triton found idle, of which it says nothing
-            self._states.popitem(last=False)
-        held = self._stage.swap_state(self._states[name])
+        # Taken out, so that what a call leaves half written when it fails is of no use to the next one.
+        held = self._stage.swap_state(self._states.pop(name))
         try:
-            return self._stage.run(values)  # type: ignore[no-any-return]
+            outputs: tuple[Any, ...] = self._stage.run(values)
         finally:
-            self._states[name] = self._stage.swap_state(held)
-            if flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
-                del self._states[name]
+            state = self._stage.swap_state(held)
+        if not flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+            self._states[name] = state
+            while len(self._states) > self._most:  # those that Triton found idle, of which it says nothing
+                self._states.popitem(last=False)
+        return outputs
 
 
 def _answer(elements: Sequence[tuple[str, Any]]) -> Any:
@@ -140,10 +141,9 @@ def _answer(elements: Sequence[tuple[str, Any]]) -> Any:
 
 def _refusal(error: Exception) -> Any:
     """An answer that says why there is none."""
-    code = triton.TritonError.INVALID_ARG if isinstance(error, StagepackError) else triton.TritonError.INTERNAL
-    text = (
-        str(error)
-        if isinstance(error, StagepackError)
-        else f"the model fails on these inputs: {type(error).__name__}: {error}"
-    )
-    return triton.InferenceResponse(output_tensors=[], error=triton.TritonError(text, code))
+    if isinstance(error, StagepackError):
+        said = triton.TritonError(str(error), triton.TritonError.INVALID_ARG)
+    else:
+        message = f"the model fails on these inputs: {type(error).__name__}: {error}"
+        said = triton.TritonError(message, triton.TritonError.INTERNAL)
+    return triton.InferenceResponse(output_tensors=[], error=said)
