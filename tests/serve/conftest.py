@@ -1,15 +1,15 @@
 """Bundles and servers, each made once for all tests of a folder."""
 
 import contextlib
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import stagepack
+from stagepack.cli import main
 from tests.serve.bundles import export_all
-from tests.serve.servers import STAGEPACK, Client, Server, stagepack_server, triton_server, why_no_triton
+from tests.serve.servers import Client, Server, stagepack_server, triton_server, why_no_triton
 
 # Bundles that the servers of the compatibility suite serve.
 SERVED = ("minilm", "skips", "half", "kinds", "strided", "counting")
@@ -37,7 +37,7 @@ def triton(bundles, tmp_path_factory) -> Iterator[Server]:
         pytest.skip(reason)
     repository = tmp_path_factory.mktemp("repository")
     for name in SERVED:
-        subprocess.run([STAGEPACK, "triton", bundles[name], "-o", repository], check=True)
+        main(["triton", str(bundles[name]), "-o", str(repository)], standalone_mode=False)
     with triton_server(repository, tmp_path_factory.mktemp("triton")) as server:
         yield server
 

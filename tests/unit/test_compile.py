@@ -15,6 +15,8 @@ from stagepack.errors import CompiledError, OutputExistsError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.torch.speed import compile_ahead
 
+pytestmark = pytest.mark.xdist_group("compiled")  # one process, so that the bundle is compiled once
+
 
 class Block(torch.nn.Module):
     """A residual block."""
