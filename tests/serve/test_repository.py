@@ -1,5 +1,7 @@
 """`stagepack triton`: the model repository that it writes, and a real `tritonserver` that loads it."""
 
+import errno
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -82,6 +84,24 @@ def test_other_models_of_the_repository_stay(bundles, tmp_path):
     (tmp_path / "four" / "config.pbtxt").write_text('name: "four"')
     with pytest.raises(OutputExistsError, match="not written by stagepack"):
         write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="four"), overwrite=True)
+
+
+@pytest.mark.parametrize("failing", range(1, 9))
+def test_what_cannot_be_renamed_leaves_all_as_it_was(bundles, tmp_path, monkeypatch, failing):
+    """Five models make room for three: one of the eight renames fails."""
+    write(bundles["skips"], tmp_path, name="one")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    rename, number = Path.rename, itertools.count(1)
+
+    def failing_rename(source, target):
+        if next(number) == failing:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(source), None, str(target))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    with pytest.raises(WriteError, match="busy"):
+        write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="one"), overwrite=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_devices(bundles, tmp_path):

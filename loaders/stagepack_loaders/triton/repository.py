@@ -3,10 +3,12 @@
 Source: https://github.com/triton-inference-server/server, docs/user_guide/model_repository.md.
 """
 
+import contextlib
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -60,19 +62,23 @@ def write_repository(
         for model in models:
             _write(bundle, part / "new" / model.config.name, model, copy=options.copy)
         (part / "old").mkdir()
-        for path in old:
-            path.rename(part / "old" / path.name)
-        for name in names:
-            (part / "new" / name).rename(root / name)
+        _rename(
+            [(path, part / "old" / path.name) for path in old] + [(part / "new" / name, root / name) for name in names]
+        )
     except OSError as error:
-        for path in old:  # what had to make room comes back
-            if (part / "old" / path.name).exists():
-                shutil.rmtree(path, ignore_errors=True)
-                (part / "old" / path.name).rename(path)
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return names
+
+
+def _rename(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """Rename all of these, or none."""
+    with contextlib.ExitStack() as back:
+        for source, target in pairs:
+            source.rename(target)
+            back.callback(target.rename, source)
+        back.pop_all()
 
 
 def _is_of(name: str, ensemble: str) -> bool:
