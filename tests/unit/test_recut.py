@@ -16,7 +16,7 @@ from tests.zoo.case import Case
 from tests.zoo.cases import ROWS, named
 from tests.zoo.rows.build import Lambda
 
-CASES = [*ROWS[::8], *named("decoders-llama-tied", "encoder-decoders-t5", "mixture-of-experts-mixtral")]
+CASES = [*ROWS[::8], *named("decoders-llama-tied", "encoder-decoders-t5")]
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -22,7 +22,6 @@ QUICK = named(
     "state-caches-of-several-layers",
     "state-zeros",
     "values-u-net",
-    "decoders-llama-tied",
 )
 
 
