@@ -1,6 +1,7 @@
 """What the subcommands that run bundles share. Torch and ONNX Runtime are imported when they are needed."""
 
 import importlib
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +26,24 @@ def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def limit_option(
-    flag: str, field: str, help: str, *, unit: float = 1.0, least: float = 0.0, most: float | None = None
+    flag: str, field: str, help: str, *, unit: float = 1.0, least: float = 0.0, most: float = 86_400.0
 ) -> Callable[..., Any]:
-    """An option for a field of `Limits`, given in `unit` of the field's own, from `least` to `most`."""
+    """An option for a field of `Limits`, given in `unit` of the field's own, from `least` to `most`: a day, for times in seconds."""
     default = getattr(Limits(), field)
     whole = isinstance(default, int) and unit == 1
+
+    def scaled(_context: click.Context, _option: click.Parameter, value: float) -> float:
+        if math.isnan(value):  # it is in no range, and not out of it
+            raise click.BadParameter("nan is no number")
+        return type(default)(value * unit)  # type: ignore[no-any-return]
+
     return click.option(
         flag,
         field,
         default=default if whole else default / unit,
         show_default=True,
-        type=click.IntRange(int(least)) if whole else click.FloatRange(least, most),
-        callback=lambda _ctx, _param, value: type(default)(value * unit),
+        type=click.IntRange(int(least), 2**31 - 1) if whole else click.FloatRange(least, most),
+        callback=scaled,
         help=help,
     )
 

@@ -28,7 +28,7 @@ from stagepack_loaders.serve.limits import Limits
 )
 @click.option("--grpc-port", default=8001, show_default=True, type=click.IntRange(0, 65535), help="For gRPC.")
 @limit_option("--max-batch", "batch", "Rows of several requests in one run.", least=1)
-@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3)
+@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3, most=60_000)
 @limit_option("--max-queue", "queue", "Requests to a model not answered yet.", least=1)
 @limit_option("--max-connections", "connections", "Connections over HTTP, requests over gRPC.", least=1)
 @limit_option("--max-body-mb", "body", "A request, in 10^6 bytes.", unit=1e6, least=1e-3, most=2000)

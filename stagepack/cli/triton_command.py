@@ -30,7 +30,7 @@ from stagepack.format.reader import Bundle
 )
 @operator_options
 @limit_option("--max-batch", "batch", "Rows of several requests in one run.", least=1)
-@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3)
+@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3, most=60_000)
 @limit_option("--max-sequences", "sequences", "Sequences that a stage keeps the state of.", least=1)
 @limit_option("--sequence-idle-s", "idle", "When one loses its place.")
 @click.option(
@@ -69,15 +69,16 @@ def command(
     opened = Bundle(bundle)
     import_modules(imports)
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.open_inference.rows import row_symbol, rows_at_once  # noqa: PLC0415 - the same
-    from stagepack_loaders.triton.models import Options  # noqa: PLC0415 - the same
+    from stagepack_loaders.open_inference.rows import rows_at_once  # noqa: PLC0415 - the same
+    from stagepack_loaders.triton.models import Options, why_alone  # noqa: PLC0415 - the same
     from stagepack_loaders.triton.repository import write_repository  # noqa: PLC0415 - the same
 
     pipeline = None
     with progress("check rows"):
-        if not no_check and batch > 1 and not isinstance(row_symbol(opened, opened.edges), str):
+        reason = why_alone(opened)
+        if not reason and not no_check and batch > 1:
             pipeline = load(opened, runtime=runtime, allow_ops=allow_ops)  # type: ignore[arg-type]
-        rows, reason = rows_at_once(opened, opened.edges, batch, pipeline)
+        rows, reason = (1, reason) if reason else rows_at_once(opened, opened.edges, batch, pipeline)
     options = Options(
         name=name or Path(bundle).resolve().name.removesuffix(".stagepack"),
         devices=devices or ("cpu",),

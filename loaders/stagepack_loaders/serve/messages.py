@@ -1,7 +1,7 @@
 """Requests and answers as the server handles them, whichever way they travel."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -41,6 +41,28 @@ class Request:
     inputs: Sequence[Tensor]
     outputs: Sequence[str] | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+def flag(parameters: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A parameter that is true or false.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    found = parameters.get(name, default)
+    if not isinstance(found, bool):
+        raise RequestError(Reason.BAD_REQUEST, f"the parameter {name}: expected true or false, found {found!r}")
+    return found
+
+
+def check_memory(name: str, parameters: Iterable[str]) -> None:
+    """Check that a tensor does not travel in memory that client and server share.
+
+    Raises:
+        RequestError: it does.
+    """
+    if "shared_memory_region" in parameters:
+        raise RequestError(Reason.BAD_REQUEST, f"{name}: this server shares no memory: send the data, and ask for it")
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], content: bytes | memoryview) -> Tensor:
@@ -101,6 +123,7 @@ def _checked(name: str, datatype: str, shape: Sequence[int]) -> tuple[numpy.dtyp
         known = ", ".join(ELEMENTS)
         raise RequestError(Reason.BAD_REQUEST, f"{name}: unknown datatype {datatype!r}: expected one of {known}")
     if len(shape) > _DIMENSIONS or any(size < 0 for size in shape) or math.prod(filter(None, shape)) > _ELEMENTS:
-        message = f"expected up to {_DIMENSIONS} sizes of 0 and more, and less than 2**63 elements, found the shape {list(shape)}"
+        expected = f"expected up to {_DIMENSIONS} sizes of 0 and more, and less than 2**63 elements"
+        message = f"{expected}, found the shape {str(list(shape))[:200]}"
         raise RequestError(Reason.BAD_REQUEST, f"{name}: {message}")
     return ELEMENTS[datatype], math.prod(shape)

@@ -135,7 +135,8 @@ class Model:
         """
         inputs = {tensor.name: tensor.array for tensor in request.inputs}
         if len(inputs) < len(request.inputs):
-            raise RequestError(Reason.BAD_REQUEST, f"{self.name}: an input is given twice")
+            given = ", ".join(tensor.name for tensor in request.inputs)
+            raise RequestError(Reason.BAD_REQUEST, f"{self.name}: an input is given twice: {given}")
         try:
             shapes = {
                 tensor.name: self.interface.check(tensor.name, tensor.datatype, tensor.array.shape)

@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from stagepack_loaders.serve.errors import RequestError
 from stagepack_loaders.serve.metadata import plain, server_metadata
 from stagepack_loaders.serve.model import Model
 from stagepack_loaders.serve.models import Models
+from stagepack_loaders.serve.rest_connections import Ending
 from stagepack_loaders.serve.rest_infer import Infer, named
 
 
@@ -51,7 +52,7 @@ class RestServer:
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
         application.router.redirect_slashes = False
-        return self._closing(application)
+        return Ending(application, self._models)
 
     async def _live(self, _: Request) -> Response:
         return Response()
@@ -77,19 +78,6 @@ class RestServer:
 
     def _find(self, request: Request) -> Model:
         return self._models.find(*named(request))
-
-    def _closing(self, application: ASGIApp) -> ASGIApp:
-        """The application; once the server is told to stop, each answer ends its connection: the client is to look for another server."""
-
-        async def closing(scope: Scope, receive: Receive, send: Send) -> None:
-            async def send_last(message: Message) -> None:
-                if message["type"] == "http.response.start" and not self._models.ready:
-                    message["headers"] = [*message["headers"], (b"connection", b"close")]
-                await send(message)
-
-            await application(scope, receive, send_last)
-
-        return closing
 
 
 async def _refused(_: Request, error: RequestError) -> Response:

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from stagepack_loaders.open_inference.interface import Interface
 from stagepack_loaders.serve.errors import Reason, RequestError
-from stagepack_loaders.serve.messages import Request, Tensor, from_bytes, from_numbers
+from stagepack_loaders.serve.messages import Request, Tensor, check_memory, flag, from_bytes, from_numbers
 
 BINARY_HEADER: Final = "inference-header-content-length"
 
@@ -72,6 +72,7 @@ def read_request(body: bytearray, header_length: str | None) -> tuple[RequestBod
     fields, data = _decode(header)
     inputs = []
     for given, numbers in zip(fields.inputs, data, strict=True):
+        check_memory(given.name, given.parameters)
         size = given.parameters.get("binary_data_size")
         if size is None:
             if numbers is None:
@@ -101,8 +102,13 @@ def check_forms(fields: RequestBody, interface: Interface) -> None:
     """
     wanted = _wanted(fields)
     if len(wanted) < len(fields.outputs or ()):
-        raise RequestError(Reason.BAD_REQUEST, "an output is asked for twice")
+        raise RequestError(
+            Reason.BAD_REQUEST,
+            f"an output is asked for twice: {', '.join(output.name for output in fields.outputs or ())}",
+        )
     for name, spec in interface.outputs.items():
+        check_memory(name, wanted.get(name, {}))
+        _is_binary(fields, name)
         if wanted.get(name, {}).get("classification"):
             raise RequestError(Reason.BAD_REQUEST, f"{name}: this server does not classify: ask for the tensor")
         if spec.datatype == "BF16" and (not wanted or name in wanted) and not _is_binary(fields, name):
@@ -114,8 +120,7 @@ def _wanted(fields: RequestBody) -> dict[str, dict[str, Any]]:
 
 
 def _is_binary(fields: RequestBody, name: str) -> bool:
-    everywhere = fields.parameters.get("binary_data_output", False)
-    return bool(_wanted(fields).get(name, {}).get("binary_data", everywhere))
+    return flag(_wanted(fields).get(name, {}), "binary_data", flag(fields.parameters, "binary_data_output"))
 
 
 def write_answer(

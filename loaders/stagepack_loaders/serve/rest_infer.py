@@ -14,9 +14,6 @@ from stagepack_loaders.serve.rest_body import BINARY_HEADER, check_forms, read_r
 
 Result = TypeVar("Result")
 
-# How many times its limit of a body that is too large is read, and forgotten, so that a client which writes first sees why.
-_READ_ON = 16
-
 
 class Infer:
     """The route of inferences, as an ASGI application: it sees the answer sent before it lets the request go."""
@@ -56,21 +53,18 @@ class Infer:
         Raises:
             RequestError: it is too large, or does not come to its end.
         """
-        limit = self._models.limits.body
-        body, size = bytearray(), 0
+        limit, body = self._models.limits.body, bytearray()
+        size = int(request.headers.get("content-length", 0))
         try:
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size <= limit:
+            if size <= limit:
+                async for chunk in request.stream():
                     body += chunk
-                elif size > _READ_ON * limit:
-                    break
-                else:
-                    body.clear()
+                    if (size := len(body)) > limit:
+                        break
         except ClientDisconnect:
             raise RequestError(Reason.HUNG_UP, "the request did not come to its end") from None
         if size > limit:
-            raise RequestError(Reason.TOO_LARGE, f"expected a request of at most {limit} bytes, found more")
+            raise RequestError(Reason.TOO_LARGE, f"expected a request of at most {limit} bytes, found {size} or more")
         encoding = request.headers.get("content-encoding", "identity").lower()
         return body if encoding == "identity" else unpack(body, encoding, limit)
 

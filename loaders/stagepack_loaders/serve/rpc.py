@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_loaders.serve.errors import Reason, RequestError
-from stagepack_loaders.serve.messages import Request, Tensor, from_bytes, from_numbers
+from stagepack_loaders.serve.messages import Request, Tensor, check_memory, from_bytes, from_numbers
 from stagepack_loaders.serve.metadata import server_metadata
 from stagepack_loaders.serve.model import hasten
 from stagepack_loaders.serve.models import Models
@@ -125,6 +125,8 @@ def read_request(request: Any) -> Request:
         raise RequestError(
             Reason.BAD_REQUEST, f"expected raw contents for all {len(request.inputs)} inputs or none, found {len(raw)}"
         )
+    for output in request.outputs:
+        check_memory(output.name, output.parameters)
     outputs = [output.name for output in request.outputs]
     parameters = {name: _value(value) for name, value in request.parameters.items()}
     inputs = [_tensor(given, raw[number] if raw else None) for number, given in enumerate(request.inputs)]
@@ -132,8 +134,7 @@ def read_request(request: Any) -> Request:
 
 
 def _tensor(given: Any, raw: bytes | None) -> Tensor:
-    if "shared_memory_region" in given.parameters:
-        raise RequestError(Reason.BAD_REQUEST, f"{given.name}: this server shares no memory: send the data")
+    check_memory(given.name, given.parameters)
     if raw is not None:
         if given.HasField("contents"):
             raise RequestError(Reason.BAD_REQUEST, f"{given.name}: expected raw contents or typed ones, found both")
@@ -163,7 +164,11 @@ class ParsesRequests(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         if handler.unary_unary is not None:
 
             async def unary(content: bytes, context: Any) -> Any:
-                return await handler.unary_unary(await _parsed(handler, content, context), context)
+                request = await _parsed(handler, content, context)
+                try:
+                    return await handler.unary_unary(request, context)
+                except NotImplementedError:
+                    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server has no {details.method}")
 
             return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stagepack_loaders.serve.errors import Reason, RequestError
+from stagepack_loaders.serve.messages import flag
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,8 @@ class Sequences:
             RequestError: the request names none, or one that did not start, or there is no place for another.
         """
         name = self._name(parameters)
-        if parameters.get("sequence_start"):
+        start, end = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
+        if start:
             self._by_id.pop(name, None)
             self._make_place()
             self._by_id[name] = Sequence()
@@ -66,7 +68,7 @@ class Sequences:
                 if self._find(name) is not sequence:
                     raise _gone(name)
                 yield sequence
-            ends = bool(parameters.get("sequence_end"))
+            ends = end
         finally:
             sequence.calls -= 1
             sequence.used = time.monotonic()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 import signal
 import socket
@@ -16,6 +17,7 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 from stagepack_loaders.serve.errors import AddressError
 from stagepack_loaders.serve.models import Models
 from stagepack_loaders.serve.rest import RestServer
+from stagepack_loaders.serve.rest_connections import Connection
 from stagepack_loaders.serve.rpc import ParsesRequests, RpcServer
 
 _BACKLOG = 2048
@@ -60,13 +62,13 @@ async def serve(models: Models, addresses: Addresses, listening: Callable[[Addre
         rpc, grpc_port = _rpc_server(models, addresses)
         config = uvicorn.Config(
             RestServer(models).application(),
-            http="h11",  # it bounds what a request's head may take; httptools, which uvicorn would choose where it is, does not
+            # On h11, which bounds what a request's head may take; httptools, which uvicorn would choose where it is, does not.
+            http=functools.partial(Connection, most=limits.connections),  # type: ignore[arg-type]  # it makes them
             log_config=None,
             access_log=False,
             lifespan="off",
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=limits.connections,
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=math.ceil(limits.drain + _ERRORS),
         )

@@ -16,6 +16,7 @@ from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.load import Runtime
 from stagepack_loaders.open_inference.config import config_of
 from stagepack_loaders.open_inference.interface import Interface, TensorSpec
+from stagepack_loaders.open_inference.rows import row_symbol
 from stagepack_loaders.placement import place
 
 Backend = Literal["python", "onnxruntime"]
@@ -30,7 +31,7 @@ class Options:
         devices: one a stage in order, or fewer: ``cpu``, ``cuda`` or ``cuda:N``.
         runtime: what the Python backend runs stages in.
         backend: ``"python"``, or ``"onnxruntime"``, Triton's own, which runs the ONNX files of the stages.
-        batch: rows of several requests in one run; 0 runs each request alone. More than 0 only where `rows_at_once` of all edges says so.
+        batch: rows of several requests in one run; 0 runs each request alone. More than 0 only where `why_alone` finds nothing.
         delay: how long a request waits for others to join it, in seconds.
         sequences: sequences of calls that a stage with state keeps the state of.
         idle: how long a sequence is kept without a call, in seconds.
@@ -65,6 +66,18 @@ class Model:
     config: ModelConfig
     files: Sequence[str] = ()
     module: str | None = None
+
+
+def why_alone(bundle: Bundle) -> str:
+    """Why Triton runs each request to a bundle alone; empty if its rows may run together.
+
+    Triton wants a dimension besides the one that counts rows. A stage can drop it (`reshape`), but then clients would have to send it.
+    """
+    if isinstance(found := row_symbol(bundle, bundle.edges), str):
+        return found
+    ends = Interface(bundle.manifest)
+    single = [spec.name for spec in (*ends.inputs.values(), *ends.outputs.values()) if len(spec.shape) == 1]
+    return f"{single[0]} has no dimension but the rows, which Triton cannot batch" if single else ""
 
 
 def models_of(bundle: Bundle, options: Options) -> list[Model]:

@@ -35,7 +35,7 @@ def write_repository(
     Each model is a folder of its own: it holds the files of its stage, and the manifest.
 
     Raises:
-        InputError: the name is not one for a folder.
+        InputError: the name is not one for a folder, or the repository would lie in the bundle.
         OutputExistsError: the repository holds a model of one of these names, and `overwrite` is false.
         WriteError: the folder cannot be written, or takes no links to the bundle's files.
         DeviceError: a device is none of Triton's, or there are more devices than stages.
@@ -44,9 +44,11 @@ def write_repository(
     """
     if not _NAME.fullmatch(options.name):
         raise InputError(f"expected a name of letters, digits, '_', '-' and '.', found {options.name!r}")
+    root = Path(out)
+    if bundle.path.resolve() in (root.resolve(), *root.resolve().parents):
+        raise InputError(f"{root}: a bundle holds no models: choose another folder")
     bundle.check_digests(bundle.files)
     models = models_of(bundle, options)
-    root = Path(out)
     names = [model.config.name for model in models]
     old = [path for path in sorted(root.glob(f"{options.name}*")) if _is_of(path.name, options.name)]
     if old and not overwrite:
