@@ -46,6 +46,10 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["load", "x", "--device"], "requires an argument"),
         (["load", "x", "--runtime", "tvm"], "'tvm' is not one of 'torch', 'onnxruntime'"),
         (["verify", "x", "--runtime", "onnxruntime"], "give --run too"),
+        (["serve", "x", "--max-delay-ms", "nan"], "nan is no number"),
+        (["serve", "x", "--deadline-s", "inf"], "inf is not in the range"),
+        (["serve", "x", "--max-queue", str(2**31)], "is not in the range"),
+        (["triton", "x", "-o", "y", "--sequence-idle-s", "1e30"], "1e+30 is not in the range"),
     ],
 )
 def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says: str) -> None:

@@ -102,6 +102,18 @@ class First(torch.nn.Module):
         return x[:n] * 1
 
 
+class Singles(torch.nn.Module):
+    """Of each row, an input, what crosses the cut, and a result are one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 1), torch.nn.Linear(1, 4)
+
+    def forward(self, x, weight):
+        y = self.first(x)[:, 0] * weight
+        return {"y": y, "z": self.second(y[:, None])}
+
+
 class Together(torch.nn.Module):
     """Its rows do not keep apart."""
 
@@ -137,6 +149,7 @@ def export_all(folder: Path) -> Mapping[str, Path]:
         "counting": (Counting(), (torch.ones(3),), {}, None, 2),
         "alias": (Alias(), (torch.ones(1),), {}, None, 1),
         "first": (First(), (torch.ones(9), 4), {}, {"x": None, "n": torch.export.Dim.DYNAMIC(min=2, max=8)}, 1),
+        "singles": (Singles(), (torch.randn(4, 4), torch.rand(4)), {}, {"x": rows, "weight": rows}, ["second"]),
         "together": (Together(), (torch.randn(4, 4),), {}, {"x": rows}, 1),
     }
     found = {}

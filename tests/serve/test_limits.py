@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import signal
 import socket
@@ -78,11 +79,62 @@ INFER = "/v2/models/skips/infer"
 
 def test_a_body_that_is_too_large(small):
     for size in (200_000, 1_500_000, 5_000_000):
-        with contextlib.suppress(ConnectionError):  # one that is far too large is not read to its end
-            status, answer, _ = post(small.http, INFER, b" " * size)
-            assert status == 413
-            assert "100000" in answer["error"]
+        status, answer, _ = post(small.http, INFER, b" " * size)
+        assert status == 413
+        assert "100000" in answer["error"]
         assert post(small.http, INFER, json.dumps(body()))[0] == 200
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 200000", "Content-Length: 200000\r\nExpect: 100-continue"])
+def test_a_body_that_is_too_large_by_its_head(small, head):
+    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
+        plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+        asked = time.monotonic()
+        assert plain.recv(12) == b"HTTP/1.1 413"
+        assert time.monotonic() - asked < 3
+        while plain.recv(4096):  # the server ends the connection, though the body does not come
+            pass
+
+
+def test_an_upload_without_end(small):
+    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
+        plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        chunks = itertools.repeat(b"8000\r\n" + bytes(0x8000) + b"\r\n")
+        with pytest.raises(ConnectionError):
+            all(plain.sendall(chunk) is None for chunk in chunks)
+    assert post(small.http, INFER, json.dumps(body()))[0] == 200
+
+
+def test_a_length_and_chunks_end_the_connection(small):
+    """A proxy before the server may have read another request than this one."""
+    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
+        text = json.dumps(body())
+        heads = f"Content-Length: {len(text)}\r\nTransfer-Encoding: chunked"
+        plain.sendall(
+            f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{heads}\r\n\r\n{len(text):x}\r\n{text}\r\n0\r\n\r\n".encode()
+        )
+        answer = b"".join(iter(lambda: plain.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_one_connection_too_many(bundles):
+    text = json.dumps(body())
+    with stagepack_server([bundles["skips"]], "--max-connections", "3") as server, contextlib.ExitStack() as stack:
+        known = stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)))
+        known.request("POST", INFER, text)
+        assert known.getresponse().read()
+        for _ in range(2):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
+        idle = stack.enter_context(socket.create_connection(("127.0.0.1", server.http), timeout=20))
+        status, answer, response = post(server.http, INFER, text)
+        assert (status, response.headers["connection"]) == (503, "close")
+        assert "3 connections" in answer["error"]
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/live").status == 200
+        known.request("POST", INFER, text)
+        response = known.getresponse()
+        assert (response.status, response.headers["connection"]) == (200, None)
+        assert response.read()
+        assert idle.recv(1) == b""
 
 
 def test_a_message_that_is_too_large(small):
@@ -135,7 +187,11 @@ def test_a_packed_body(small):
         (lambda given: given["inputs"][0].update(parameters={"binary_data_size": "5"}), "data"),
         (lambda given: given["inputs"].append(given["inputs"][0]), "twice"),
         (lambda given: given["outputs"][0].update(parameters={"classification": 2}), "classify"),
-        (lambda given: given["outputs"].append(given["outputs"][0]), "twice"),
+        (lambda given: given["outputs"].append(given["outputs"][0]), "twice: y, y"),
+        (lambda given: given["outputs"][0].update(parameters={"binary_data": "no"}), "true or false"),
+        (lambda given: given.update(parameters={"binary_data_output": 1}), "true or false"),
+        (lambda given: given["outputs"][0].update(parameters={"shared_memory_region": "a"}), "no memory"),
+        (lambda given: given["inputs"][0].update(parameters={"shared_memory_region": "a"}), "no memory"),
         (lambda given: given.update(parameters={"timeout": "soon"}), "timeout"),
     ],
 )

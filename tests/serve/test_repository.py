@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
 import stagepack
-from stagepack.errors import DeviceError, OperatorError, OutputExistsError, WriteError
+from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
 from stagepack_loaders.triton.models import Options
 from stagepack_loaders.triton.repository import write_repository
 from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
@@ -104,6 +104,13 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(bundles, tmp_path, monkeypa
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_repository_in_the_bundle(bundles):
+    for folder in (bundles["half"], bundles["half"] / "models"):
+        with pytest.raises(InputError, match="a bundle holds no models"):
+            write(bundles["half"], folder)
+    stagepack.open(bundles["half"]).verify()
+
+
 def test_devices(bundles, tmp_path):
     write(bundles["skips"], tmp_path, devices=["cpu", "cuda", "cuda:1"])
     groups = [config(tmp_path / f"m_stage_{number}").instance_group[0] for number in range(3)]
@@ -171,16 +178,21 @@ def test_a_bundle_with_onnx_in_triton(bundles, pipes, tmp_path):
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "up to 32 rows" in done.stdout
+    write(bundles["singles"], tmp_path / "repository", name="singles")
     (tmp_path / "triton").mkdir()
     with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
         client = Client("grpc", server)
         given = {"x": numpy.ones((3, 8), "float32"), "weight": numpy.ones((3, 1), "float32")}
         found = client.ask("skips", given)
+        numbers = {"x": numpy.ones((3, 4), "float32"), "weight": numpy.arange(3, dtype="float32")}
+        single = client.ask("singles", numbers)
         client.close()
     with torch.no_grad():
         wanted = pipes["skips"](torch.from_numpy(given["x"]), weight=torch.from_numpy(given["weight"]))
+        singles = pipes["singles"](**{name: torch.from_numpy(array) for name, array in numbers.items()})
     assert numpy.allclose(found["y"], wanted["y"].numpy(), atol=1e-5)
     assert numpy.allclose(found["parts.1"], wanted["parts"][1].numpy(), atol=1e-5)
+    assert all(numpy.array_equal(single[name], singles[name].numpy()) for name in ("y", "z"))
 
 
 @pytest.mark.usefixtures("needs_triton")
@@ -206,6 +218,7 @@ def test_the_command(bundles, tmp_path):
     for arguments, says in (
         ([bundles["together"]], "other rows change the answer"),
         ([bundles["counting"]], "it keeps state from call to call"),
+        ([bundles["singles"]], "weight has no dimension but the rows"),
         ([bundles["half"], "--max-batch", "1"], "each request runs alone"),
         ([bundles["half"], "--name", "other", "--no-check"], "up to 32 rows"),
     ):

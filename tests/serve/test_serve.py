@@ -208,6 +208,8 @@ def test_sequences_have_places(bundles):
         assert caught.value.status() == "503"
         client.ask("counting", given, sequence_id="a", sequence_end=True)
         client.ask("counting", given, sequence_id="c", sequence_start=True)
+        with pytest.raises(InferenceServerException, match="sequence_end: expected true or false"):
+            client.ask("counting", given, sequence_id="b", sequence_end="false")
         assert metrics(server)["stagepack_sequences", "counting"] == 2
         assert client.ask("counting", given, sequence_id="b")["sum"].tolist() == [2.0] * 3
         assert client.ask("counting", given, sequence_id="b", sequence_start=True)["sum"].tolist() == [1.0] * 3
@@ -218,6 +220,7 @@ def test_what_is_not_there(torch_server):
         with pytest.raises(InferenceServerException) as caught:
             client.raw.get_inference_statistics()
         assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+        assert "ModelStatistics" in caught.value.message()
     with contextlib.closing(Client("http", torch_server)) as client:
         with pytest.raises(InferenceServerException) as caught:
             client.raw.get_inference_statistics()
