@@ -51,3 +51,10 @@ def server(request) -> Server:
 def client(server, request) -> Iterator[Client]:
     with contextlib.closing(Client(request.param, server)) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def small(bundles) -> Iterator[Server]:
+    """A server of narrow limits."""
+    with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
+        yield server

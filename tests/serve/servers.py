@@ -1,6 +1,7 @@
 """Real servers as processes, and a client that speaks to each in the same words."""
 
 import contextlib
+import http.client
 import importlib
 import importlib.util
 import json
@@ -142,6 +143,10 @@ def grpc_client(port: int) -> Any:
     return importlib.import_module("tritonclient.grpc").InferenceServerClient(f"127.0.0.1:{port}")
 
 
+# Where the bundle ``skips`` is asked.
+INFER = "/v2/models/skips/infer"
+
+
 class Client:
     """One client of `tritonclient`, of either protocol."""
 
@@ -184,3 +189,22 @@ class Client:
         if self.protocol == "http":
             return self.raw.get_model_config(model)
         return self.raw.get_model_config(model, as_json=True)["config"]
+
+
+def post(port: int, path: str, body: Any, headers: Mapping[str, str] | None = None) -> tuple[int, Any, Any]:
+    """A request by hand: the status and the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", path, body, headers or {})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"null"), answer
+
+
+def skips_request(rows: int = 2) -> dict[str, Any]:
+    """The body of a request to the bundle ``skips``."""
+    data = numpy.arange(rows * 8, dtype="float32")
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": data.tolist()},
+        {"name": "weight", "datatype": "FP32", "shape": [rows, 1], "data": [0.5] * rows},
+    ]
+    return {"inputs": inputs, "outputs": [{"name": "y"}]}

@@ -4,14 +4,11 @@ import concurrent.futures
 import contextlib
 import gzip
 import http.client
-import itertools
 import json
 import signal
 import socket
-import subprocess
 import time
 import urllib.request
-from pathlib import Path
 
 import ml_dtypes
 import msgspec
@@ -23,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack_loaders.serve.messages import from_numbers
-from tests.serve.servers import STAGEPACK, Client, stagepack_server
+from tests.serve.servers import INFER, Client, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -49,92 +46,12 @@ def slow(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def small(bundles):
-    """A server of narrow limits."""
-    with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
-        yield server
-
-
-def post(port, path, body, headers=None):
-    """A request by hand: the status and the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    with contextlib.closing(connection):
-        connection.request("POST", path, body, headers or {})
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read() or b"null"), answer
-
-
-def body(rows=2):
-    data = numpy.arange(rows * 8, dtype="float32")
-    inputs = [
-        {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": data.tolist()},
-        {"name": "weight", "datatype": "FP32", "shape": [rows, 1], "data": [0.5] * rows},
-    ]
-    return {"inputs": inputs, "outputs": [{"name": "y"}]}
-
-
-INFER = "/v2/models/skips/infer"
-
-
 def test_a_body_that_is_too_large(small):
     for size in (200_000, 1_500_000, 5_000_000):
         status, answer, _ = post(small.http, INFER, b" " * size)
         assert status == 413
         assert "100000" in answer["error"]
-        assert post(small.http, INFER, json.dumps(body()))[0] == 200
-
-
-@pytest.mark.parametrize("head", ["Content-Length: 200000", "Content-Length: 200000\r\nExpect: 100-continue"])
-def test_a_body_that_is_too_large_by_its_head(small, head):
-    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
-        plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
-        asked = time.monotonic()
-        assert plain.recv(12) == b"HTTP/1.1 413"
-        assert time.monotonic() - asked < 3
-        while plain.recv(4096):  # the server ends the connection, though the body does not come
-            pass
-
-
-def test_an_upload_without_end(small):
-    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
-        plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        chunks = itertools.repeat(b"8000\r\n" + bytes(0x8000) + b"\r\n")
-        with pytest.raises(ConnectionError):
-            all(plain.sendall(chunk) is None for chunk in chunks)
-    assert post(small.http, INFER, json.dumps(body()))[0] == 200
-
-
-def test_a_length_and_chunks_end_the_connection(small):
-    """A proxy before the server may have read another request than this one."""
-    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
-        text = json.dumps(body())
-        heads = f"Content-Length: {len(text)}\r\nTransfer-Encoding: chunked"
-        plain.sendall(
-            f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{heads}\r\n\r\n{len(text):x}\r\n{text}\r\n0\r\n\r\n".encode()
-        )
-        answer = b"".join(iter(lambda: plain.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 200")
-
-
-def test_one_connection_too_many(bundles):
-    text = json.dumps(body())
-    with stagepack_server([bundles["skips"]], "--max-connections", "3") as server, contextlib.ExitStack() as stack:
-        known = stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)))
-        known.request("POST", INFER, text)
-        assert known.getresponse().read()
-        for _ in range(2):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
-        idle = stack.enter_context(socket.create_connection(("127.0.0.1", server.http), timeout=20))
-        status, answer, response = post(server.http, INFER, text)
-        assert (status, response.headers["connection"]) == (503, "close")
-        assert "3 connections" in answer["error"]
-        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/live").status == 200
-        known.request("POST", INFER, text)
-        response = known.getresponse()
-        assert (response.status, response.headers["connection"]) == (200, None)
-        assert response.read()
-        assert idle.recv(1) == b""
+        assert post(small.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
 def test_a_message_that_is_too_large(small):
@@ -150,7 +67,7 @@ def test_a_message_that_is_too_large(small):
 
 
 def test_a_packed_body(small):
-    plain = json.dumps(body()).encode()
+    plain = json.dumps(skips_request()).encode()
     wanted = post(small.http, INFER, plain)[1]
     status, answer, _ = post(small.http, INFER, gzip.compress(plain), {"Content-Encoding": "gzip"})
     assert (status, answer) == (200, wanted)
@@ -196,7 +113,7 @@ def test_a_packed_body(small):
     ],
 )
 def test_requests_that_break_the_protocol(small, change, says):
-    given = body()
+    given = skips_request()
     change(given)
     status, answer, _ = post(small.http, INFER, json.dumps(given))
     assert status == 400
@@ -225,7 +142,7 @@ def test_large_unsigned_numbers():
 
 
 def test_special_numbers_in_json(small):
-    given = body()
+    given = skips_request()
     given["inputs"][0]["data"][3] = float("nan")
     given["inputs"][0]["data"][9] = float("-inf")
     given["outputs"] = [{"name": "output.x"}]
@@ -246,14 +163,6 @@ def test_paths_and_methods(small):
         assert (found, bool(answer["error"])) == (status, True)
     found, answer, _ = post(small.http, "/v2/models/skips", b"")
     assert (found, bool(answer["error"])) == (405, True)
-
-
-def test_half_a_request_is_let_go(bundles):
-    with stagepack_server([bundles["skips"]], "--deadline-s", "0.5") as server:
-        with socket.create_connection(("127.0.0.1", server.http)) as plain:
-            plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
-            assert plain.recv(100).startswith(b"HTTP/1.1 504")
-        assert post(server.http, INFER, json.dumps(body()))[0] == 200
 
 
 def ask_slow(server, times, protocol="http", **options):
@@ -363,14 +272,6 @@ def test_who_does_not_read_is_let_go(tmp_path):
         assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
 
 
-def test_uploads_take_no_place_in_the_queue(bundles):
-    with stagepack_server([bundles["skips"]], "--max-queue", "2") as server, contextlib.ExitStack() as stack:
-        for _ in range(5):
-            plain = stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
-            plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
-        assert post(server.http, INFER, json.dumps(body()))[0] == 200
-
-
 def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles):
     with stagepack_server([bundles["half"]]) as server, contextlib.closing(Client("http", server)) as client:
         given = [client.input("x", numpy.zeros((1, 16), ml_dtypes.bfloat16), "BF16")]
@@ -402,26 +303,3 @@ def test_it_says_that_it_stops(slow):
         connection.close()
         assert ask_slow(server, 1).shape == (256, 512)
         assert server.process.wait(timeout=30) == 0
-
-
-@pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
-def test_a_port_in_use(small, bundles, option):
-    port = small.http if option == "--http-port" else small.grpc
-    other = "--grpc-port" if option == "--http-port" else "--http-port"
-    command = [STAGEPACK, "serve", bundles["skips"], option, str(port), other, "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert str(port) in line
-
-
-def test_listens_at_home_only(small):
-    lines = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/{small.process.pid}/net/{name}").read_text().splitlines()[1:]
-    ]
-    listening = {line[1] for line in lines if line[3] == "0A"}
-    ours = {address for address in listening if int(address.split(":")[1], 16) in (small.http, small.grpc)}
-    assert len(ours) == 2
-    assert all(address.rpartition(":")[0].endswith("0100007F") for address in ours)

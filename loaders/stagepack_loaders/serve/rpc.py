@@ -167,7 +167,7 @@ class ParsesRequests(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                 request = await _parsed(handler, content, context)
                 try:
                     return await handler.unary_unary(request, context)
-                except NotImplementedError:
+                except NotImplementedError:  # by the generated service, for the methods that RpcServer does not have
                     await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server has no {details.method}")
 
             return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
