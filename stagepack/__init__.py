@@ -9,30 +9,30 @@ from typing import TYPE_CHECKING, Any
 from stagepack import errors
 
 if TYPE_CHECKING:
-    from stagepack.capture import Inputs as Inputs
+    from stagepack.capture.programs import Inputs as Inputs
+    from stagepack.capture.split_marker import split_here as split_here
     from stagepack.exporter import export as export
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.format.reader import Bundle as open  # noqa: N813 - `stagepack.open` is the name users look for
-    from stagepack.markers import split_here as split_here
     from stagepack.onnx import add_onnx as add_onnx
-    from stagepack.plan_file import read_plan as read_plan
+    from stagepack.partition.plan_file import read_plan as read_plan
+    from stagepack.partition.policies import PolicyNode as PolicyNode
     from stagepack.recutter import recut as recut
-    from stagepack.split.policy import PolicyNode as PolicyNode
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
 
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
-    "Inputs": ("stagepack.capture", "Inputs"),
-    "PolicyNode": ("stagepack.split.policy", "PolicyNode"),
+    "Inputs": ("stagepack.capture.programs", "Inputs"),
+    "PolicyNode": ("stagepack.partition.policies", "PolicyNode"),
     "add_onnx": ("stagepack.onnx", "add_onnx"),
     "export": ("stagepack.exporter", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
     "open": ("stagepack.format.reader", "Bundle"),
-    "read_plan": ("stagepack.plan_file", "read_plan"),
+    "read_plan": ("stagepack.partition.plan_file", "read_plan"),
     "recut": ("stagepack.recutter", "recut"),
-    "split_here": ("stagepack.markers", "split_here"),
+    "split_here": ("stagepack.capture.split_marker", "split_here"),
 }
 
 __all__ = [

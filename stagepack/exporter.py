@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.capture import Capture, Inputs, capture_module, capture_program, dimension_names, load_program
-from stagepack.errors import CaptureError
-from stagepack.example import SEED, record_example
+from stagepack.bundle_writing import Origin, pack
+from stagepack.capture.hugging_face import is_of_transformers, model_files
+from stagepack.capture.programs import Capture, Inputs, dimension_names
+from stagepack.capture.source import capture_source
 from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
-from stagepack.format.writer import check_output
-from stagepack.hugging_face import capture_pretrained, capture_transformers, is_of_transformers, model_files
+from stagepack.format.writer import TensorSource, check_output
+from stagepack.graph.aliasing import written_weights
+from stagepack.graph.assembly import whole
 from stagepack.linearize import Linearized, linearize
+from stagepack.linearize.example import SEED, record_example
 from stagepack.linearize.tensors import to_bytes
-from stagepack.pack import Origin, Tensors, pack
-from stagepack.split.assemble import whole
-from stagepack.split.bonds import written_weights
-from stagepack.split.costs import costs_of
-from stagepack.split.cut import Cut, Sharing
-from stagepack.split.policy import Policy
-from stagepack.where import Where
+from stagepack.partition.costs import costs_of
+from stagepack.partition.cut import Cut, Sharing
+from stagepack.partition.cut_options import Where
+from stagepack.partition.policies import Policy
 
 # Called with one line that says which part of the export begins.
 Progress = Callable[[str], None]
@@ -101,23 +101,6 @@ def export(
     return added.bundle
 
 
-def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[str], inputs: Inputs) -> Capture:
-    """Capture whatever `export` takes as a model.
-
-    Raises:
-        CaptureError: it cannot be captured.
-    """
-    if isinstance(model, torch.nn.Module):
-        return capture_transformers(model, inputs) if is_of_transformers(model) else capture_module(model, inputs)
-    if isinstance(model, ExportedProgram):
-        return capture_program(model, inputs)
-    if isinstance(model, str | os.PathLike):
-        if os.fspath(model).endswith(".pt2"):
-            return capture_program(load_program(model), inputs)
-        return capture_pretrained(os.fspath(model), inputs)
-    raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")
-
-
 def export_capture(
     capture: Capture,
     *,
@@ -166,9 +149,9 @@ def _cut(linear: Linearized, where: Where) -> tuple[Cut, Plan]:
     return where.cut(graph, costs, linear.marks)
 
 
-def _tensors(linear: Linearized) -> Tensors:
+def _tensors(linear: Linearized) -> TensorSource:
     stored = linear.weights.stored
-    return Tensors(
+    return TensorSource(
         specs={name: spec for name, (spec, _) in stored.items()}, read=lambda name: [to_bytes(stored[name][1]())]
     )
 

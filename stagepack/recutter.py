@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stagepack.bundle_writing import INDEX_NAME, Origin, pack
 from stagepack.format.dtypes import STORED_AS
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.plan import Plan
 from stagepack.format.reader import EXAMPLE_NAME, Bundle
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.weights import StoredTensor, TensorSpec, read_index
-from stagepack.format.writer import check_output
-from stagepack.pack import INDEX_NAME, Origin, Tensors, pack
-from stagepack.split.costs import costs_of
-from stagepack.split.cut import Cut, Sharing
-from stagepack.split.join import join
-from stagepack.split.policy import Policy
-from stagepack.where import Where
+from stagepack.format.writer import TensorSource, check_output
+from stagepack.graph.joining import join
+from stagepack.partition.costs import costs_of
+from stagepack.partition.cut import Cut, Sharing
+from stagepack.partition.cut_options import Where
+from stagepack.partition.policies import Policy
 
 _PIECE = 8 * 2**20  # bytes that are copied at a time
 
@@ -108,7 +108,7 @@ def plan_bundle(bundle: Bundle, where: Where) -> tuple[Cut, Plan]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Whole:
     graph: Graph
-    weights: Tensors
+    weights: TensorSource
 
 
 def _join(bundle: Bundle) -> _Whole:
@@ -126,16 +126,16 @@ def _cut(whole: _Whole, where: Where) -> tuple[Cut, Plan]:
     return where.cut(whole.graph, costs)
 
 
-def _example(bundle: Bundle) -> Tensors:
+def _example(bundle: Bundle) -> TensorSource:
     path = bundle.example
     return _tensors({} if path is None else {name: (path, tensor) for name, tensor in read_index(path).items()})
 
 
-def _tensors(places: dict[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> Tensors:
+def _tensors(places: dict[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> TensorSource:
     """Tensors that lie in files, and weights of zeros that lie in none."""
     specs = {name: TensorSpec(name=name, dtype=STORED_AS[t.dtype], shape=t.shape) for name, (_, t) in places.items()}
     specs |= {w.stored: TensorSpec(name=w.stored, dtype=w.dtype, shape=w.shape) for w in weights if w.zeros}
-    return Tensors(specs=specs, read=lambda name: _pieces(*places[name]))
+    return TensorSource(specs=specs, read=lambda name: _pieces(*places[name]))
 
 
 def _pieces(path: Path, tensor: StoredTensor) -> Iterator[bytes]:

@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from stagepack.format.graph import Graph
-from stagepack.format.walk import values_used
+from stagepack.format.traversal import values_used
+from stagepack.graph.assembly import whole
 from stagepack.linearize import linearize
-from stagepack.split.assemble import whole
-from stagepack.split.costs import Costs, costs_of
-from stagepack.split.plan import balanced, plan_of
-from stagepack.split.policy import consecutive
+from stagepack.partition.costs import Costs, costs_of
+from stagepack.partition.planner import balanced, plan_of
+from stagepack.partition.policies import consecutive
 
 Model = tuple[PreTrainedModel, dict[str, Any], list[str]]
 

@@ -19,9 +19,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stagepack
-from stagepack.capture import Inputs, capture_module
+from stagepack.capture.programs import Inputs, capture_module
 from stagepack.exporter import export_capture
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 from stagepack_loaders.torch.speed import compile_ahead
 
 LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stagepack.capture import Capture, Inputs, capture_module
+from stagepack.capture.programs import Capture, Inputs, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import plain
 from stagepack.format.reader import Bundle
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.ops import resolve
 

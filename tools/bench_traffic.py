@@ -11,11 +11,12 @@ import torch
 from torch.export import Dim
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from stagepack.capture import Inputs
-from stagepack.exporter import capture_source, plan_capture
+from stagepack.capture.programs import Inputs
+from stagepack.capture.source import capture_source
+from stagepack.exporter import plan_capture
+from stagepack.format.example_sizes import bytes_of, example_sizes
 from stagepack.format.shapes import evaluate
-from stagepack.format.sizes import bytes_of, example_sizes
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 from tools import pipelining
 
 _SIZES = {

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from stagepack.capture import Inputs
-from stagepack.fold import find, fold
+from stagepack.capture.programs import Inputs
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import plain
 from stagepack.format.graph import Graph
+from stagepack.graph.assembly import whole
+from stagepack.graph.folding import fold
+from stagepack.graph.repeat_search import find
 from stagepack.linearize import linearize
-from stagepack.split.assemble import whole
 from tests.zoo import in_onnxruntime
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size

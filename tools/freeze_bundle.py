@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from stagepack.capture import Inputs, capture_module
+from stagepack.capture.programs import Inputs, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.version import VERSION
 from stagepack.onnx import add_onnx
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 
 FROZEN = Path(__file__).parents[1] / "schema" / "frozen"
 

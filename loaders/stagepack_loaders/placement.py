@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from stagepack.errors import DeviceError
+from stagepack.format.example_sizes import bytes_of, example_sizes
 from stagepack.format.manifest import Manifest
-from stagepack.format.sizes import bytes_of, example_sizes
-from stagepack.partition import Row, Shared, sending_time, split
+from stagepack.partition.solver import Row, Shared, sending_time, split
 
 Device = TypeVar("Device")
 

@@ -26,9 +26,9 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
-from stagepack.format.regions import Item, functions
 from stagepack.format.shapes import format_shape
 from stagepack.format.template import Hole, escape, fill, parse
+from stagepack.graph.region_functions import Item, functions
 
 _INDENT = "    "
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from stagepack.format.example_sizes import bytes_of, example_sizes
 from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.shapes import Symbol, format_shape
-from stagepack.format.sizes import bytes_of, example_sizes
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 DEVICES = "devices of 50 TFLOP/s and 1 TB/s that launch an operator in 2 µs, joined by 25 GB/s with 5 µs a value"

@@ -8,7 +8,7 @@ import click
 
 
 def cut_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options; the command gets `where`, a function that makes a `stagepack.where.Where` of what was given, or None.
+    """Add the options; the command gets `where`, a function that returns a `Where` of the options that were given, or None.
 
     It is a function since numpy is imported for it, after the arguments are checked. None says that nothing was given.
     """
@@ -31,8 +31,8 @@ def cut_options(function: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--memory and --speed choose among cuts: give --stages too")
 
         def where() -> Any:
-            from stagepack.plan_file import read_plan  # noqa: PLC0415 - numpy, after the arguments are checked
-            from stagepack.where import Where  # noqa: PLC0415 - the same
+            from stagepack.partition.cut_options import Where  # noqa: PLC0415 - the same
+            from stagepack.partition.plan_file import read_plan  # noqa: PLC0415 - numpy, after the arguments are checked
 
             plan = None if plan_file is None else read_plan(plan_file)
             return Where(stages=stages, split_at=split_at, plan=plan, memory=memory, speeds=speeds, shared=shared)

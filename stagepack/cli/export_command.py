@@ -14,7 +14,7 @@ from stagepack.cli.onnx_command import onnx_facts, print_onnx
 from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
 from stagepack.cli.running import namespaces, replayed
 from stagepack.format.writer import check_output
-from stagepack.quantities import readable_bytes
+from stagepack.partition.quantities import readable_bytes
 
 
 @click.command("export")
@@ -43,9 +43,9 @@ def command(
     started = time.perf_counter()
     # What the model's own code prints goes to standard error: standard output is for our facts alone.
     with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
+        from stagepack.capture.user_code import capture_named  # noqa: PLC0415 - the same
         from stagepack.exporter import export_capture  # noqa: PLC0415 - torch, after the arguments are checked
-        from stagepack.source import capture_named  # noqa: PLC0415 - the same
-        from stagepack.where import Where  # noqa: PLC0415 - the same
+        from stagepack.partition.cut_options import Where  # noqa: PLC0415 - the same
 
         if onnx:
             from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs

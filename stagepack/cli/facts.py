@@ -7,7 +7,7 @@ from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_range, format_shape
 from stagepack.format.tree import value_names
-from stagepack.quantities import readable_bytes, readable_flops
+from stagepack.partition.quantities import readable_bytes, readable_flops
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:

@@ -7,13 +7,12 @@ import click
 from stagepack.cli.code import code
 from stagepack.cli.facts import bundle_facts, print_facts
 from stagepack.cli.output import fail, print_json, print_line, print_table, reports_errors
-from stagepack.fold import find
-from stagepack.fold.find import Repeat
 from stagepack.format.folded import plain
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
-from stagepack.quantities import readable_flops
+from stagepack.graph.repeat_search import Repeat, find
+from stagepack.partition.quantities import readable_flops
 
 
 @click.command("inspect")

@@ -21,7 +21,7 @@ from stagepack.cli.output import (
 from stagepack.cli.running import chosen, operator_options, runtime_option
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
-from stagepack.quantities import readable_bytes
+from stagepack.partition.quantities import readable_bytes
 
 
 @click.command("load")

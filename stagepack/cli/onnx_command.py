@@ -9,7 +9,7 @@ from stagepack.cli.facts import onnx_bytes
 from stagepack.cli.output import finite, import_modules, print_json, print_line, print_table, progress, reports_errors
 from stagepack.cli.running import operator_options
 from stagepack.format.reader import Bundle
-from stagepack.quantities import readable_bytes
+from stagepack.partition.quantities import readable_bytes
 
 
 @click.command("onnx")

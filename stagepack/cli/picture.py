@@ -6,7 +6,7 @@ from xml.etree.ElementTree import Element
 
 from stagepack.cli.diagram import arrows
 from stagepack.cli.element import element
-from stagepack.quantities import readable_bytes
+from stagepack.partition.quantities import readable_bytes
 
 _WIDTH, _HEIGHT, _GAP, _SIDE = (
     116,

@@ -18,7 +18,7 @@ from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.validate import MANIFEST_NAME
-from stagepack.quantities import readable_bytes, readable_flops, readable_time
+from stagepack.partition.quantities import readable_bytes, readable_flops, readable_time
 
 
 @click.command("plan")
@@ -44,7 +44,7 @@ def command(
     else:
         plan, edges, symbols = _of_source(source, where, inputs)
     if out is not None:
-        from stagepack.plan_file import write_plan  # noqa: PLC0415 - only when it is asked for
+        from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only when it is asked for
 
         write_plan(plan, out)
     facts = cut_facts(plan, edges, symbols)
@@ -77,9 +77,9 @@ def _of_source(
     source: str, where: Callable[[], Any] | None, inputs: str | None
 ) -> tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...]]:
     with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
+        from stagepack.capture.user_code import capture_named  # noqa: PLC0415 - the same
         from stagepack.exporter import plan_capture  # noqa: PLC0415 - torch, after the arguments are checked
-        from stagepack.source import capture_named  # noqa: PLC0415 - the same
-        from stagepack.where import Where  # noqa: PLC0415 - the same
+        from stagepack.partition.cut_options import Where  # noqa: PLC0415 - the same
 
         now("capture")
         capture = capture_named(source, inputs)

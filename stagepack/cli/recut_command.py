@@ -11,7 +11,7 @@ from stagepack.cli.facts import bundle_facts, print_stages
 from stagepack.cli.output import print_json, print_line, progress, reports_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output
-from stagepack.quantities import readable_bytes
+from stagepack.partition.quantities import readable_bytes
 
 
 @click.command("recut")

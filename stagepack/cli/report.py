@@ -19,7 +19,7 @@ from stagepack.cli.picture import bar, columns, pipeline
 from stagepack.errors import CutError
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
-from stagepack.quantities import readable_bytes, readable_flops, readable_time
+from stagepack.partition.quantities import readable_bytes, readable_flops, readable_time
 
 _MICROBATCHES = 32
 

@@ -8,7 +8,7 @@ from stagepack.cli.output import print_line, reports_errors
 from stagepack.cli.report import page
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
-from stagepack.quantities import readable_bytes
+from stagepack.partition.quantities import readable_bytes
 
 
 @click.command("report")

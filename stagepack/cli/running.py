@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagepack.format.reader import Bundle
-from stagepack_loaders.serve.limits import Limits
+from stagepack_serving.server.limits import Limits
 
 if TYPE_CHECKING:
     from stagepack_loaders.example import Difference

@@ -11,7 +11,7 @@ import click
 from stagepack.cli.output import fail, import_modules, print_json, print_line, progress, reports_errors
 from stagepack.cli.running import chosen, limit_option, operator_options, runtime_option
 from stagepack.format.reader import Bundle
-from stagepack_loaders.serve.limits import Limits
+from stagepack_serving.server.limits import Limits
 
 
 @click.command("serve")
@@ -66,10 +66,10 @@ def command(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said here
     import_modules(imports)
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.serve.metrics import Metrics  # noqa: PLC0415 - the same
-    from stagepack_loaders.serve.model import Model  # noqa: PLC0415 - the same
-    from stagepack_loaders.serve.models import Models  # noqa: PLC0415 - the same
-    from stagepack_loaders.serve.server import Addresses, serve  # noqa: PLC0415 - the same
+    from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - the same
+    from stagepack_serving.server.model import Model  # noqa: PLC0415 - the same
+    from stagepack_serving.server.models import Models  # noqa: PLC0415 - the same
+    from stagepack_serving.server.server import Addresses, serve  # noqa: PLC0415 - the same
 
     taken = Limits(**limits)
     metrics = Metrics()

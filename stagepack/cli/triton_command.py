@@ -69,9 +69,9 @@ def command(
     opened = Bundle(bundle)
     import_modules(imports)
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.open_inference.rows import rows_at_once  # noqa: PLC0415 - the same
-    from stagepack_loaders.triton.models import Options, why_alone  # noqa: PLC0415 - the same
-    from stagepack_loaders.triton.repository import write_repository  # noqa: PLC0415 - the same
+    from stagepack_serving.protocol.rows import rows_at_once  # noqa: PLC0415 - the same
+    from stagepack_serving.triton.models import Options, why_alone  # noqa: PLC0415 - the same
+    from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - the same
 
     pipeline = None
     with progress("check rows"):

@@ -22,10 +22,10 @@ from stagepack.format.graph import (
     ValueArg,
     Weight,
 )
-from stagepack.format.names import region_texts, value_texts
+from stagepack.format.renaming import region_texts, value_texts
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.template import TemplateError, fill, has_holes
-from stagepack.format.walk import in_order, values_used
+from stagepack.format.traversal import in_order, values_used
 
 # What a text of a region is at one call.
 _Texts = Mapping[str, str]

@@ -9,7 +9,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -24,6 +25,20 @@ from stagepack.format.weights import TensorSpec, header
 
 # The bytes of a stored tensor, in pieces of any length.
 Pieces = Iterable[bytes | memoryview]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSource:
+    """Tensors to be written.
+
+    Attributes:
+        specs: dtype and shape of each tensor by name, in the order in which they are written.
+        read: returns the bytes of the tensor of a name.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], Pieces]
+
 
 # How the manifest of a bundle begins, a damaged one too.
 _BEGINNING: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')

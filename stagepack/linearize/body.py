@@ -30,8 +30,8 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
+from stagepack.format.traversal import parts, subgraphs_used
 from stagepack.format.tree import UNUSED
-from stagepack.format.walk import parts, subgraphs_used
 from stagepack.linearize.operators import seen_aliases
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.tensors import inner_name

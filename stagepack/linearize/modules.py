@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch.export.graph_signature import ConstantArgument
 
+from stagepack.capture.module_calls import Mark, TracedCall, TracedCalls, marks
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, ModuleCall, Scope, ValueArg
 from stagepack.format.shapes import Dim
 from stagepack.format.signature import Signature
+from stagepack.format.traversal import split_call
 from stagepack.format.tree import UNUSED
-from stagepack.format.walk import split_call
 from stagepack.linearize.body import Body
 from stagepack.linearize.signature import Leaf, call_signature
 from stagepack.linearize.tables import module_stack
-from stagepack.module_calls import Mark, TracedCall, TracedCalls, marks
 
 _MOST_LEAVES = 64  # of a call: a cache of all layers is given to each of them
 

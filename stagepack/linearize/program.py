@@ -25,17 +25,17 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 from torch.utils import _pytree as pytree
 
+from stagepack.capture.module_calls import TracedCalls
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, Graph, ValueArg
 from stagepack.format.signature import Signature
-from stagepack.format.walk import parts
+from stagepack.format.traversal import parts
 from stagepack.linearize.body import Body, constant
 from stagepack.linearize.modules import module_calls
 from stagepack.linearize.signature import Leaf, signature_of
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.tensors import Kind, WeightTable, plain_tensors, weight_table
-from stagepack.module_calls import TracedCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
+from stagepack.capture.module_calls import TracedCall
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
 from stagepack.format.signature import Parameter, Signature
@@ -24,7 +25,6 @@ from stagepack.format.tree import (
     ValueLeaf,
     type_name,
 )
-from stagepack.module_calls import TracedCall
 
 _TAG = "_t"
 _IMPLIED = ("dtype", "device", "layout", "type")  # what an object holds besides: its tensors tell

@@ -19,11 +19,11 @@ from stagepack.format.manifest import Onnx
 from stagepack.format.onnx import onnx_type
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter
+from stagepack.graph.aliasing import memory_of
 from stagepack.onnx.check import Checked, check
 from stagepack.onnx.explain import explain
 from stagepack.onnx.model import OnnxFiles, Place, finish
 from stagepack.onnx.trace import Written, trace
-from stagepack.split.bonds import memory_of
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.ops import resolve
 from stagepack_loaders.torch.weights import WeightCache

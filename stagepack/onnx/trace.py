@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from stagepack.format.graph import Graph, Value
 from stagepack.format.shapes import Expr, Symbol, evaluate
-from stagepack.split.bonds import memory_of
+from stagepack.graph.aliasing import memory_of
 
 # The inputs that torch does not take as what they are: torch.export fixes their values, so they come as tensors.
 _AS_TENSORS = {"symfloat": torch.float64, "symbool": torch.bool}

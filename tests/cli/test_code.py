@@ -12,7 +12,7 @@ import stagepack
 from stagepack.cli.code import code
 from stagepack.exporter import export_capture
 from stagepack.format.folded import plain
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 from tests.hostile.attack import run
 from tests.zoo.case import Case
 from tests.zoo.cases import named

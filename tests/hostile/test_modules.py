@@ -15,8 +15,8 @@ from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import plain
 from stagepack.format.graph import Graph, ModuleCall
-from stagepack.format.walk import values_made
-from stagepack.where import Where
+from stagepack.format.traversal import values_made
+from stagepack.partition.cut_options import Where
 from stagepack_loaders.pipeline import Pipeline
 from tests.hostile.forge import Forge
 from tests.zoo.case import Case, answers, assert_equal

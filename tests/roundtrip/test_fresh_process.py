@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from stagepack.capture import Inputs
+from stagepack.capture.programs import Inputs
 from stagepack.exporter import export_capture
 from stagepack.format.contract import bind
 from stagepack.format.tree import ValueLeaf, tree_leaves
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 from tests.zoo.case import Case, other_size
 from tests.zoo.cases import EXAMPLES, named
 

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import stagepack
+from stagepack.capture.source import capture_source
 from stagepack.errors import InputError
-from stagepack.exporter import capture_source, export_capture
+from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 from stagepack_loaders.pipeline import Pipeline
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case, answers, assert_equal, captured_answers

@@ -5,8 +5,8 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError
-from stagepack_loaders.open_inference.interface import Interface
-from stagepack_loaders.open_inference.rows import rows_at_once
+from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.protocol.rows import rows_at_once
 
 pytestmark = pytest.mark.xdist_group("serve")
 

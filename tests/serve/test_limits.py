@@ -19,7 +19,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from tritonclient.utils import InferenceServerException
 
 import stagepack
-from stagepack_loaders.serve.messages import from_numbers
+from stagepack_serving.server.messages import from_numbers
 from tests.serve.servers import INFER, Client, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")

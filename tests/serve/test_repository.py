@@ -15,8 +15,8 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInsta
 
 import stagepack
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
-from stagepack_loaders.triton.models import Options
-from stagepack_loaders.triton.repository import write_repository
+from stagepack_serving.triton.models import Options
+from stagepack_serving.triton.repository import write_repository
 from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
 
 MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary files

@@ -14,15 +14,15 @@ import torch
 from safetensors import safe_open
 
 import stagepack
-from stagepack.capture import Inputs, capture_module
+from stagepack.capture.programs import Inputs, capture_module
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph, encode_manifest
 from stagepack.format.folded import plain
 from stagepack.format.graph import ModuleCall
 from stagepack.format.reader import read_graph
-from stagepack.format.walk import values_made
-from stagepack.where import Where
+from stagepack.format.traversal import values_made
+from stagepack.partition.cut_options import Where
 from tests import plain_reader
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
@@ -49,7 +49,8 @@ def test_exporting_twice_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) 
 
 def test_exporting_in_another_process_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from stagepack.exporter import export_capture; from stagepack.where import Where; from tests.zoo.cases import *;"
+        "import sys; from stagepack.exporter import export_capture; from stagepack.partition.cut_options import Where;"
+        "from tests.zoo.cases import *;"
         "case = named('decoders-llama-tied')[0];"
         "export_capture(case.capture(), out=sys.argv[1], where=Where(stages=3))"
     )
@@ -289,6 +290,6 @@ def test_capture_names_dimensions_by_the_callers_names() -> None:
     assert bundle_capture.inputs.dynamic_shapes
     batch = torch.export.Dim("rows", min=2, max=9)
     capture = capture_module(torch.nn.Linear(4, 4), Inputs(args=(torch.randn(3, 4),), dynamic_shapes=({0: batch},)))
-    from stagepack.capture import dimension_names
+    from stagepack.capture.programs import dimension_names
 
     assert list(dimension_names(capture).values()) == ["rows"]

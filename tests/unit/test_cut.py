@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagepack
-from stagepack.capture import Inputs, capture_module
+from stagepack.capture.programs import Inputs, capture_module
 from stagepack.errors import CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
@@ -21,14 +21,14 @@ from stagepack.format.manifest import Manifest, Producer, Stage
 from stagepack.format.signature import Signature
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.validate import check_graph
-from stagepack.split.assemble import whole
-from stagepack.split.bonds import bonds
-from stagepack.split.costs import Costs, costs_of
-from stagepack.split.cut import Cut, cut
-from stagepack.split.join import join
-from stagepack.split.plan import balanced, plan_of
-from stagepack.split.policy import PolicyNode, at_modules, at_positions, by_policy, consecutive
-from stagepack.where import Where
+from stagepack.graph.aliasing import bonds
+from stagepack.graph.assembly import whole
+from stagepack.graph.joining import join
+from stagepack.partition.costs import Costs, costs_of
+from stagepack.partition.cut import Cut, cut
+from stagepack.partition.cut_options import Where
+from stagepack.partition.planner import balanced, plan_of
+from stagepack.partition.policies import PolicyNode, at_modules, at_positions, by_policy, consecutive
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 from tests.zoo.rows.build import Lambda

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagepack.capture import Inputs, capture_module
-from stagepack.fold import find, fold
+from stagepack.capture.programs import Inputs, capture_module
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import plain
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
@@ -19,11 +18,13 @@ from stagepack.format.reader import read_graph
 from stagepack.format.shapes import Expr, Symbol
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.template import Hole, TemplateError, escape, fill, parse
+from stagepack.format.traversal import values_made, values_used
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.unfold import unfold
-from stagepack.format.walk import values_made, values_used
+from stagepack.graph.assembly import whole
+from stagepack.graph.folding import fold
+from stagepack.graph.repeat_search import find
 from stagepack.linearize import linearize
-from stagepack.split.assemble import whole
 
 ADD = Op(name="aten.add.Tensor", parameters=("self", "other"))
 MUL = Op(name="aten.mul.Tensor", parameters=("self", "other"))

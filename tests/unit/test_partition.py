@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagepack.partition import Row, Shared, least_excess, measure, split
+from stagepack.partition.solver import Row, Shared, least_excess, measure, split
 
 
 @st.composite

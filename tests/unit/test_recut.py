@@ -9,8 +9,8 @@ import torch
 import stagepack
 from stagepack.errors import CutError, DigestError, OutputExistsError, WriteError
 from stagepack.exporter import export_capture
-from stagepack.split.policy import PolicyNode
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
+from stagepack.partition.policies import PolicyNode
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.case import Case
 from tests.zoo.cases import ROWS, named
@@ -71,7 +71,7 @@ def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_
 
 
 def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
-    from stagepack.plan_file import write_plan
+    from stagepack.partition.plan_file import write_plan
 
     capture = llama(4).capture()
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=2))

@@ -10,8 +10,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from stagepack.capture import Capture, Inputs, unchanged
-from stagepack.exporter import capture_source
+from stagepack.capture.programs import Capture, Inputs, unchanged
+from stagepack.capture.source import capture_source
 
 Build = Callable[[], tuple[torch.nn.Module, Inputs]]
 

@@ -13,10 +13,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 import stagepack
-from stagepack.capture import Capture
+from stagepack.capture.programs import Capture
 from stagepack.errors import OperatorError
 from stagepack.exporter import export_capture
-from stagepack.where import Where
+from stagepack.partition.cut_options import Where
 from stagepack_loaders.example import difference
 from stagepack_loaders.onnxruntime.values import to_ort, to_torch
 from stagepack_loaders.torch import arrays

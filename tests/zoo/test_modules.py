@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import stagepack
+from stagepack.capture.source import capture_source
 from stagepack.errors import InputError
-from stagepack.exporter import capture_source, export_capture
-from stagepack.where import Where
+from stagepack.exporter import export_capture
+from stagepack.partition.cut_options import Where
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case
 from tests.zoo.cases import ARCHITECTURES

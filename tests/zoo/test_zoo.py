@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 import stagepack
-from stagepack.capture import capture_program
+from stagepack.capture.programs import capture_program
 from stagepack.errors import CaptureError, CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
-from stagepack.format.walk import values_made, values_used
-from stagepack.split.bonds import bonds
-from stagepack.split.join import join
-from stagepack.where import Where
+from stagepack.format.traversal import values_made, values_used
+from stagepack.graph.aliasing import bonds
+from stagepack.graph.joining import join
+from stagepack.partition.cut_options import Where
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size

@@ -10,12 +10,11 @@ import numpy
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from stagepack.format.dtypes import STORED_AS
+from stagepack.format.dtypes import SCALARS, STORED_AS
 from stagepack.format.manifest import Edge
+from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
 from stagepack_loaders.onnxruntime.values import dtype_of, to_numpy
-from stagepack_loaders.open_inference.datatypes import NUMBERS, PAIRS, elements_of
 
-Array = numpy.ndarray[Any, Any]
 inference = contextlib.nullcontext
 
 
@@ -63,29 +62,29 @@ def difference(found: Array, expected: Array, rtol: float, atol: float) -> tuple
     return float(apart.max(initial=0.0)), bool(within.all())
 
 
-def from_wire(array: Array, edge: Edge) -> Any:
+def from_elements(array: Array, edge: Edge) -> Any:
     """The value of an edge, as its elements travelled: on their memory; a number for a number."""
-    if edge.dtype in NUMBERS:
+    if edge.dtype in SCALARS:
         return array.item()
-    if edge.dtype in PAIRS:
+    if edge.dtype in COMPLEX:
         return array.view(dtype_of(edge.dtype))[..., 0]
     return array.view(dtype_of(edge.dtype)).reshape(array.shape if edge.shape else ())
 
 
-def to_wire(value: Any, dtype: str) -> Array:
+def to_elements(value: Any, dtype: str) -> Array:
     """The elements of a value as they travel, on the host."""
-    if dtype in NUMBERS:
-        return numpy.array([value], elements_of(dtype))
+    if dtype in SCALARS:
+        return numpy.array([value], ELEMENT_DTYPES[dtype])
     found = to_numpy(value, dtype)
     array = numpy.ascontiguousarray(found).reshape(found.shape)
-    if dtype in PAIRS:
+    if dtype in COMPLEX:
         array = numpy.stack([array.real, array.imag], axis=-1)
-    return numpy.atleast_1d(array).view(elements_of(dtype))
+    return numpy.atleast_1d(array).view(ELEMENT_DTYPES[dtype])
 
 
 from_dlpack = numpy.from_dlpack
 join = numpy.concatenate
-elements = to_wire
+device_elements = to_elements
 
 
 def wait(_: object) -> None:

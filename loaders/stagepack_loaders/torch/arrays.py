@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors.torch import load_file, save_file
 
+from stagepack.format.dtypes import SCALARS
 from stagepack.format.manifest import Edge
-from stagepack_loaders.open_inference.datatypes import NUMBERS, PAIRS, elements_of
+from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
 
 inference = torch.no_grad
 
@@ -57,29 +57,29 @@ def difference(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: f
     return float(apart[~same].max()), bool((same | (apart <= allowed)).all())
 
 
-def from_wire(array: numpy.ndarray[Any, Any] | torch.Tensor, edge: Edge) -> Any:
+def from_elements(array: Array | torch.Tensor, edge: Edge) -> Any:
     """The value of an edge, as its elements travelled: on their memory; a number for a number."""
-    if edge.dtype in NUMBERS:
+    if edge.dtype in SCALARS:
         return array.item()
     tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
-    if edge.dtype in PAIRS:
+    if edge.dtype in COMPLEX:
         tensor = torch.view_as_complex(tensor)
     return tensor.view(getattr(torch, edge.dtype)).reshape(tensor.shape if edge.shape else ())
 
 
-def elements(value: Any, dtype: str) -> torch.Tensor:
+def device_elements(value: Any, dtype: str) -> torch.Tensor:
     """The elements of a value as they travel, on its device; those of bfloat16 as they are."""
     if not isinstance(value, torch.Tensor):
-        return torch.tensor([value], dtype=getattr(torch, elements_of(dtype).name))
+        return torch.tensor([value], dtype=getattr(torch, ELEMENT_DTYPES[dtype].name))
     tensor = value.detach().resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     tensor = (tensor if tensor.dim() else tensor.reshape(1)).contiguous()
     return tensor.view(torch.uint8) if dtype.startswith("float8") else tensor
 
 
-def to_wire(value: Any, dtype: str) -> numpy.ndarray[Any, Any]:
+def to_elements(value: Any, dtype: str) -> Array:
     """The elements of a value as they travel, on the host."""
-    tensor = elements(value, dtype).cpu()
+    tensor = device_elements(value, dtype).cpu()
     return (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
 
 

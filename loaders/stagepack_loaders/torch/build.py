@@ -38,9 +38,9 @@ from stagepack.format.graph import (
     ValueArg,
     Weight,
 )
-from stagepack.format.regions import CallAt, Item, RegionFunction, functions
 from stagepack.format.shapes import Dim
-from stagepack.format.walk import leaves, values_made, values_used
+from stagepack.format.traversal import leaves, values_made, values_used
+from stagepack.graph.region_functions import CallAt, Item, RegionFunction, functions
 from stagepack_loaders.torch.contexts import run_with_autocast, run_with_grad_mode
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.ops import check_call

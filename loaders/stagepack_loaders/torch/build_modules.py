@@ -10,10 +10,10 @@ from torch.fx import GraphModule
 
 from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, ValueArg
-from stagepack.format.names import node_texts, renamed
+from stagepack.format.renaming import node_texts, renamed
 from stagepack.format.signature import Parameter, Signature
+from stagepack.format.traversal import given, in_order, split_call, values_made, values_used
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf, value_names
-from stagepack.format.walk import given, in_order, split_call, values_made, values_used
 from stagepack_loaders.torch.build import Builder, FunctionCall, Step, made_by, used_by, values_of
 from stagepack_loaders.torch.modules import Body, enter
 

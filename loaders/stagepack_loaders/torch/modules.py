@@ -18,6 +18,7 @@ from stagepack.format.dtypes import SCALARS
 from stagepack.format.graph import Graph, ModuleCall, Value
 from stagepack.format.shapes import evaluate, symbols_in
 from stagepack.format.signature import Signature
+from stagepack.format.traversal import split_call
 from stagepack.format.tree import (
     ConstantLeaf,
     NonFiniteLeaf,
@@ -27,7 +28,6 @@ from stagepack.format.tree import (
     flatten,
     unflatten,
 )
-from stagepack.format.walk import split_call
 from stagepack_loaders.torch.slots import Slot
 
 

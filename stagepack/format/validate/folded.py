@@ -6,12 +6,12 @@ from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.folded import Folded, Region
 from stagepack.format.graph import Argument, Node
-from stagepack.format.names import region_texts
+from stagepack.format.renaming import region_texts
 from stagepack.format.template import Hole, TemplateError, parse
+from stagepack.format.traversal import parts
 from stagepack.format.tree import Tree, children
 from stagepack.format.validate.problems import Fault
 from stagepack.format.validate.signature import check_depth
-from stagepack.format.walk import parts
 
 
 def check_folded(folded: Folded, where: str) -> Iterator[Problem]:

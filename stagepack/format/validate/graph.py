@@ -28,11 +28,11 @@ from stagepack.format.graph import (
     Weight,
 )
 from stagepack.format.operators import is_denied, is_well_formed
+from stagepack.format.traversal import in_order, parts, subgraphs_used
 from stagepack.format.validate.names import PLACE, WORD, is_identifier, is_tensor_name
 from stagepack.format.validate.problems import Fault
 from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
-from stagepack.format.walk import in_order, parts, subgraphs_used
 
 _TRAINABLE = ("float", "bfloat", "complex")  # how the names of dtypes begin that have gradients
 

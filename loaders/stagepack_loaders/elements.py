@@ -1,0 +1,35 @@
+"""The elements of a value as a plain array, without torch: little-endian, in row-major order.
+
+This is the form in which values cross from one process, file or host to another. Types that numpy lacks are their bits, a complex
+number is a pair of floats in a last dimension of size 2, and a Python number is an array of one element.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy
+
+from stagepack.format.dtypes import ITEM_SIZE
+
+# An array of elements.
+Array = numpy.ndarray[Any, Any]
+
+COMPLEX: Final = frozenset({"complex32", "complex64", "complex128"})
+
+# torch dtype, or the dtype of a symbolic scalar -> the numpy dtype of its elements.
+ELEMENT_DTYPES: Final[Mapping[str, numpy.dtype[Any]]] = MappingProxyType(
+    {
+        "bool": numpy.dtype("?"),
+        "bfloat16": numpy.dtype("<u2"),
+        "complex32": numpy.dtype("<f2"),
+        "complex64": numpy.dtype("<f4"),
+        "complex128": numpy.dtype("<f8"),
+        "symint": numpy.dtype("<i8"),
+        "symfloat": numpy.dtype("<f8"),
+        "symbool": numpy.dtype("?"),
+    }
+    | {f"float{8 * size}": numpy.dtype(f"<f{size}") for size in (2, 4, 8)}
+    | {f"{sign}int{8 * size}": numpy.dtype(f"<{sign or 'i'}{size}") for sign in ("", "u") for size in (1, 2, 4, 8)}
+    | {dtype: numpy.dtype("<u1") for dtype in ITEM_SIZE if dtype.startswith("float8")}
+)

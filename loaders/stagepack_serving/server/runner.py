@@ -1,0 +1,54 @@
+"""The stages of a loaded bundle, as the scheduler runs them."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from stagepack_loaders.elements import Array
+from stagepack_loaders.example import arrays_of
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.sequences import Sequence
+
+
+class StageRunner:
+    """Runs a pipeline stage by stage, on arrays as they travel. One for each model."""
+
+    def __init__(self, name: str, pipeline: Pipeline, interface: Interface, metrics: Metrics) -> None:
+        """`name` is that of the model, for the metrics."""
+        self._pipeline = pipeline
+        self._interface = interface
+        self._arrays = arrays_of(pipeline)
+        self._seconds = [metrics.stage.labels(name, str(number)) for number in range(len(pipeline.stages))]
+
+    def begin(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
+        """The values that the first stage starts from."""
+        return {
+            name: self._arrays.from_elements(array, self._interface.inputs[name].edge) for name, array in inputs.items()
+        }
+
+    def run(self, stage: int, values: dict[str, Any], sequence: Sequence | None) -> None:
+        """Run a stage; it changes the values, and what the sequence has written."""
+        loaded = self._pipeline.stages[stage]
+        started = time.perf_counter()
+        with self._arrays.inference():
+            if sequence is None:
+                self._pipeline.run_stage(stage, values)
+            else:
+                held = loaded.swap_state(sequence.states[stage] if stage in sequence.states else loaded.fresh_state())
+                try:
+                    self._pipeline.run_stage(stage, values)
+                finally:
+                    sequence.states[stage] = loaded.swap_state(held)
+            self._arrays.wait(loaded.device)
+        self._seconds[stage].observe(time.perf_counter() - started)
+
+    def end(self, values: dict[str, Any], sequence: Sequence | None) -> Mapping[str, Array]:
+        """The outputs by name; they are not on memory that a later call of the sequence writes."""
+        results = self._pipeline.results(values, values.values())
+        outputs = {
+            name: self._arrays.to_elements(results[spec.edge.name], spec.edge.dtype)
+            for name, spec in self._interface.outputs.items()
+        }
+        return outputs if sequence is None else {name: array.copy() for name, array in outputs.items()}

@@ -1,0 +1,106 @@
+"""Where to cut: what the caller asks for -> the stage of each node, and the plan that says what that costs."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from stagepack.errors import CutError
+from stagepack.format.graph import Graph
+from stagepack.format.plan import Plan
+from stagepack.graph.repeat_search import insides
+from stagepack.partition.costs import Costs
+from stagepack.partition.cut import Cut, Sharing, cut
+from stagepack.partition.node_order import late_keys
+from stagepack.partition.planner import balanced, plan_of
+from stagepack.partition.policies import Assignment, Policy, at_modules, at_positions, by_plan, by_policy, consecutive
+from stagepack.partition.quantities import read_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Where to cut: one of the first four, or none of them for the marks in the model's code, else one stage.
+
+    Attributes:
+        stages: as many stages, so that the slowest is as fast as possible.
+        split_at: names of modules; each starts a stage.
+        policy: a function from `PolicyNode` to a stage number.
+        plan: a plan saved earlier.
+        memory: with `stages`: what the device of each stage has, in bytes or as ``"24GiB"``.
+        speeds: with `stages`: of the device of each stage, relative to the others.
+        shared: what becomes of a weight that several stages use: each holds it ("replicate"), or the first one holds it and
+            sends it at each call ("transmit").
+    """
+
+    stages: int | None = None
+    split_at: Sequence[str] = ()
+    policy: Policy | None = None
+    plan: Plan | None = None
+    memory: Sequence[int | str] = ()
+    speeds: Sequence[float] = ()
+    shared: Sharing = "replicate"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            CutError: more than one way to cut, limits without a number of stages to find, or what is no list or no sensible number.
+        """
+        for name, listed in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
+            if isinstance(listed, str | int | float):
+                raise CutError(f"{name}: expected a list, found {listed!r}")
+        ways = {"stages": self.stages, "split_at": self.split_at, "policy": self.policy, "plan": self.plan}
+        given = [name for name, value in ways.items() if value]
+        if len(given) > 1:
+            raise CutError(f"expected one way to cut, found {' and '.join(given)}: choose one")
+        if (self.memory or self.speeds) and self.stages is None:
+            raise CutError("memory and speeds say how to choose among cuts: give stages=N too")
+        if self.shared not in ("replicate", "transmit"):
+            raise CutError(f"shared: expected 'replicate' or 'transmit', found {self.shared!r}")
+        if not all(1e-6 <= speed <= 1e6 for speed in self.speeds):
+            raise CutError(f"speeds: expected numbers from 0.000001 to 1000000, found {list(self.speeds)}")
+
+    def cut(self, graph: Graph, costs: Costs, marks: Sequence[int] = ()) -> tuple[Cut, Plan]:
+        """Cut a graph that `assemble.whole` made; `marks` are the numbers of the nodes before which the model's own code wants a cut.
+
+        Raises:
+            CutError: the graph cannot be cut so.
+        """
+        assignment = self._assign(graph, costs, marks)
+        shared = self.shared if self.plan is None else self.plan.shared
+        plan = plan_of(graph, costs, assignment, memory=self._memory_in_bytes, speeds=self.speeds)
+        return cut(graph, assignment, costs, shared), replace(plan, shared=shared)
+
+    @property
+    def _memory_in_bytes(self) -> list[int]:
+        return list(map(read_bytes, self.memory))
+
+    def _assign(self, graph: Graph, costs: Costs, marks: Sequence[int]) -> Assignment:
+        if self.plan is not None:
+            return by_plan(graph, self.plan)
+        if self.policy is not None:
+            return by_policy(graph, self.policy)
+        keys = late_keys(graph)
+        order = sorted(range(len(keys)), key=lambda number: (keys[number], number))
+        stage_of, stages = self._assign_in_a_row(
+            replace(graph, nodes=tuple(graph.nodes[number] for number in order)),
+            dataclasses.replace(costs, times=tuple(costs.times[number] for number in order)),
+            [sum(key < mark for key in keys) for mark in marks],
+        )
+        return Assignment([stage for _, stage in sorted(zip(order, stage_of, strict=True))], stages)
+
+    def _assign_in_a_row(self, graph: Graph, costs: Costs, marks: Sequence[int]) -> Assignment:
+        if self.split_at:
+            return at_modules(graph, self.split_at)
+        if self.stages is not None:
+            positions = balanced(
+                graph,
+                costs,
+                self.stages,
+                memory=self._memory_in_bytes,
+                speeds=self.speeds,
+                repeats=insides(graph),
+            )
+            return consecutive(graph, positions)
+        return at_positions(graph, marks)
