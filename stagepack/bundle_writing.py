@@ -10,25 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stagepack.format.codec import encode_graph
-from stagepack.format.digest import ZEROS
+from stagepack.format.digest import ZERO_DIGEST
 from stagepack.format.manifest import Manifest, Producer, Stage
-from stagepack.format.operators import NAMESPACES, namespace
+from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.plan import Plan
-from stagepack.format.reader import EXAMPLE_NAME
+from stagepack.format.reader import EXAMPLE_FILE_NAME
 from stagepack.format.shapes import Symbol
 from stagepack.format.signature import Signature
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
 from stagepack.format.writer import BundleWriter, TensorSource
-from stagepack.graph.aliasing import written_weights
-from stagepack.graph.folding import fold
+from stagepack.graph.aliasing import written_weight_names
+from stagepack.graph.folding import fold_graph
 from stagepack.partition.cut import Cut, CutStage
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_FILE_NAME = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class ModelOrigin:
     """What a bundle says of the model besides its stages.
 
     Attributes:
@@ -46,12 +46,12 @@ class Origin:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def pack(
+def write_bundle(
     out: str | os.PathLike[str],
     cut: Cut,
     weights: TensorSource,
     example: TensorSource,
-    origin: Origin,
+    origin: ModelOrigin,
     *,
     overwrite: bool,
 ) -> None:
@@ -81,12 +81,12 @@ def pack(
                 )
             )
             entry = _entry(stage, name, tuple(files), weights)
-            writer.write(name, [encode_graph(fold(graph, entry.numbers))])
+            writer.write(name, [encode_graph(fold_graph(graph, entry.numbers))])
             stages.append(entry)
         for file in dict.fromkeys(placed.values()):
             writer.write_tensors(file, (weights.specs[name] for name in placed if placed[name] == file), weights.read)
         if example.specs:
-            writer.write_tensors(EXAMPLE_NAME, example.specs.values(), example.read)
+            writer.write_tensors(EXAMPLE_FILE_NAME, example.specs.values(), example.read)
         index = _index(cut, placed, weights)
         for name, content in {**origin.files, **index}.items():
             writer.write(name, [content])
@@ -99,7 +99,7 @@ def pack(
                 stages=tuple(stages),
                 edges=cut.edges,
                 files=(),
-                sha256=ZEROS,
+                sha256=ZERO_DIGEST,
                 device=origin.device,
                 plan=origin.plan,
                 symbols=origin.symbols,
@@ -131,8 +131,8 @@ def _entry(stage: CutStage, name: str, files: tuple[str, ...], weights: TensorSo
         nodes=len(graph.nodes),
         weight_bytes=sum(weights.specs[name].nbytes for name in held),
         flops=sum(node.cost.flops for node in graph.nodes),
-        namespaces=tuple(sorted({namespace(op.name) for op in graph.ops} - NAMESPACES)),
-        state=written_weights(graph),
+        namespaces=tuple(sorted({operator_namespace(op.name) for op in graph.ops} - ALLOWED_NAMESPACES)),
+        state=written_weight_names(graph),
         added=stage.added,
         places=stage.places,
     )
@@ -150,4 +150,4 @@ def _index(cut: Cut, placed: Mapping[str, str], weights: TensorSource) -> dict[s
     text = json.dumps(
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(listed.items()))}, indent=2, ensure_ascii=False
     )
-    return {INDEX_NAME: text.encode() + b"\n"}
+    return {INDEX_FILE_NAME: text.encode() + b"\n"}

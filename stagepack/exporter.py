@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.bundle_writing import Origin, pack
+from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.capture.hugging_face import is_of_transformers, model_files
 from stagepack.capture.programs import Capture, Inputs, dimension_names
 from stagepack.capture.source import capture_source
@@ -17,15 +17,15 @@ from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
-from stagepack.format.writer import TensorSource, check_output
-from stagepack.graph.aliasing import written_weights
-from stagepack.graph.assembly import whole
-from stagepack.linearize import Linearized, linearize
-from stagepack.linearize.example import SEED, record_example
-from stagepack.linearize.tensors import to_bytes
-from stagepack.partition.costs import costs_of
-from stagepack.partition.cut import Cut, Sharing
-from stagepack.partition.cut_options import Where
+from stagepack.format.writer import TensorSource, check_output_path
+from stagepack.graph.aliasing import written_weight_names
+from stagepack.graph.assembly import canonical_graph
+from stagepack.linearize import LinearizedProgram, linearize_program
+from stagepack.linearize.example import EXAMPLE_SEED, record_example
+from stagepack.linearize.tensors import tensor_bytes
+from stagepack.partition.costs import graph_costs
+from stagepack.partition.cut import Cut, WeightSharing
+from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.policies import Policy
 
 # Called with one line that says which part of the export begins.
@@ -44,7 +44,7 @@ def export(
     plan: Plan | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
-    shared: Sharing = "replicate",
+    shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
     onnx: bool = False,
     overwrite: bool = False,
@@ -78,8 +78,8 @@ def export(
         OutputExistsError: `out` exists.
         WriteError: the disk is full or the like.
     """
-    check_output(out, overwrite=overwrite)
-    where = Where(
+    check_output_path(out, overwrite=overwrite)
+    cut_options = CutOptions(
         stages=stages,
         split_at=split_at,
         policy=policy,
@@ -92,7 +92,7 @@ def export(
     if onnx:
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs, missed before the work begins
     capture = capture_source(model, inputs)
-    bundle = export_capture(capture, out=out, where=where, overwrite=overwrite)
+    bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
     if not onnx:
         return bundle
     added = add_onnx(bundle, allow_ops={name for stage in bundle.stages for name in stage.namespaces})
@@ -105,26 +105,26 @@ def export_capture(
     capture: Capture,
     *,
     out: str | os.PathLike[str],
-    where: Where,
+    cut_options: CutOptions,
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> Bundle:
     """Write a captured model as a bundle; see `export`."""
-    check_output(out, overwrite=overwrite)
+    check_output_path(out, overwrite=overwrite)
     progress("linearize")
     linear = _linearize(capture)
     progress("cut")
-    stages, plan = _cut(linear, where)
+    stages, plan = _cut(linear, cut_options)
     progress("run the example")
-    written = [linear.weights.tensors[name] for name in written_weights(linear.graph)]
+    written = [linear.weights.tensors[name] for name in written_weight_names(linear.graph)]
     example = record_example(capture, linear.signature, written)
     progress("write")
     origin = _origin(linear, plan, model_files(capture.model))
-    pack(out, stages, _tensors(linear), example, origin, overwrite=overwrite)
+    write_bundle(out, stages, _tensors(linear), example, origin, overwrite=overwrite)
     return Bundle(out)
 
 
-def plan_capture(capture: Capture, where: Where) -> tuple[Cut, Plan, tuple[Symbol, ...]]:
+def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Cut, Plan, tuple[Symbol, ...]]:
     """The cut that `export_capture` would write, what it costs, and the sizes that may change.
 
     Raises:
@@ -132,38 +132,38 @@ def plan_capture(capture: Capture, where: Where) -> tuple[Cut, Plan, tuple[Symbo
         CutError: the model cannot be cut as asked.
     """
     linear = _linearize(capture)
-    return *_cut(linear, where), linear.graph.symbols
+    return *_cut(linear, cut_options), linear.graph.symbols
 
 
-def _linearize(capture: Capture) -> Linearized:
+def _linearize(capture: Capture) -> LinearizedProgram:
     forward = capture.model.forward if capture.model is not None else None
     # Stock from_pretrained looks for every persistent buffer in the files.
     store_zeros = is_of_transformers(capture.model)
     names = dimension_names(capture)
-    return linearize(capture.program, names, forward, traced=capture.calls, store_zeros=store_zeros)
+    return linearize_program(capture.program, names, forward, traced=capture.calls, store_zeros=store_zeros)
 
 
-def _cut(linear: Linearized, where: Where) -> tuple[Cut, Plan]:
-    graph = whole(linear.graph)
-    costs = costs_of(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()})
-    return where.cut(graph, costs, linear.marks)
+def _cut(linear: LinearizedProgram, cut_options: CutOptions) -> tuple[Cut, Plan]:
+    graph = canonical_graph(linear.graph)
+    costs = graph_costs(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()})
+    return cut_options.cut(graph, costs, linear.marks)
 
 
-def _tensors(linear: Linearized) -> TensorSource:
+def _tensors(linear: LinearizedProgram) -> TensorSource:
     stored = linear.weights.stored
     return TensorSource(
-        specs={name: spec for name, (spec, _) in stored.items()}, read=lambda name: [to_bytes(stored[name][1]())]
+        specs={name: spec for name, (spec, _) in stored.items()}, read=lambda name: [tensor_bytes(stored[name][1]())]
     )
 
 
-def _origin(linear: Linearized, plan: Plan, files: Mapping[str, bytes]) -> Origin:
+def _origin(linear: LinearizedProgram, plan: Plan, files: Mapping[str, bytes]) -> ModelOrigin:
     producer = Producer(stagepack=importlib.metadata.version("stagepack"), torch=str(torch.__version__).split("+")[0])
-    return Origin(
+    return ModelOrigin(
         signature=linear.signature,
         symbols=linear.graph.symbols,
         producer=producer,
         plan=plan,
         device=linear.device,
-        seed=SEED,
+        seed=EXAMPLE_SEED,
         files=files,
     )

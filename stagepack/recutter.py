@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagepack.bundle_writing import INDEX_NAME, Origin, pack
+from stagepack.bundle_writing import INDEX_FILE_NAME, ModelOrigin, write_bundle
 from stagepack.format.dtypes import STORED_AS
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.plan import Plan
-from stagepack.format.reader import EXAMPLE_NAME, Bundle
+from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
 from stagepack.format.validate import check_graph, raise_problems
-from stagepack.format.weights import StoredTensor, TensorSpec, read_index
-from stagepack.format.writer import TensorSource, check_output
-from stagepack.graph.joining import join
-from stagepack.partition.costs import costs_of
-from stagepack.partition.cut import Cut, Sharing
-from stagepack.partition.cut_options import Where
+from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
+from stagepack.format.writer import TensorSource, check_output_path
+from stagepack.graph.joining import join_stages
+from stagepack.partition.costs import graph_costs
+from stagepack.partition.cut import Cut, WeightSharing
+from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.policies import Policy
 
 _PIECE = 8 * 2**20  # bytes that are copied at a time
@@ -36,7 +36,7 @@ def recut(
     plan: Plan | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
-    shared: Sharing = "replicate",
+    shared: WeightSharing = "replicate",
     overwrite: bool = False,
 ) -> Bundle:
     """Write the model of a bundle in other stages; the result has the same bytes as an export with this cut.
@@ -65,24 +65,28 @@ def recut(
         OutputExistsError: `out` exists.
         WriteError: the disk is full or the like.
     """
-    where = Where(
+    cut_options = CutOptions(
         stages=stages, split_at=split_at, policy=policy, plan=plan, memory=memory, speeds=speeds, shared=shared
     )
-    return recut_at(bundle if isinstance(bundle, Bundle) else Bundle(bundle), out=out, where=where, overwrite=overwrite)
+    return recut_with_options(
+        bundle if isinstance(bundle, Bundle) else Bundle(bundle), out=out, cut_options=cut_options, overwrite=overwrite
+    )
 
 
-def recut_at(opened: Bundle, *, out: str | os.PathLike[str], where: Where, overwrite: bool = False) -> Bundle:
+def recut_with_options(
+    opened: Bundle, *, out: str | os.PathLike[str], cut_options: CutOptions, overwrite: bool = False
+) -> Bundle:
     """Write the model of a bundle in other stages; see `recut`."""
-    check_output(out, overwrite=overwrite)
+    check_output_path(out, overwrite=overwrite)
     opened.check_digests(opened.files)
     whole = _join(opened)
-    cut, made = _cut(whole, where)
+    cut, made = _cut(whole, cut_options)
     manifest = opened.manifest
     own = {name for stage in manifest.stages for name in (stage.graph, *stage.weights, *stage.onnx_files)} | {
-        EXAMPLE_NAME,
-        INDEX_NAME,
+        EXAMPLE_FILE_NAME,
+        INDEX_FILE_NAME,
     }
-    origin = Origin(
+    origin = ModelOrigin(
         signature=manifest.signature,
         symbols=manifest.symbols,
         producer=manifest.producer,
@@ -91,18 +95,18 @@ def recut_at(opened: Bundle, *, out: str | os.PathLike[str], where: Where, overw
         seed=manifest.seed,
         files={name: opened.read(name) for name in opened.files if name not in own},
     )
-    pack(out, cut, whole.weights, _example(opened), origin, overwrite=overwrite)
+    write_bundle(out, cut, whole.weights, _example(opened), origin, overwrite=overwrite)
     return Bundle(out)
 
 
-def plan_bundle(bundle: Bundle, where: Where) -> tuple[Cut, Plan]:
+def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> tuple[Cut, Plan]:
     """The cut that `recut` would write, and what it costs. Reads no weights.
 
     Raises:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         CutError: the model cannot be cut as asked.
     """
-    return _cut(_join(bundle), where)
+    return _cut(_join(bundle), cut_options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +117,7 @@ class _Whole:
 
 def _join(bundle: Bundle) -> _Whole:
     graphs = [bundle.graph(stage) for stage in range(len(bundle.stages))]
-    graph = join(bundle.manifest, graphs)
+    graph = join_stages(bundle.manifest, graphs)
     raise_problems(check_graph(graph, f"{bundle.path.name}, joined"))
     places: dict[str, tuple[Path, StoredTensor]] = {}
     for number, stage in enumerate(graphs):
@@ -121,14 +125,14 @@ def _join(bundle: Bundle) -> _Whole:
     return _Whole(graph=graph, weights=_tensors(places, graph.weights))
 
 
-def _cut(whole: _Whole, where: Where) -> tuple[Cut, Plan]:
-    costs = costs_of(whole.graph, {name: spec.nbytes for name, spec in whole.weights.specs.items()})
-    return where.cut(whole.graph, costs)
+def _cut(whole: _Whole, cut_options: CutOptions) -> tuple[Cut, Plan]:
+    costs = graph_costs(whole.graph, {name: spec.nbytes for name, spec in whole.weights.specs.items()})
+    return cut_options.cut(whole.graph, costs)
 
 
 def _example(bundle: Bundle) -> TensorSource:
     path = bundle.example
-    return _tensors({} if path is None else {name: (path, tensor) for name, tensor in read_index(path).items()})
+    return _tensors({} if path is None else {name: (path, tensor) for name, tensor in read_weight_header(path).items()})
 
 
 def _tensors(places: dict[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> TensorSource:

@@ -15,8 +15,8 @@ from stagepack.capture.hugging_face import capture_pretrained, model_files
 from stagepack.capture.programs import Inputs
 from stagepack.errors import CaptureError
 from stagepack.exporter import export_capture
-from stagepack.partition.cut_options import Where
-from stagepack_loaders.example import replay
+from stagepack.partition.cut_options import CutOptions
+from stagepack_loaders.example import replay_example
 from tests.zoo.architectures.encoders import minilm_folder
 from tests.zoo.case import Case
 from tests.zoo.cases import named
@@ -58,8 +58,8 @@ def test_a_folder_becomes_a_bundle_that_stock_transformers_opens(name: str, tmp_
     model = saved(CASES[name], tmp_path / "model")
     capture = capture_pretrained(str(tmp_path / "model"), Inputs())
     assert capture.method == "torch.export.export"
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=3))
-    assert replay(stagepack.load(bundle, allow_ops=["transformers"]), bundle).largest == 0.0
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3))
+    assert replay_example(stagepack.load(bundle, allow_ops=["transformers"]), bundle).largest == 0.0
     opened, report = type(model).from_pretrained(tmp_path / "m.stagepack", output_loading_info=True)  # type: ignore[attr-defined]
     assert not report["missing_keys"]
     assert not report["mismatched_keys"]
@@ -78,7 +78,7 @@ def test_a_folder_becomes_a_bundle_that_stock_transformers_opens(name: str, tmp_
 
 def test_the_real_minilm_equals_the_eager_model_at_other_sizes(tmp_path: Path) -> None:
     capture = capture_pretrained(minilm_folder(), Inputs())
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=3))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3))
     assert [edge.shape for edge in bundle.edges if edge.producer is None] == [("batch", "sequence")] * 2
     model = transformers.AutoModel.from_pretrained(tmp_path / "m.stagepack").eval()
     original = capture.model
@@ -116,7 +116,7 @@ def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp
     assert subprocess.check_output(run, text=True).strip() == "transformers.exporters.DynamoExporter"
     ids = torch.randint(0, 128, (2, 8))
     capture = capture_pretrained(str(tmp_path / "model"), Inputs(kwargs={"input_ids": ids}))
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=2))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     answer = stagepack.load(bundle)(input_ids=ids)
     expected = capture.program.module()(input_ids=ids)
     assert torch.equal(answer["logits"], expected.logits)
@@ -131,7 +131,7 @@ def test_sizes_that_the_model_fixes_are_left_to_torch(tmp_path: Path) -> None:
     (ids, mask) = (edge for edge in bundle.edges if edge.producer is None)
     assert isinstance(ids.shape[0], str)
     assert ids.shape[1] == mask.shape[1] == 8
-    assert replay(stagepack.load(bundle), bundle).largest == 0.0
+    assert replay_example(stagepack.load(bundle), bundle).largest == 0.0
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ from transformers import (
 )
 
 from stagepack.format.graph import Graph
-from stagepack.format.traversal import values_used
-from stagepack.graph.assembly import whole
-from stagepack.linearize import linearize
-from stagepack.partition.costs import Costs, costs_of
-from stagepack.partition.planner import balanced, plan_of
-from stagepack.partition.policies import consecutive
+from stagepack.format.traversal import input_names
+from stagepack.graph.assembly import canonical_graph
+from stagepack.linearize import linearize_program
+from stagepack.partition.costs import GraphCosts, graph_costs
+from stagepack.partition.planner import balance_stages, plan_for_assignment
+from stagepack.partition.policies import assign_consecutive
 
 Model = tuple[PreTrainedModel, dict[str, Any], list[str]]
 
@@ -47,11 +47,11 @@ def main() -> None:
         graph, costs, layers = _graph(build())
         for stages in options.stages:
             cuts = (
-                balanced(graph, costs, stages),
+                balance_stages(graph, costs, stages),
                 _by_layers(graph, layers, stages),
                 _by_parameters(graph, costs, stages),
             )
-            plans = [plan_of(graph, costs, consecutive(graph, cut)) for cut in cuts]
+            plans = [plan_for_assignment(graph, costs, assign_consecutive(graph, cut)) for cut in cuts]
             times = [[stage.time for stage in plan.stages] for plan in plans]
             ours, by_layers, by_parameters = (max(found) / statistics.mean(found) for found in times)
             slower = [max(found) / max(times[0]) for found in times[1:]]
@@ -63,7 +63,7 @@ def main() -> None:
         _llama(layers=78, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
     )
     started = time.perf_counter()
-    balanced(graph, costs, 16)
+    balance_stages(graph, costs, 16)
     print(f"planned {len(graph.nodes):,} nodes in 16 stages in {time.perf_counter() - started:.2f} s")
 
 
@@ -114,13 +114,13 @@ def _tokens() -> torch.Tensor:
     return torch.ones(4, 512, dtype=torch.long)
 
 
-def _graph(made: Model) -> tuple[Graph, Costs, list[str]]:
+def _graph(made: Model) -> tuple[Graph, GraphCosts, list[str]]:
     model, given, layers = made
     if "pixel_values" in given:
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
-    linear = linearize(torch.export.export(model, (), given), {}, None)
-    graph = whole(linear.graph)
-    return graph, costs_of(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()}), layers
+    linear = linearize_program(torch.export.export(model, (), given), {}, None)
+    graph = canonical_graph(linear.graph)
+    return graph, graph_costs(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()}), layers
 
 
 def _by_layers(graph: Graph, layers: Sequence[str], stages: int) -> list[int]:
@@ -136,12 +136,12 @@ def _by_layers(graph: Graph, layers: Sequence[str], stages: int) -> list[int]:
     return [first[len(layers) * number // stages] for number in range(1, stages)]
 
 
-def _by_parameters(graph: Graph, costs: Costs, stages: int) -> list[int]:
+def _by_parameters(graph: Graph, costs: GraphCosts, stages: int) -> list[int]:
     """As many bytes of weights for each stage, each weight where it is used first."""
     seen: set[str] = set()
     held = []
     for node in graph.nodes:
-        new = {name for name in values_used(node) if name in costs.weights} - seen
+        new = {name for name in input_names(node) if name in costs.weights} - seen
         seen |= new
         held.append(sum(costs.weights[name] for name in new))
     so_far = list(itertools.accumulate(held))

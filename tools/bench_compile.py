@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import stagepack
 from stagepack.capture.programs import Inputs, capture_module
 from stagepack.exporter import export_capture
-from stagepack.partition.cut_options import Where
+from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.speed import compile_ahead
 
 LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}
@@ -135,7 +135,7 @@ def _model(device: str, layers: int) -> tuple[LlamaForCausalLM, torch.Tensor, Pa
         kwargs={"input_ids": ids, "use_cache": False}, dynamic_shapes={"input_ids": {0: batch, 1: sequence}}
     )
     out = Path(tempfile.mkdtemp()) / "llama.stagepack"
-    export_capture(capture_module(model, inputs), out=out, where=Where(stages=1))
+    export_capture(capture_module(model, inputs), out=out, cut_options=CutOptions(stages=1))
     return model, ids, out
 
 

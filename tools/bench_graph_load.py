@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stagepack.capture.programs import Capture, Inputs, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.reader import Bundle
-from stagepack.partition.cut_options import Where
+from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.ops import resolve
 
@@ -32,18 +32,18 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
-    capture, where = _capture(options.layers), Where(stages=options.stages)
+    capture, where = _capture(options.layers), CutOptions(stages=options.stages)
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "llama.pt2"
         torch.export.save(capture.program, program)
-        bundle = export_capture(capture, out=Path(folder) / "llama.stagepack", where=where)
+        bundle = export_capture(capture, out=Path(folder) / "llama.stagepack", cut_options=where)
         folded = _graph_bytes(bundle)
-        unfolded = sum(len(encode_graph(plain(bundle.graph(number)))) for number in range(options.stages))
+        unfolded = sum(len(encode_graph(trivially_folded(bundle.graph(number)))) for number in range(options.stages))
         print(
             f"{options.layers} layers, {sum(stage.nodes for stage in bundle.stages):,} nodes, stages: {options.stages}"
         )
         print(f"graphs folded      {folded:9,} bytes, 1/{unfolded / folded:.1f} of {unfolded:,} unfolded")
-        larger = export_capture(_capture(options.more), out=Path(folder) / "more.stagepack", where=where)
+        larger = export_capture(_capture(options.more), out=Path(folder) / "more.stagepack", cut_options=where)
         print(f"with {options.more} layers     {_graph_bytes(larger) - folded:+9,} bytes")
         ours, theirs = [], []
         for _ in range(options.runs):

@@ -14,9 +14,9 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T
 from stagepack.capture.programs import Inputs
 from stagepack.capture.source import capture_source
 from stagepack.exporter import plan_capture
-from stagepack.format.example_sizes import bytes_of, example_sizes
-from stagepack.format.shapes import evaluate
-from stagepack.partition.cut_options import Where
+from stagepack.format.example_sizes import example_sizes, value_bytes
+from stagepack.format.shapes import evaluate_dim
+from stagepack.partition.cut_options import CutOptions
 from tools import pipelining
 
 _SIZES = {
@@ -82,14 +82,14 @@ def _tokens(length: int, *names: str, **more: bool) -> Inputs:
 def _compare(build: Callable[[int], Model], length: int) -> None:
     torch.manual_seed(0)
     model, inputs, names = build(length)
-    cut, _, symbols = plan_capture(capture_source(model, inputs), Where(split_at=names))
+    cut, _, symbols = plan_capture(capture_source(model, inputs), CutOptions(split_at=names))
     sizes = example_sizes(symbols)
     theirs = pipelining.sent_bytes(pipelining.cut(model, inputs, pipelining.at_modules(names)))
     hidden = 2 * length * model.config.hidden_size * 4
     for stage, received in enumerate(theirs, start=1):
         crossing = [edge for edge in cut.edges if edge.producer is not None and stage in edge.consumers]
-        ours = sum(bytes_of(edge, sizes) for edge in crossing)
-        shapes = ", ".join(f"{edge.dtype}{[evaluate(dim, sizes) for dim in edge.shape]}" for edge in crossing)
+        ours = sum(value_bytes(edge, sizes) for edge in crossing)
+        shapes = ", ".join(f"{edge.dtype}{[evaluate_dim(dim, sizes) for dim in edge.shape]}" for edge in crossing)
         print(f"{build.__name__:6} {length:>8,}  {stage:>5}  {ours:>13,}  {received:>13,}  {hidden:>13,}  {shapes}")
         assert ours <= received, "more bytes cross than in the cut of torch.distributed.pipelining"
 

@@ -20,12 +20,12 @@ import torch
 
 from stagepack.capture.programs import Inputs
 from stagepack.format.codec import encode_graph
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
-from stagepack.graph.assembly import whole
-from stagepack.graph.folding import fold
-from stagepack.graph.repeat_search import find
-from stagepack.linearize import linearize
+from stagepack.graph.assembly import canonical_graph
+from stagepack.graph.folding import fold_graph
+from stagepack.graph.repeat_search import find_repeats
+from stagepack.linearize import linearize_program
 from tests.zoo import in_onnxruntime
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
@@ -91,14 +91,18 @@ def ours(case: Case) -> Cells:
         test_bit_exact(case, Path(folder))
     capture = case.capture()
     other = NONE if other_size(capture.program, capture.inputs) is capture.inputs else RIGHT
-    return RIGHT, other, *_folded(whole(linearize(capture.program, {}, None, traced=capture.calls).graph))
+    return (
+        RIGHT,
+        other,
+        *_folded(canonical_graph(linearize_program(capture.program, {}, None, traced=capture.calls).graph)),
+    )
 
 
 def _folded(graph: Graph) -> Cells:
-    folded = fold(graph)
+    folded = fold_graph(graph)
     if not folded.regions:
-        return ("lost" if find(graph).repeats else NONE, NONE)
-    unfolded = len(encode_graph(plain(graph)))
+        return ("lost" if find_repeats(graph).repeats else NONE, NONE)
+    unfolded = len(encode_graph(trivially_folded(graph)))
     return str(len(folded.regions)), f"{unfolded / len(encode_graph(folded)):.1f}"
 
 

@@ -11,7 +11,7 @@ from stagepack.capture.programs import Inputs, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.version import VERSION
 from stagepack.onnx import add_onnx
-from stagepack.partition.cut_options import Where
+from stagepack.partition.cut_options import CutOptions
 
 FROZEN = Path(__file__).parents[1] / "schema" / "frozen"
 
@@ -95,11 +95,11 @@ def main() -> None:
     shapes = {"batch": {"ids": {0: rows, 1: length}, "flag": {}}}
     capture = capture_module(Counting(), Inputs(args=(batch,), dynamic_shapes=shapes))
     (FROZEN / VERSION).mkdir(exist_ok=True)
-    bundle = export_capture(capture, out=FROZEN / VERSION / "counting.stagepack", where=Where(stages=3))
+    bundle = export_capture(capture, out=FROZEN / VERSION / "counting.stagepack", cut_options=CutOptions(stages=3))
     print(f"wrote {bundle.path.relative_to(FROZEN)}")
     x = torch.arange(24.0).reshape(2, 3, 4) % 5 - 2
     capture = capture_module(Tower(), Inputs(args=(x,), dynamic_shapes={"x": {0: rows, 1: length}}))
-    bundle = export_capture(capture, out=FROZEN / VERSION / "tower.stagepack", where=Where(stages=3))
+    bundle = export_capture(capture, out=FROZEN / VERSION / "tower.stagepack", cut_options=CutOptions(stages=3))
     added = add_onnx(bundle)
     assert not added.torch_only
     print(f"wrote {bundle.path.relative_to(FROZEN)}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stagepack.format.folded import Folded
+from stagepack.format.folded import FoldedGraph
 from stagepack.format.manifest import Manifest
 from stagepack.format.version import MAJOR
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     """Write the files, or tell which ones differ."""
     wanted = {
         "manifest.schema.json": schema_of(Manifest, "manifest.json of a stagepack bundle"),
-        "graph.schema.json": schema_of(Folded, "A stage's graph, as the JSON that stands for its msgpack"),
+        "graph.schema.json": schema_of(FoldedGraph, "A stage's graph, as the JSON that stands for its msgpack"),
     }
     if arguments != ["--check"]:
         FOLDER.mkdir(parents=True, exist_ok=True)

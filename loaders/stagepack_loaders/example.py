@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 from safetensors import SafetensorError
 
 from stagepack.errors import InputError, StagepackError, WriteError
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Manifest
 from stagepack.format.reader import Bundle, raise_digest_problems
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, flatten, unflatten
-from stagepack.format.weights import PADDING, read_index
+from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, flatten_tree, unflatten_tree
+from stagepack.format.weights import PADDING_PREFIX, read_weight_header
 from stagepack_loaders.pipeline import Pipeline
 
 INPUT = "input."
@@ -46,13 +46,13 @@ class Difference(NamedTuple):
     within: bool
 
 
-def arrays_of(pipeline: Pipeline) -> ModuleType:
+def array_ops(pipeline: Pipeline) -> ModuleType:
     """How to read, write and compare the arrays that a pipeline takes and gives: torch tensors, unless no stage runs in torch."""
     runtimes = {stage.runtime for stage in pipeline.stages}
     return importlib.import_module(f"stagepack_loaders.{'torch' if 'torch' in runtimes else runtimes.pop()}.arrays")
 
 
-def replay(pipeline: Pipeline, bundle: Bundle) -> Difference:
+def replay_example(pipeline: Pipeline, bundle: Bundle) -> Difference:
     """Run the recorded example; compare with the recorded result.
 
     Raises:
@@ -60,7 +60,7 @@ def replay(pipeline: Pipeline, bundle: Bundle) -> Difference:
         DigestError: the example's file is not the one listed.
     """
     given, expected = read_example(pipeline, bundle)
-    return compare(pipeline, call(pipeline, given), expected)
+    return compare(pipeline, run_on_inputs(pipeline, given), expected)
 
 
 def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,8 +74,8 @@ def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], di
     if bundle.example is None:
         raise InputError(f"{bundle.path}: the bundle has no example to run")
     raise_digest_problems(bundle.check_digest(bundle.example.name))
-    read_index(bundle.example)
-    arrays = arrays_of(pipeline)
+    read_weight_header(bundle.example)
+    arrays = array_ops(pipeline)
     tensors = arrays.load(bundle.example)
     arrays.seed(bundle.manifest.seed)
     given = {
@@ -88,11 +88,11 @@ def compare(pipeline: Pipeline, results: Mapping[str, Any], expected: Mapping[st
     """Compare results with what was expected of them."""
     if results.keys() != expected.keys():
         return Difference(math.inf, within=False)
-    arrays = arrays_of(pipeline)
-    return largest(difference(arrays, results[name], wanted) for name, wanted in expected.items())
+    arrays = array_ops(pipeline)
+    return largest(compare_arrays(arrays, results[name], wanted) for name, wanted in expected.items())
 
 
-def difference(arrays: ModuleType, found: Any, expected: Any) -> Difference:
+def compare_arrays(arrays: ModuleType, found: Any, expected: Any) -> Difference:
     """Compare two arrays of a runtime."""
     name = str(expected.dtype).removeprefix("torch.")
     return Difference(*arrays.difference(found, expected, *TOLERANCE.get(name, (0.0, 0.0))))
@@ -104,7 +104,7 @@ def largest(differences: Iterable[Difference]) -> Difference:
     return Difference(max((one.largest for one in found), default=0.0), all(one.within for one in found))
 
 
-def call(pipeline: Pipeline, given: Mapping[str, Any]) -> dict[str, Any]:
+def run_on_inputs(pipeline: Pipeline, given: Mapping[str, Any]) -> dict[str, Any]:
     """Call a pipeline with its inputs by edge name; the results by number, ``output.0`` for the first leaf.
 
     Numbers go in and come out as arrays without dimensions.
@@ -116,12 +116,12 @@ def call(pipeline: Pipeline, given: Mapping[str, Any]) -> dict[str, Any]:
     edges = {edge.name: edge for edge in manifest.edges if edge.producer is None}
     if given.keys() != edges.keys():
         raise InputError(f"expected the inputs {', '.join(edges) or '(none)'}, found {', '.join(given) or '(none)'}")
-    numbers = [name for name in given if edges[name].dtype in SCALARS]
+    numbers = [name for name in given if edges[name].dtype in SCALAR_DTYPES]
     for name in numbers:
         if math.prod(given[name].shape) != 1:
             raise InputError(f"{name}: expected one number, found the shape {list(given[name].shape)}")
     args, kwargs = _call_of(manifest, {**given, **{name: given[name].item() for name in numbers}})
-    arrays = arrays_of(pipeline)
+    arrays = array_ops(pipeline)
     try:
         with arrays.inference():
             answer = pipeline(*args, **kwargs)
@@ -129,7 +129,7 @@ def call(pipeline: Pipeline, given: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except Exception as error:  # what an operator raises: an index out of range, memory that is not there
         raise InputError(f"the model fails on these inputs: {type(error).__name__}: {error}") from error
-    results = enumerate(flatten(manifest.signature.result, answer, "the answer"))
+    results = enumerate(flatten_tree(manifest.signature.result, answer, "the answer"))
     return {
         f"{OUTPUT}{number}": arrays.array(result)
         for number, (_, leaf, result) in results
@@ -145,12 +145,12 @@ def read_inputs(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is not there, or is no safetensors file.
     """
-    arrays = arrays_of(pipeline)
+    arrays = array_ops(pipeline)
     try:
         tensors = arrays.load(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: expected a safetensors file with the inputs: {error}") from None
-    others = (OUTPUT, PADDING)
+    others = (OUTPUT, PADDING_PREFIX)
     return {
         name.removeprefix(INPUT): arrays.copy(tensor) for name, tensor in tensors.items() if not name.startswith(others)
     }
@@ -163,7 +163,7 @@ def write_outputs(pipeline: Pipeline, results: Mapping[str, Any], path: Path) ->
         WriteError: the file cannot be written.
     """
     try:
-        arrays_of(pipeline).save(results, path)
+        array_ops(pipeline).save(results, path)
     except (OSError, SafetensorError) as error:
         raise WriteError(f"{path}: could not be written: {error}") from None
     except KeyError as error:
@@ -174,9 +174,9 @@ def _call_of(manifest: Manifest, values: Mapping[str, Any]) -> tuple[tuple[Any, 
     """The arguments of a call that gives the values to the places where the signature has them."""
 
     def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-        return values[found.name] if isinstance(found, ValueLeaf) else constant(found)
+        return values[found.name] if isinstance(found, ValueLeaf) else constant_value(found)
 
     trees = manifest.signature.parameters
-    args = tuple(unflatten(parameter.tree, leaf) for parameter in trees if parameter.positional)
-    kwargs = {parameter.name: unflatten(parameter.tree, leaf) for parameter in trees if not parameter.positional}
+    args = tuple(unflatten_tree(parameter.tree, leaf) for parameter in trees if parameter.positional)
+    kwargs = {parameter.name: unflatten_tree(parameter.tree, leaf) for parameter in trees if not parameter.positional}
     return args, kwargs

@@ -11,9 +11,9 @@ from stagepack_loaders.placement import place
 if TYPE_CHECKING:
     import torch
 
-    from stagepack_loaders.onnxruntime.stage import Stage as OnnxRuntimeStage
+    from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage as OnnxRuntimeStage
     from stagepack_loaders.torch.compile import Compile
-    from stagepack_loaders.torch.stage import Stage as TorchStage
+    from stagepack_loaders.torch.stage import TorchStage as TorchStage
 
 Source = str | os.PathLike[str] | Bundle
 Runtime = Literal["torch", "onnxruntime"]

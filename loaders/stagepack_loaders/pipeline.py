@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from stagepack.format.contract import bind, check_values
+from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Manifest, Stage
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, unflatten, value_names
+from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 
 
 class LoadedStage(Protocol):
@@ -65,17 +65,17 @@ class Pipeline:
         Raises:
             InputError: the call does not fit the signature, or an input does not fit its type, shape or range.
         """
-        bound = bind(self.manifest.signature, args, kwargs)
+        bound = bind_call(self.manifest.signature, args, kwargs)
         check_values(self._inputs, bound, self.manifest.symbols)
         values = {name: given.value for name, given in bound.items()}
         for number in range(len(self.stages)):
             self.run_stage(number, values)
 
         def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return results[found.name] if isinstance(found, ValueLeaf) else constant(found)
+            return results[found.name] if isinstance(found, ValueLeaf) else constant_value(found)
 
         results = self.results(values, [given.value for given in bound.values()])
-        return unflatten(self.manifest.signature.result, leaf, self._types)
+        return unflatten_tree(self.manifest.signature.result, leaf, self._types)
 
     def run_stage(self, number: int, values: MutableMapping[str, Any]) -> None:
         """Run a stage on values by edge name, which are known to fit: put in what it makes, drop what no later stage needs."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from stagepack.errors import DeviceError
-from stagepack.format.example_sizes import bytes_of, example_sizes
+from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.manifest import Manifest
-from stagepack.partition.solver import Row, Shared, sending_time, split
+from stagepack.partition.solver import CostSequence, SharedCost, sending_time, split_sequence
 
 Device = TypeVar("Device")
 
@@ -22,24 +22,24 @@ def place(manifest: Manifest, devices: Sequence[Device]) -> list[Device]:
     stages = manifest.stages
     if not 1 <= len(devices) <= len(stages):
         raise DeviceError(f"expected 1 to {len(stages)} devices for {len(stages)} stages, found {len(devices)}")
-    starts = split(_row(manifest), [1.0] * len(devices), [None] * len(devices))
+    starts = split_sequence(_row(manifest), [1.0] * len(devices), [None] * len(devices))
     assert starts is not None  # without limits of memory there is always a split
     ends = [*starts, len(stages)]
     return [devices[next(n for n, end in enumerate(ends) if stage < end)] for stage in range(len(stages))]
 
 
-def _row(manifest: Manifest) -> Row:
+def _row(manifest: Manifest) -> CostSequence:
     """The stages as items to split."""
     if manifest.plan is None:
         times = [stage.weight_bytes for stage in manifest.stages]
     else:
         times = [stage.picoseconds for stage in manifest.plan.stages]
     sizes = example_sizes(manifest.symbols)
-    return Row(
+    return CostSequence(
         times=[max(1, time) for time in times],
         sent=[
-            Shared(
-                cost=sending_time(bytes_of(edge, sizes)),
+            SharedCost(
+                cost=sending_time(value_bytes(edge, sizes)),
                 uses=edge.consumers,
                 maker=-1 if edge.producer is None else edge.producer,
             )

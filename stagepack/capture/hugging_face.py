@@ -17,7 +17,15 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from stagepack.capture.module_calls import TracedCalls
-from stagepack.capture.programs import Capture, Inputs, ask, capture_module, quiet, readable, unchanged
+from stagepack.capture.programs import (
+    Capture,
+    Inputs,
+    capture_module,
+    format_torch_error,
+    preserve_module,
+    run_model,
+    suppress_stderr,
+)
 from stagepack.errors import CaptureError
 from stagepack.format.weights import ALIGNMENT
 
@@ -141,7 +149,7 @@ def _load(source: str) -> Any:
         cls = getattr(transformers, names[0], transformers.AutoModel) if names else transformers.AutoModel
         model = cls.from_pretrained(source).eval()
     except (OSError, ValueError, KeyError) as error:
-        raise CaptureError(f"{source}: transformers cannot load it: {readable(error)}") from error
+        raise CaptureError(f"{source}: transformers cannot load it: {format_torch_error(error)}") from error
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
@@ -186,10 +194,10 @@ def _capture_patched(model: Any, inputs: Inputs) -> Capture:
     calls = TracedCalls()
     config = exporters.DynamoConfig(dynamic=shapes is not None, dynamic_shapes=shapes)
     try:
-        with unchanged(model), quiet(), calls.recorded():
+        with preserve_module(model), suppress_stderr(), calls.recorded():
             program = exporters.DynamoExporter().export_program(model, dict(kwargs), config)[0]
     except Exception as error:
-        raise CaptureError(readable(error)) from error
+        raise CaptureError(format_torch_error(error)) from error
     return Capture(program=program, inputs=Inputs(kwargs=kept, dynamic_shapes=shapes), model=model, calls=calls)
 
 
@@ -202,7 +210,7 @@ def _answers_alike(capture: Capture) -> bool:
     """Whether the program gives on the example what the model gives, bit for bit."""
     assert capture.model is not None
     answers = [
-        pytree.tree_leaves(ask(run, capture.inputs, seed=0)) for run in (capture.model, capture.program.module())
+        pytree.tree_leaves(run_model(run, capture.inputs, seed=0)) for run in (capture.model, capture.program.module())
     ]
     return len(answers[0]) == len(answers[1]) and all(map(_same, *answers))
 

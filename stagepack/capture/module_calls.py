@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from stagepack.format.traversal import split_call
+from stagepack.format.traversal import split_call_path
 
 # A call of a module: the path of the module, and the text behind ``@`` of a call that is not its first.
 CallKey = tuple[str, str]
@@ -43,7 +43,7 @@ class TracedCall:
 
 
 # Where a value stands in a call: the number of the call, whether it is given or a result, and the number of the leaf.
-Mark = tuple[int, Literal["given", "result"], int]
+CallBoundary = tuple[int, Literal["given", "result"], int]
 
 
 class TracedCalls:
@@ -100,13 +100,13 @@ class TracedCalls:
         return result
 
 
-def marks(node: torch.fx.Node) -> list[Mark]:
+def call_boundaries(node: torch.fx.Node) -> list[CallBoundary]:
     """Where the value of a node stands in calls."""
     return list(node.meta.get(_MARKS, ()))
 
 
 def _key(text: str) -> CallKey:
-    path, number = split_call(text)
+    path, number = split_call_path(text)
     return path.removeprefix(_ROOT).removeprefix("."), number
 
 

@@ -66,14 +66,14 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
                 f"{type(model).__name__}: example inputs are missing for {', '.join(required)}: pass args or kwargs"
             )
     calls = TracedCalls()
-    with unchanged(model):
+    with preserve_module(model):
         try:
-            with quiet(), calls.recorded():
+            with suppress_stderr(), calls.recorded():
                 program = torch.export.export(
                     model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=_complete(model, inputs)
                 )
         except Exception as error:
-            raise CaptureError(f"{type(model).__name__} cannot be captured: {readable(error)}") from error
+            raise CaptureError(f"{type(model).__name__} cannot be captured: {format_torch_error(error)}") from error
     return Capture(program=program, inputs=inputs, model=model, calls=calls)
 
 
@@ -102,7 +102,7 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
     try:
         return torch.export.load(os.fspath(path))
     except Exception as error:
-        raise CaptureError(f"{path}: torch.export.load cannot read it: {readable(error)}") from error
+        raise CaptureError(f"{path}: torch.export.load cannot read it: {format_torch_error(error)}") from error
 
 
 def dimension_names(capture: Capture) -> dict[str, str]:
@@ -124,21 +124,21 @@ def dimension_names(capture: Capture) -> dict[str, str]:
     return names
 
 
-def readable(error: BaseException) -> str:
+def format_torch_error(error: BaseException) -> str:
     """One line that says why: torch's message up to its advice on logging and debugging."""
     lines = itertools.takewhile(lambda line: not line.startswith(_ADVICE), map(str.strip, str(error).splitlines()))
     return " ".join(line for line in lines if line)[:600] or type(error).__name__
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_stderr() -> Iterator[None]:
     """Hold back what is written to standard error; drop it on failure, since torch prints graphs then beside its message."""
     with contextlib.redirect_stderr(io.StringIO()) as held:
         yield
     sys.stderr.write(held.getvalue())
 
 
-def ask(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Iterable[torch.Tensor] = ()) -> Any:
+def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Iterable[torch.Tensor] = ()) -> Any:
     """What a model answers, without gradients; the model and the inputs stay as they are.
 
     Args:
@@ -148,7 +148,7 @@ def ask(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Iterable[
         written: tensors that it writes besides its buffers.
     """
     args, kwargs = _copied((tuple(inputs.args), dict(inputs.kwargs)))
-    with unchanged(model, written), torch.no_grad():
+    with preserve_module(model, written), torch.no_grad():
         torch.manual_seed(seed)
         return _copied(model(*args, **kwargs))
 
@@ -159,7 +159,7 @@ def _copied(given: Any) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Give a module back as it was: its attributes, and the content of its buffers and of the tensors `written`."""
     attributes = [vars(module) for module in model.modules()]
     held = [inner for outer in attributes for inner in (outer, *outer.values()) if isinstance(inner, dict)]

@@ -15,7 +15,7 @@ from stagepack.capture.source import capture_source
 from stagepack.errors import CaptureError
 
 
-def capture_named(source: str, inputs: str | None) -> Capture:
+def capture_source_argument(source: str, inputs: str | None) -> Capture:
     """Capture what SOURCE names: ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name.
 
     A factory takes nothing and returns a module, or a module and its `Inputs`. `inputs` is ``file.py:function``; the function
@@ -24,19 +24,19 @@ def capture_named(source: str, inputs: str | None) -> Capture:
     Raises:
         CaptureError: there is no such file or function, it returns something else, or the model cannot be captured.
     """
-    given = Inputs() if inputs is None else as_inputs(call_named(inputs), inputs)
+    given = Inputs() if inputs is None else to_inputs(call_user_function(inputs), inputs)
     if ":" not in source or os.path.exists(source):
         return capture_source(source, given)
-    made = call_named(source)
+    made = call_user_function(source)
     if isinstance(made, tuple) and len(made) == 2:
         made, own = made
-        given = given if inputs is not None else as_inputs(own, source)
+        given = given if inputs is not None else to_inputs(own, source)
     if not isinstance(made, torch.nn.Module | torch.export.ExportedProgram):
         raise CaptureError(f"{source}: expected a torch.nn.Module, or one and its inputs, found {type(made).__name__}")
     return capture_source(made, given)
 
 
-def as_inputs(made: object, where: str) -> Inputs:
+def to_inputs(made: object, where: str) -> Inputs:
     """What a user's function returned, as inputs.
 
     Raises:
@@ -53,7 +53,7 @@ def as_inputs(made: object, where: str) -> Inputs:
     )
 
 
-def call_named(name: str) -> Any:
+def call_user_function(name: str) -> Any:
     """Call the function that ``file.py:function`` or ``package.module:function`` names.
 
     Raises:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stagepack.format.folded import Folded, Region
+from stagepack.format.folded import FoldedGraph, Region
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -27,13 +27,13 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.shapes import format_shape
-from stagepack.format.template import Hole, escape, fill, parse
-from stagepack.graph.region_functions import Item, functions
+from stagepack.format.template import Hole, escape_template, fill_template, parse_template
+from stagepack.graph.region_functions import BodyItem, region_functions
 
 _INDENT = "    "
 
 
-def code(folded: Folded, graph: Graph, name: str) -> Iterator[str]:
+def code(folded: FoldedGraph, graph: Graph, name: str) -> Iterator[str]:
     """Yield the lines of a graph: its subgraphs and regions first, those that others call before them.
 
     `graph` is the unfolded one. A region has the names of its first place, and takes what its calls have for themselves, such as the
@@ -61,10 +61,10 @@ class _Names:
 class _Printed:
     """A graph and its regions, to be printed."""
 
-    def __init__(self, folded: Folded, graph: Graph) -> None:
+    def __init__(self, folded: FoldedGraph, graph: Graph) -> None:
         self.folded = folded
         self.graph = graph
-        self.items, self.regions = functions(folded, graph)
+        self.items, self.regions = region_functions(folded, graph)
         self.weights = {weight.value: f"weights[{weight.names[0]!r}]" for weight in graph.weights}
         made = (value for node in graph.nodes for value in node.outputs if value is not None)
         self.types = {value.name: value for value in (*graph.inputs, *made)}
@@ -73,14 +73,16 @@ class _Printed:
         """Yield the function of a region."""
         region, held = self.regions[number], self.folded.regions[number]
         start, texts = region.first.start, region.first.texts
-        own = {fill(weight.value, texts): f"weights[{_formatted(weight.names[0])}]" for weight in held.weights}
-        names = _Names(self.weights | own, {fill(scope.path, texts): _holes(scope.path) for scope in held.scopes})
+        own = {fill_template(weight.value, texts): f"weights[{_formatted(weight.names[0])}]" for weight in held.weights}
+        names = _Names(
+            self.weights | own, {fill_template(scope.path, texts): _holes(scope.path) for scope in held.scopes}
+        )
         given = [self.types[name] for name in region.taken(self.graph, start) if name not in self.weights]
         steps = self.steps(region.items, names)
         yield from self.function(f"region_{number}", given, steps, names, [f"at{hole}" for hole in _shown(held)])
         yield f"{_INDENT}return {', '.join(region.given(self.graph, start))}"
 
-    def steps(self, items: Iterable[Item], names: _Names) -> Iterator[Node | str]:
+    def steps(self, items: Iterable[BodyItem], names: _Names) -> Iterator[Node | str]:
         """Yield nodes, and calls of regions as text."""
         for item in items:
             if isinstance(item, int):
@@ -128,21 +130,21 @@ class _Printed:
 def _shown(region: Region) -> list[int]:
     """The holes of a region that weights and modules have: those of values are seen from the values themselves."""
     texts = [name for weight in region.weights for name in weight.names] + [scope.path for scope in region.scopes]
-    return sorted({part.number for text in texts for part in parse(text) if isinstance(part, Hole)})
+    return sorted({part.number for text in texts for part in parse_template(text) if isinstance(part, Hole)})
 
 
 def _holes(template: str, literal: Callable[[str], str] = str) -> str:
     """A template with names for its holes; `literal` writes what stands between them."""
     return "".join(
         f"{{at{part.number}{f'{part.plus:+d}' * bool(part.plus)}}}" if isinstance(part, Hole) else literal(part)
-        for part in parse(template)
+        for part in parse_template(template)
     )
 
 
 def _formatted(template: str) -> str:
     """The text of Python for a template."""
-    if any(isinstance(part, Hole) for part in parse(template)):
-        return f"f{_holes(template, escape)!r}"
+    if any(isinstance(part, Hole) for part in parse_template(template)):
+        return f"f{_holes(template, escape_template)!r}"
     return repr(_holes(template))
 
 

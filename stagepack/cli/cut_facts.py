@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stagepack.format.example_sizes import bytes_of, example_sizes
+from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.shapes import Symbol, format_shape
@@ -16,7 +16,7 @@ def cut_facts(plan: Plan, edges: Sequence[Edge], symbols: Sequence[Symbol]) -> d
     """The stages and edges of a cut with their costs at the sizes of the example."""
     sizes = example_sizes(symbols)
     times = [stage.time for stage in plan.stages]
-    sent = [_edge_facts(edge, bytes_of(edge, sizes)) for edge in edges]
+    sent = [_edge_facts(edge, value_bytes(edge, sizes)) for edge in edges]
     between = [edge["bytes"] * len(edge["consumers"]) for edge in sent if edge["producer"] is not None]
     return {
         "sizes": sizes,

@@ -31,11 +31,11 @@ def cut_options(function: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--memory and --speed choose among cuts: give --stages too")
 
         def where() -> Any:
-            from stagepack.partition.cut_options import Where  # noqa: PLC0415 - the same
+            from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
             from stagepack.partition.plan_file import read_plan  # noqa: PLC0415 - numpy, after the arguments are checked
 
             plan = None if plan_file is None else read_plan(plan_file)
-            return Where(stages=stages, split_at=split_at, plan=plan, memory=memory, speeds=speeds, shared=shared)
+            return CutOptions(stages=stages, split_at=split_at, plan=plan, memory=memory, speeds=speeds, shared=shared)
 
         return function(where=where if given or shared != "replicate" else None, **others)
 

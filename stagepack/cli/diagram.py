@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stagepack.partition.quantities import readable_bytes
+from stagepack.partition.quantities import format_bytes
 
 
 def dot(facts: dict[str, Any]) -> str:
@@ -13,7 +13,7 @@ def dot(facts: dict[str, Any]) -> str:
     for stage in facts["stages"]:
         lines.append(f"  stage{stage['stage']} [label={json.dumps(_label(stage, chr(10)))}];")
     for source, target, names, size in arrows(facts):
-        lines.append(f"  {source} -> {target} [label={json.dumps(f'{names}{chr(10)}{readable_bytes(size)}')}];")
+        lines.append(f"  {source} -> {target} [label={json.dumps(f'{names}{chr(10)}{format_bytes(size)}')}];")
     return "\n".join([*lines, "}"])
 
 
@@ -23,13 +23,13 @@ def mermaid(facts: dict[str, Any]) -> str:
     for stage in facts["stages"]:
         lines.append(f'  stage{stage["stage"]}["{_escaped(_label(stage, "<br/>"))}"]')
     for source, target, names, size in arrows(facts):
-        lines.append(f'  {source} -->|"{_escaped(names)}<br/>{readable_bytes(size)}"| {target}')
+        lines.append(f'  {source} -->|"{_escaped(names)}<br/>{format_bytes(size)}"| {target}')
     return "\n".join(lines)
 
 
 def _label(stage: dict[str, Any], line_break: str) -> str:
     module = f"{line_break}from {stage['starts_at']}" if stage["starts_at"] else ""
-    return f"stage {stage['stage']}{module}{line_break}{readable_bytes(stage['weight_bytes'])} of weights"
+    return f"stage {stage['stage']}{module}{line_break}{format_bytes(stage['weight_bytes'])} of weights"
 
 
 def _escaped(text: str) -> str:

@@ -13,8 +13,8 @@ from stagepack.cli.facts import bundle_facts, print_stages
 from stagepack.cli.onnx_command import onnx_facts, print_onnx
 from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
 from stagepack.cli.running import namespaces, replayed
-from stagepack.format.writer import check_output
-from stagepack.partition.quantities import readable_bytes
+from stagepack.format.writer import check_output_path
+from stagepack.partition.quantities import format_bytes
 
 
 @click.command("export")
@@ -39,20 +39,20 @@ def command(
 
     SOURCE is file.py:factory, package.module:factory, a .pt2 file, or a Hugging Face folder or hub name.
     """
-    check_output(out, overwrite=overwrite)
+    check_output_path(out, overwrite=overwrite)
     started = time.perf_counter()
     # What the model's own code prints goes to standard error: standard output is for our facts alone.
     with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.user_code import capture_named  # noqa: PLC0415 - the same
+        from stagepack.capture.user_code import capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import export_capture  # noqa: PLC0415 - torch, after the arguments are checked
-        from stagepack.partition.cut_options import Where  # noqa: PLC0415 - the same
+        from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
         if onnx:
             from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
         now("capture")
-        capture = capture_named(source, inputs)
+        capture = capture_source_argument(source, inputs)
         bundle = export_capture(
-            capture, out=out, where=Where() if where is None else where(), overwrite=overwrite, progress=now
+            capture, out=out, cut_options=CutOptions() if where is None else where(), overwrite=overwrite, progress=now
         )
         now("load it back and run the example")
         difference = replayed(bundle, allow_ops=namespaces(bundle)).largest
@@ -66,7 +66,7 @@ def command(
             | {"captured_by": capture.method, "difference": finite(difference), "seconds": round(seconds, 3)}
         )
     else:
-        size = readable_bytes(sum(file.size for file in bundle.manifest.files))
+        size = format_bytes(sum(file.size for file in bundle.manifest.files))
         print_line(f"captured {source} by {capture.method}")
         print_line(f"wrote {out}: {len(bundle.stages)} stages, {size}, in {seconds:.1f} s")
         print_stages(bundle)

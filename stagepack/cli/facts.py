@@ -7,7 +7,7 @@ from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_range, format_shape
 from stagepack.format.tree import value_names
-from stagepack.partition.quantities import readable_bytes, readable_flops
+from stagepack.partition.quantities import format_bytes, format_flops
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def print_facts(bundle: Bundle) -> None:
     """Print a bundle for people."""
     facts = bundle_facts(bundle)
     producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
-    print_line(f"{facts['path']}: format {facts['version']}, {readable_bytes(facts['bytes'])}, made by {producer}")
+    print_line(f"{facts['path']}: format {facts['version']}, {format_bytes(facts['bytes'])}, made by {producer}")
     print_line(f"sha256 {facts['digest']}")
     if bundle.manifest.symbols:
         print_line(
@@ -82,8 +82,8 @@ def print_facts(bundle: Bundle) -> None:
         rows = [
             [
                 str(stage["stage"]),
-                readable_bytes(found["bytes"]),
-                readable_bytes(found["own_bytes"]),
+                format_bytes(found["bytes"]),
+                format_bytes(found["own_bytes"]),
                 " ".join(found["files"]),
             ]
             for stage in facts["stages"]
@@ -103,8 +103,8 @@ def print_stages(bundle: Bundle) -> None:
         [
             str(number),
             str(stage.nodes),
-            readable_bytes(stage.weight_bytes),
-            readable_flops(stage.flops),
+            format_bytes(stage.weight_bytes),
+            format_flops(stage.flops),
             " ".join([stage.graph, *stage.weights]),
         ]
         for number, stage in enumerate(bundle.stages)

@@ -7,12 +7,12 @@ import click
 from stagepack.cli.code import code
 from stagepack.cli.facts import bundle_facts, print_facts
 from stagepack.cli.output import fail, print_json, print_line, print_table, reports_errors
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
-from stagepack.graph.repeat_search import Repeat, find
-from stagepack.partition.quantities import readable_flops
+from stagepack.graph.repeat_search import Repeat, find_repeats
+from stagepack.partition.quantities import format_flops
 
 
 @click.command("inspect")
@@ -34,7 +34,7 @@ def command(bundle: str, number: int | None, as_code: bool, flat: bool, as_json:
     if as_code:
         for stage in range(len(opened.stages)) if number is None else [number]:
             folded, graph = opened.graph_file(stage)
-            for line in code(plain(graph) if flat else folded, graph, f"stage_{stage}"):
+            for line in code(trivially_folded(graph) if flat else folded, graph, f"stage_{stage}"):
                 print_line(line)
             print_line("")
     elif number is not None:
@@ -47,7 +47,7 @@ def command(bundle: str, number: int | None, as_code: bool, flat: bool, as_json:
 
 def _stage(bundle: Bundle, number: int, as_json: bool) -> None:
     graph = bundle.graph(number)
-    found = find(graph)
+    found = find_repeats(graph)
     repeats: list[dict[str, Any]] = [_repeat(graph, repeat, None) for repeat in found.repeats]
     repeats += [_repeat(graph, left.repeat, left.reason) for left in found.left_alone]
     nodes: list[dict[str, Any]] = [
@@ -80,7 +80,7 @@ def _stage(bundle: Bundle, number: int, as_json: bool) -> None:
             str(node["node"]),
             str(node["op"]),
             ", ".join(f"{name} {kind}" for name, kind in node["makes"].items()),
-            readable_flops(node["flops"]),
+            format_flops(node["flops"]),
             str(node["module"]),
         ]
         for node in nodes

@@ -21,7 +21,7 @@ from stagepack.cli.output import (
 from stagepack.cli.running import chosen, operator_options, runtime_option
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
-from stagepack.partition.quantities import readable_bytes
+from stagepack.partition.quantities import format_bytes
 
 
 @click.command("load")
@@ -92,7 +92,7 @@ def command(
             str(row["stage"]),
             row["runtime"],
             row["device"],
-            readable_bytes(row["bytes_read"]),
+            format_bytes(row["bytes_read"]),
             f"{row['seconds']:.3f} s",
             " ".join(row["files"]),
         ]
@@ -198,7 +198,7 @@ def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | Non
             given, expected = example.read_inputs(pipeline, inputs), {}
         laps.end("inputs")
         compiled_before = _compile_seconds()
-        results = example.call(pipeline, given)
+        results = example.run_on_inputs(pipeline, given)
         laps.end("first call")
         laps.move("first call", "compile", _compile_seconds() - compiled_before)
         if outputs is not None:

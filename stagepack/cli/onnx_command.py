@@ -9,7 +9,7 @@ from stagepack.cli.facts import onnx_bytes
 from stagepack.cli.output import finite, import_modules, print_json, print_line, print_table, progress, reports_errors
 from stagepack.cli.running import operator_options
 from stagepack.format.reader import Bundle
-from stagepack.partition.quantities import readable_bytes
+from stagepack.partition.quantities import format_bytes
 
 
 @click.command("onnx")
@@ -60,7 +60,7 @@ def print_onnx(facts: list[dict[str, Any]]) -> None:
     rows = [
         [
             str(stage["stage"]),
-            *("-" if stage[key] is None else readable_bytes(stage[key]) for key in ("bytes", "own_bytes")),
+            *("-" if stage[key] is None else format_bytes(stage[key]) for key in ("bytes", "own_bytes")),
             f"torch only: {stage['torch_only']}"
             if stage["torch_only"]
             else f"not compared: {stage['not_compared']}"

@@ -6,7 +6,7 @@ from xml.etree.ElementTree import Element
 
 from stagepack.cli.diagram import arrows
 from stagepack.cli.element import element
-from stagepack.partition.quantities import readable_bytes
+from stagepack.partition.quantities import format_bytes
 
 _WIDTH, _HEIGHT, _GAP, _SIDE = (
     116,
@@ -72,8 +72,8 @@ def pipeline(facts: dict[str, Any]) -> Element:
     top = above + 16
     drawn: list[Element] = []
     for source, target, names, size in ends:
-        label = f"{names}: {readable_bytes(size)}"
-        drawn += _arrow(place[source], place[target], _is_skip(source, target), top, readable_bytes(size), label)
+        label = f"{names}: {format_bytes(size)}"
+        drawn += _arrow(place[source], place[target], _is_skip(source, target), top, format_bytes(size), label)
     boxes = [box for stage in stages for box in _stage(stage, top)]
     middle = top + _HEIGHT / 2 + 4
     words = [
@@ -106,7 +106,7 @@ def _stage(stage: dict[str, Any], top: int) -> Iterator[Element]:
         "rect", element("title", f"starts at {name}"), x=left, y=top, width=_WIDTH, height=_HEIGHT, rx=4, class_="stage"
     )
     yield element("text", f"stage {stage['stage']}", x=left + _WIDTH / 2, y=top + 21, text_anchor="middle")
-    weights = readable_bytes(stage["weight_bytes"])
+    weights = format_bytes(stage["weight_bytes"])
     yield element("text", weights, x=left + _WIDTH / 2, y=top + 39, text_anchor="middle", class_="soft")
 
 

@@ -18,7 +18,7 @@ from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.validate import MANIFEST_NAME
-from stagepack.partition.quantities import readable_bytes, readable_flops, readable_time
+from stagepack.partition.quantities import format_bytes, format_flops, format_time
 
 
 @click.command("plan")
@@ -77,14 +77,14 @@ def _of_source(
     source: str, where: Callable[[], Any] | None, inputs: str | None
 ) -> tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...]]:
     with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.user_code import capture_named  # noqa: PLC0415 - the same
+        from stagepack.capture.user_code import capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import plan_capture  # noqa: PLC0415 - torch, after the arguments are checked
-        from stagepack.partition.cut_options import Where  # noqa: PLC0415 - the same
+        from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
         now("capture")
-        capture = capture_named(source, inputs)
+        capture = capture_source_argument(source, inputs)
         now("plan")
-        cut, plan, symbols = plan_capture(capture, Where() if where is None else where())
+        cut, plan, symbols = plan_capture(capture, CutOptions() if where is None else where())
     return plan, cut.edges, symbols
 
 
@@ -93,11 +93,11 @@ def _print(facts: dict[str, Any]) -> None:
         [
             str(stage["stage"]),
             str(stage["nodes"]),
-            readable_bytes(stage["weight_bytes"]),
-            readable_bytes(stage["memory"]) + _of_limit(stage["memory_limit"]),
-            readable_flops(stage["flops"]),
-            readable_bytes(stage["received"]),
-            readable_time(stage["picoseconds"]),
+            format_bytes(stage["weight_bytes"]),
+            format_bytes(stage["memory"]) + _of_limit(stage["memory_limit"]),
+            format_flops(stage["flops"]),
+            format_bytes(stage["received"]),
+            format_time(stage["picoseconds"]),
             stage["starts_at"] or "(the model)",
         ]
         for stage in facts["stages"]
@@ -112,14 +112,14 @@ def _print(facts: dict[str, Any]) -> None:
                 edge["value"],
                 str(edge["producer"]),
                 ", ".join(map(str, edge["consumers"])) + (" (skip)" if edge["skips"] else ""),
-                readable_bytes(edge["bytes"]),
+                format_bytes(edge["bytes"]),
             ]
             for edge in crossing
         ]
         print_table("crossing", ["name", "value", "#from", "to", "#size"], edges)
     print_line(
         f"slowest stage over mean {facts['slowest_over_mean']:.2f}, "
-        f"{readable_bytes(facts['traffic'])} a call between stages; "
+        f"{format_bytes(facts['traffic'])} a call between stages; "
         "idle by microbatches: " + ", ".join(f"{count}: {part:.0%}" for count, part in facts["bubble"].items())
     )
     if facts["sizes"]:
@@ -128,4 +128,4 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _of_limit(limit: int | None) -> str:
-    return "" if limit is None else f" of {readable_bytes(limit)}"
+    return "" if limit is None else f" of {format_bytes(limit)}"

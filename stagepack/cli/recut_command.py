@@ -10,8 +10,8 @@ from stagepack.cli.cutting import cut_options
 from stagepack.cli.facts import bundle_facts, print_stages
 from stagepack.cli.output import print_json, print_line, progress, reports_errors
 from stagepack.format.reader import Bundle
-from stagepack.format.writer import check_output
-from stagepack.partition.quantities import readable_bytes
+from stagepack.format.writer import check_output_path
+from stagepack.partition.quantities import format_bytes
 
 
 @click.command("recut")
@@ -25,18 +25,18 @@ def command(bundle: str, out: str, where: Callable[[], Any] | None, overwrite: b
     """Write the model of BUNDLE in other stages, with the bytes that an export with this cut has. Needs no torch."""
     if where is None:
         raise click.UsageError("say how to cut: --stages, --split-at or --plan")
-    check_output(out, overwrite=overwrite)
+    check_output_path(out, overwrite=overwrite)
     started = time.perf_counter()
     with progress("recut"):
-        from stagepack.recutter import recut_at  # noqa: PLC0415 - numpy, after the arguments are checked
+        from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
         given = Bundle(bundle)
-        made = recut_at(given, out=out, where=where(), overwrite=overwrite)
+        made = recut_with_options(given, out=out, cut_options=where(), overwrite=overwrite)
     seconds = time.perf_counter() - started
     if as_json:
         print_json(bundle_facts(made) | {"seconds": round(seconds, 3)})
         return
-    size = readable_bytes(sum(file.size for file in made.manifest.files))
+    size = format_bytes(sum(file.size for file in made.manifest.files))
     print_line(f"wrote {out}: {len(made.stages)} stages, {size}, in {seconds:.1f} s")
     print_stages(made)
     if any(stage.onnx for stage in given.stages):

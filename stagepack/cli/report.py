@@ -19,7 +19,7 @@ from stagepack.cli.picture import bar, columns, pipeline
 from stagepack.errors import CutError
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
-from stagepack.partition.quantities import readable_bytes, readable_flops, readable_time
+from stagepack.partition.quantities import format_bytes, format_flops, format_time
 
 _MICROBATCHES = 32
 
@@ -83,7 +83,7 @@ def _summary(whole: dict[str, Any], facts: dict[str, Any]) -> Element:
     sizes = ", ".join(f"{name} = {size}" for name, size in facts["sizes"].items())
     lines: list[list[Child]] = [
         [
-            f"Format {whole['version']}, {readable_bytes(whole['bytes'])}, {len(facts['stages'])} stages, made by {producer}."
+            f"Format {whole['version']}, {format_bytes(whole['bytes'])}, {len(facts['stages'])} stages, made by {producer}."
         ],
         ["sha256 ", element("code", whole["digest"])],
         ["Costs are estimates for one call" + (f" with {sizes}" if sizes else "") + f", on {DEVICES}."],
@@ -94,10 +94,10 @@ def _summary(whole: dict[str, Any], facts: dict[str, Any]) -> Element:
 def _stages(facts: dict[str, Any]) -> Element:
     stages = facts["stages"]
     kinds = (
-        ("weights", "weight_bytes", readable_bytes),
-        ("compute", "flops", readable_flops),
-        ("memory", "memory", readable_bytes),
-        ("time", "picoseconds", readable_time),
+        ("weights", "weight_bytes", format_bytes),
+        ("compute", "flops", format_flops),
+        ("memory", "memory", format_bytes),
+        ("time", "picoseconds", format_time),
     )
     most = {field: max((stage[field] for stage in stages), default=0) or 1 for _, field, _ in kinds}
     rows: list[list[Element]] = []
@@ -108,7 +108,7 @@ def _stages(facts: dict[str, Any]) -> Element:
             _number(str(stage["nodes"])),
         ]
         for kind, field, readable in kinds:
-            limit = f" of {readable_bytes(stage['memory_limit'])}" if kind == "memory" and stage["memory_limit"] else ""
+            limit = f" of {format_bytes(stage['memory_limit'])}" if kind == "memory" and stage["memory_limit"] else ""
             row.append(
                 element("td", readable(stage[field]) + limit, bar(kind, stage[field] / most[field]), class_="bar")
             )
@@ -123,7 +123,7 @@ def _edges(facts: dict[str, Any]) -> Element:
         source = "input" if edge["producer"] is None else f"stage {edge['producer']}"
         to = (", ".join(targets) or "nobody") + (" (skip)" if edge["skips"] else "")
         cells: list[Child] = [element("code", edge["name"]), element("code", edge["value"]), source, to]
-        rows.append([*(element("td", cell) for cell in cells), _number(readable_bytes(edge["bytes"]))])
+        rows.append([*(element("td", cell) for cell in cells), _number(format_bytes(edge["bytes"]))])
     return _table(["name", "value", "from", "to", "#bytes"], rows)
 
 
@@ -137,7 +137,7 @@ def _balance(facts: dict[str, Any], bubbles: list[float]) -> Element:
         element(
             "p", "Slowest stage over the mean of all: ", element("strong", f"{facts['slowest_over_mean']:.2f}"), "."
         ),
-        element("p", "Between stages, in one call: ", element("strong", readable_bytes(facts["traffic"])), "."),
+        element("p", "Between stages, in one call: ", element("strong", format_bytes(facts["traffic"])), "."),
         element("p", title, " (the pipeline bubble):"),
         element("div", columns(bubbles, title), class_="wide"),
         narrow,
@@ -168,7 +168,7 @@ def _node_rows(bundle: Bundle) -> Iterator[list[str]]:
                 graph.scopes[node.scope].path,
                 graph.ops[node.op].name,
                 made,
-                readable_flops(node.cost.flops),
+                format_flops(node.cost.flops),
             ]
 
 

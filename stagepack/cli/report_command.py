@@ -8,7 +8,7 @@ from stagepack.cli.output import print_line, reports_errors
 from stagepack.cli.report import page
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
-from stagepack.partition.quantities import readable_bytes
+from stagepack.partition.quantities import format_bytes
 
 
 @click.command("report")
@@ -28,4 +28,4 @@ def command(bundle: str, out: Path, overwrite: bool) -> None:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise WriteError(f"{out}: could not be written: {error.strerror}") from error
-    print_line(f"wrote {out}: {readable_bytes(len(text.encode()))}")
+    print_line(f"wrote {out}: {format_bytes(len(text.encode()))}")

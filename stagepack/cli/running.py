@@ -79,7 +79,7 @@ def replayed(bundle: Bundle, *, runtimes: Sequence[Any] = (), allow_ops: Collect
     """Load a bundle, whose digests are known to be right, and run its example."""
     for kind in dict.fromkeys(runtimes or ["torch"]):
         importlib.import_module(f"stagepack_loaders.{kind}.stage")  # so that what is said to be missing is the runtime
-    from stagepack_loaders.example import replay  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.example import replay_example  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
-    return replay(load(bundle, runtime=runtimes or "torch", allow_ops=allow_ops, verify=False), bundle)
+    return replay_example(load(bundle, runtime=runtimes or "torch", allow_ops=allow_ops, verify=False), bundle)

@@ -13,20 +13,20 @@ import msgspec
 
 from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import digest
-from stagepack.format.folded import Folded
+from stagepack.format.folded import FoldedGraph
 from stagepack.format.manifest import Manifest
-from stagepack.format.upgrade import is_newer
+from stagepack.format.upgrade import is_newer_minor
 
 _graph_encoder = msgspec.msgpack.Encoder()
-_graph_decoder = msgspec.msgpack.Decoder(Folded)
+_graph_decoder = msgspec.msgpack.Decoder(FoldedGraph)
 
 
-def encode_graph(graph: Folded) -> bytes:
+def encode_graph(graph: FoldedGraph) -> bytes:
     """Write a graph as msgpack, as its file holds it; the same graph gives the same bytes."""
     return _graph_encoder.encode(graph)
 
 
-def decode_graph(content: bytes, where: str, *, newer: bool = False) -> Folded:
+def decode_graph(content: bytes, where: str, *, newer: bool = False) -> FoldedGraph:
     """Read a graph from msgpack, as its file holds it. The content is not yet checked by `validate`.
 
     A graph has one encoding: writing it again gives the same bytes, so a key that stands twice, a default written out
@@ -56,8 +56,8 @@ def is_plain(value: object) -> bool:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Write a manifest as indented JSON that carries its own digest; the same manifest gives the same bytes."""
-    fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=digest.ZEROS))
-    return digest.seal(json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=digest.ZERO_DIGEST))
+    return digest.insert_digest(json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
 def parse_json(content: bytes, where: str) -> Any:
@@ -92,7 +92,7 @@ def convert_manifest(fields: Any, where: str) -> Manifest:
     with _typed_errors(where, "JSON"):
         manifest = msgspec.convert(fields, Manifest)
         written = msgspec.to_builtins(manifest)
-        if not is_newer(manifest.version) and json.dumps(written) != json.dumps(fields):
+        if not is_newer_minor(manifest.version) and json.dumps(written) != json.dumps(fields):
             _refuse(where, fields, written)
     return manifest
 

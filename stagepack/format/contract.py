@@ -8,35 +8,43 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import (
     Dim,
     Expr,
     Symbol,
-    evaluate,
+    evaluate_dim,
     format_dim,
     format_range,
     format_shape,
-    is_within,
-    symbols_in,
+    size_in_range,
+    symbol_names,
 )
 from stagepack.format.signature import Signature
-from stagepack.format.tree import UNUSED, ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant, flatten, value_names
+from stagepack.format.tree import (
+    UNUSED,
+    ConstantLeaf,
+    NonFiniteLeaf,
+    ValueLeaf,
+    constant_value,
+    flatten_tree,
+    value_names,
+)
 
 _PYTHON: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class BoundArgument:
     """A value that the caller gave; `where` names the place in the call, such as ``batch['input_ids']``."""
 
     where: str
     value: Any
 
 
-def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Given]:
+def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, BoundArgument]:
     """Match a call with the signature: the name of each value -> what the caller gave for it.
 
     Raises:
@@ -44,15 +52,15 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             values that were one.
     """
     named = _by_parameter(signature, args, kwargs)
-    bound: dict[str, Given] = {}
+    bound: dict[str, BoundArgument] = {}
     for parameter in signature.parameters:
         if parameter.name not in named:
             if any(True for _ in value_names(parameter.tree)):
                 raise InputError(f"the argument {parameter.name!r} is missing")
             continue
-        for where, leaf, given in flatten(parameter.tree, named[parameter.name], parameter.name):
+        for where, leaf, given in flatten_tree(parameter.tree, named[parameter.name], parameter.name):
             if isinstance(leaf, ValueLeaf):
-                first = bound.setdefault(leaf.name, Given(where, given))
+                first = bound.setdefault(leaf.name, BoundArgument(where, given))
                 same = first.value is given or (isinstance(given, bool | int | float) and first.value == given)
                 if not same and leaf.name != UNUSED:
                     raise InputError(f"{where} was the same as {first.where} at export: export again to change it")
@@ -62,7 +70,7 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def check_values(
-    expected: Iterable[Value | Edge], bound: Mapping[str, Given], symbols: Iterable[Symbol]
+    expected: Iterable[Value | Edge], bound: Mapping[str, BoundArgument], symbols: Iterable[Symbol]
 ) -> dict[str, int]:
     """Check values against their types, shapes and ranges; return the sizes of the symbols.
 
@@ -90,7 +98,7 @@ def check_values(
         left = len(derived)
         derived = [entry for entry in derived if not _check_derived(*entry, sizes, origin)]
     for symbol in symbols:
-        if symbol.name in sizes and not is_within(symbol, sizes[symbol.name]):
+        if symbol.name in sizes and not size_in_range(symbol, sizes[symbol.name]):
             found = f"{origin[symbol.name]} is {sizes[symbol.name]}"
             raise InputError(f"{found}, allowed is {format_range(symbol)} ({symbol.name!r})")
     return sizes
@@ -117,16 +125,16 @@ def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, given: Any, where: str) -
     Raises:
         InputError: it is another one.
     """
-    expected = constant(leaf)
+    expected = constant_value(leaf)
     same = type(given) is type(expected) and (given == expected or (given != given and expected != expected))
     if not same:
         found = repr(given) if isinstance(given, None | bool | int | float | str) else type(given).__name__
         raise InputError(f"{where} was fixed to {expected!r} at export, found {found}: export again to change it")
 
 
-def _sizes(value: Value | Edge, given: Given) -> Iterable[tuple[str, Dim, int]]:
+def _sizes(value: Value | Edge, given: BoundArgument) -> Iterable[tuple[str, Dim, int]]:
     """The sizes that a value brings: (place, expected dimension, found size)."""
-    if value.dtype in SCALARS:
+    if value.dtype in SCALAR_DTYPES:
         wanted = _PYTHON[value.dtype]
         if type(given.value) is not wanted:
             raise InputError(f"{given.where}: expected a Python {wanted.__name__}, found {type(given.value).__name__}")
@@ -154,12 +162,12 @@ def _check_derived(place: str, dim: Expr, size: int, sizes: dict[str, int], orig
 
     Returns whether it could be checked: it may hold sizes that only the data tells, which the graph's own assertions check.
     """
-    unknown = {name for name in symbols_in(dim) if name not in sizes}
+    unknown = {name for name in symbol_names(dim) if name not in sizes}
     try:
         if len(unknown) == 1 and (solved := _solve(dim, size, sizes)) is not None:
             sizes[solved[0]] = solved[1]
             origin[solved[0]] = place
-        expected = evaluate(dim, sizes)
+        expected = evaluate_dim(dim, sizes)
     except (KeyError, ArithmeticError):
         return False
     if expected != size:
@@ -173,11 +181,11 @@ def _solve(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, int] | N
         return dim, size
     if not isinstance(dim, Expr) or dim.op not in ("add", "mul"):
         return None
-    known = [arg for arg in dim.args if all(name in sizes for name in symbols_in(arg))]
+    known = [arg for arg in dim.args if all(name in sizes for name in symbol_names(arg))]
     rest = [arg for arg in dim.args if arg not in known]
     if len(rest) != 1:
         return None
-    number = evaluate(Expr(op=dim.op, args=tuple(known)), sizes)
+    number = evaluate_dim(Expr(op=dim.op, args=tuple(known)), sizes)
     if dim.op == "add":
         return _solve(rest[0], size - number, sizes)
     return _solve(rest[0], size // number, sizes) if number else None

@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-ZEROS = "0" * 64
+ZERO_DIGEST = "0" * 64
 _FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
@@ -19,18 +19,18 @@ def sha256_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def seal(manifest: bytes) -> bytes:
+def insert_digest(manifest: bytes) -> bytes:
     """Put the digest of a manifest that ends with 64 zeros into their place."""
-    stated, found = seal_of(manifest)
-    if stated != ZEROS:
+    stated, found = stated_and_actual_digest(manifest)
+    if stated != ZERO_DIGEST:
         raise ValueError("the manifest does not end with the zeros that its digest replaces")
-    return manifest[: manifest.rindex(ZEROS.encode())] + found.encode() + b'"\n}\n'
+    return manifest[: manifest.rindex(ZERO_DIGEST.encode())] + found.encode() + b'"\n}\n'
 
 
-def seal_of(manifest: bytes) -> tuple[str | None, str]:
+def stated_and_actual_digest(manifest: bytes) -> tuple[str | None, str]:
     """The digest that a manifest states of itself (None when it states none), and the one that it has."""
     field = _FIELD.search(manifest)
     if field is None:
         return None, sha256_of(manifest)
     start, end = field.span(1)
-    return field[1].decode(), sha256_of(manifest[:start] + ZEROS.encode() + manifest[end:])
+    return field[1].decode(), sha256_of(manifest[:start] + ZERO_DIGEST.encode() + manifest[end:])

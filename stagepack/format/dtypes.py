@@ -39,7 +39,7 @@ STORED_SIZE: Final[Mapping[str, int]] = MappingProxyType({stored: size for store
 STORED_AS: Final[Mapping[str, str]] = MappingProxyType({stored: name for stored, (name, _) in _STORED.items()})
 
 # Symbolic scalars travel as Python numbers, not as tensors.
-SCALARS: Final = frozenset({"symint", "symfloat", "symbool"})
+SCALAR_DTYPES: Final = frozenset({"symint", "symfloat", "symbool"})
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:

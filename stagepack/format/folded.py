@@ -39,7 +39,7 @@ class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: tuple[ModuleCall, ...] = ()
 
 
-class Folded(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class FoldedGraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The fields of a `Graph`, and the regions that its nodes call; one region may call those before it."""
 
     symbols: tuple[Symbol, ...] = ()
@@ -55,6 +55,6 @@ class Folded(Struct, frozen=True, kw_only=True, omit_defaults=True):
     regions: tuple[Region, ...] = ()
 
 
-def plain(graph: Graph) -> Folded:
+def trivially_folded(graph: Graph) -> FoldedGraph:
     """A graph as its file may hold it, with nothing folded."""
-    return Folded(**{name: getattr(graph, name) for name in Graph.__struct_fields__})
+    return FoldedGraph(**{name: getattr(graph, name) for name in Graph.__struct_fields__})

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from stagepack.format.limits import Int64
-from stagepack.format.plan import Plan, Run, numbers
+from stagepack.format.plan import Plan, Run, run_members
 from stagepack.format.shapes import Dim, Symbol
 from stagepack.format.signature import Signature
 
@@ -81,7 +81,7 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def numbers(self) -> list[int]:
         """Where each node stands in the list of nodes of the whole model; -1 for one that was added."""
-        return [-1] * self.added + list(numbers(self.places))
+        return [-1] * self.added + list(run_members(self.places))
 
 
 class File(Struct, frozen=True, kw_only=True):

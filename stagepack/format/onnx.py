@@ -127,12 +127,12 @@ class OnnxModel:
     tensors: tuple[OnnxTensor, ...]
 
 
-def onnx_type(dtype: str) -> int | None:
+def onnx_element_type(dtype: str) -> int | None:
     """The element type of ONNX that a dtype of this format has; None if there is none."""
     return ELEMENT_TYPES.get(SCALAR_TYPES.get(dtype, PAIRS.get(dtype, dtype)))
 
 
-def read_onnx(content: bytes, where: str) -> OnnxModel:
+def parse_onnx_model(content: bytes, where: str) -> OnnxModel:
     """Read an ONNX file.
 
     Raises:

@@ -47,10 +47,10 @@ HIGHER_ORDER_OPERATORS: Final = frozenset(
 )
 
 # Namespaces that every caller allows; operators of any other are run only when the caller names the namespace.
-NAMESPACES: Final = frozenset({"aten", "prims", "operator", "math", "torch", "higher_order"})
+ALLOWED_NAMESPACES: Final = frozenset({"aten", "prims", "operator", "math", "torch", "higher_order"})
 
 # ATen operators that reach files, processes, raw memory or the state of the whole process.
-DENIED: Final = frozenset(
+DENIED_OPERATORS: Final = frozenset(
     {
         "aten.from_file",
         "aten.save",
@@ -89,18 +89,18 @@ _FUNCTIONS: Final = frozenset({"operator", "math", "torch", "higher_order"})
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
 
 
-def namespace(name: str) -> str:
+def operator_namespace(name: str) -> str:
     """The namespace of an operator: ``aten`` of ``aten.linear.default``."""
     return name.split(".")[0]
 
 
-def is_well_formed(name: str) -> bool:
+def is_operator_name(name: str) -> bool:
     """Whether a name has the form ``namespace.name.overload``, or ``namespace.name`` for a function."""
-    return _NAME.fullmatch(name) is not None and name.count(".") == (1 if namespace(name) in _FUNCTIONS else 2)
+    return _NAME.fullmatch(name) is not None and name.count(".") == (1 if operator_namespace(name) in _FUNCTIONS else 2)
 
 
-def is_denied(name: str) -> bool:
+def is_denied_operator(name: str) -> bool:
     """Whether no bundle may use this operator: on the list, or not one of the closed sets of its namespace."""
-    if namespace(name) in _FUNCTIONS:
+    if operator_namespace(name) in _FUNCTIONS:
         return name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
-    return ".".join(name.split(".")[:2]) in DENIED
+    return ".".join(name.split(".")[:2]) in DENIED_OPERATORS

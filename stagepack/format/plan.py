@@ -15,14 +15,14 @@ from stagepack.format.limits import Int64
 Run = tuple[Int64, Int64]
 
 
-def runs(numbers: Iterable[int]) -> tuple[Run, ...]:
+def to_runs(numbers: Iterable[int]) -> tuple[Run, ...]:
     """Ascending numbers as runs: the first of those that follow one another, and how many."""
     groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     listed = ([number for _, number in group] for _, group in groups)
     return tuple((group[0], len(group)) for group in listed)
 
 
-def numbers(found: Iterable[Run]) -> Iterator[int]:
+def run_members(found: Iterable[Run]) -> Iterator[int]:
     """Yield the numbers of runs, in order: the inverse of `runs`."""
     return itertools.chain.from_iterable(range(first, first + count) for first, count in found)
 

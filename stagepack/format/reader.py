@@ -13,14 +13,14 @@ from typing import NamedTuple
 from stagepack.errors import DigestError, LimitError, NotABundleError, Problem
 from stagepack.format import limits
 from stagepack.format.codec import convert_manifest, decode_graph, parse_json
-from stagepack.format.digest import seal_of, sha256_of, sha256_of_file
+from stagepack.format.digest import sha256_of, sha256_of_file, stated_and_actual_digest
 from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
-from stagepack.format.folded import Folded
+from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge, File, Manifest, Stage
-from stagepack.format.onnx import NEXT, STATE, OnnxModel, read_onnx
-from stagepack.format.unfold import unfold
-from stagepack.format.upgrade import check_version, is_newer
+from stagepack.format.onnx import NEXT, STATE, OnnxModel, parse_onnx_model
+from stagepack.format.unfold import unfold_graph
+from stagepack.format.upgrade import check_version, is_newer_minor
 from stagepack.format.validate import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
@@ -31,15 +31,15 @@ from stagepack.format.validate import (
     check_stage,
     raise_problems,
 )
-from stagepack.format.weights import StoredTensor, read_index
+from stagepack.format.weights import StoredTensor, read_weight_header
 
-EXAMPLE_NAME = "example.safetensors"
+EXAMPLE_FILE_NAME = "example.safetensors"
 
 
 class GraphFile(NamedTuple):
     """What a graph file holds: equal parts once, and all of it."""
 
-    folded: Folded
+    folded: FoldedGraph
     graph: Graph
 
 
@@ -58,7 +58,7 @@ def read_graph(content: bytes, where: str, *, newer: bool = False, calls: bool =
     """
     folded = decode_graph(content, where, newer=newer)
     raise_problems(check_folded(folded, where))
-    graph = unfold(folded, where, calls=calls)
+    graph = unfold_graph(folded, where, calls=calls)
     raise_problems(check_graph(graph, where))
     return GraphFile(folded, graph)
 
@@ -113,7 +113,7 @@ class Bundle:
     @property
     def example(self) -> Path | None:
         """The file with the example's inputs and results, if the bundle has one."""
-        return self.path / EXAMPLE_NAME if EXAMPLE_NAME in self.files else None
+        return self.path / EXAMPLE_FILE_NAME if EXAMPLE_FILE_NAME in self.files else None
 
     def graph(self, stage: int) -> Graph:
         """Read the graph of a stage.
@@ -132,7 +132,7 @@ class Bundle:
             FormatError: it breaks rules.
         """
         name = self.stages[stage].graph
-        file = read_graph(self.read(name), name, newer=is_newer(self.manifest.version), calls=calls)
+        file = read_graph(self.read(name), name, newer=is_newer_minor(self.manifest.version), calls=calls)
         raise_problems(check_stage(file.graph, self.stages[stage], self._edge))
         return file
 
@@ -147,11 +147,11 @@ class Bundle:
         assert entry.onnx is not None
         name = entry.onnx.model
         content = self.read(name, limits.ONNX_BYTES)
-        model = read_onnx(content, name)
+        model = parse_onnx_model(content, name)
         stored = {}
         for weights in (*entry.weights, *entry.onnx.weights):
             raise_digest_problems(self.check_size(weights))
-            stored[weights] = tuple(read_index(self.path / weights).values())
+            stored[weights] = tuple(read_weight_header(self.path / weights).values())
         written = (
             {weight.names[0]: weight for weight in self.graph_file(stage, calls=False).graph.weights}
             if entry.state
@@ -191,7 +191,7 @@ class Bundle:
         found: dict[str, tuple[Path, StoredTensor]] = {}
         for name in self.stages[stage].weights:
             raise_digest_problems(self.check_size(name))
-            index = read_index(self.path / name)
+            index = read_weight_header(self.path / name)
             twice = sorted(found.keys() & index.keys())
             raise_problems(
                 Problem(rule="W7", where=name, message=f"{tensor[:80]!r} is in another file too") for tensor in twice
@@ -254,7 +254,7 @@ class Bundle:
             if self.stages[stage].onnx is not None:
                 self.onnx_file(stage)
         if self.example:
-            read_index(self.example)
+            read_weight_header(self.example)
 
 
 def raise_digest_problems(problems: list[Problem]) -> None:
@@ -276,7 +276,7 @@ def _read_manifest(folder: Path) -> Manifest:
     if not isinstance(fields, dict) or fields.get("format") != "stagepack":
         raise NotABundleError(f'{path}: not a stagepack manifest: expected the field "format": "stagepack" [M1]')
     check_version(fields, MANIFEST_NAME)
-    stated, found = seal_of(content)
+    stated, found = stated_and_actual_digest(content)
     if stated != found:
         message = f"its digest is {found}, it states {stated}: the file was changed"
         raise DigestError([Problem(rule="D3", where=MANIFEST_NAME, message=message)])

@@ -17,29 +17,29 @@ from stagepack.format.graph import (
     ValueArg,
     Weight,
 )
-from stagepack.format.shapes import Dim, Expr, symbols_in
-from stagepack.format.traversal import values_used
+from stagepack.format.shapes import Dim, Expr, symbol_names
+from stagepack.format.traversal import input_names
 from stagepack.format.tree import value_names
 
 
-def value_texts(value: Value) -> Iterator[str]:
+def names_in_value(value: Value) -> Iterator[str]:
     """Yield the names in a value: its own, and those of symbols."""
     yield value.name
     for dim in value.shape:
-        yield from symbols_in(dim)
+        yield from symbol_names(dim)
     if value.expr is not None:
-        yield from symbols_in(value.expr)
+        yield from symbol_names(value.expr)
 
 
-def node_texts(node: Node) -> Iterator[str]:
+def names_in_node(node: Node) -> Iterator[str]:
     """Yield the names in a node: of the values that it is given, and those in the values that it makes."""
-    yield from values_used(node)
+    yield from input_names(node)
     for value in node.outputs:
         if value is not None:
-            yield from value_texts(value)
+            yield from names_in_value(value)
 
 
-def weight_texts(weight: Weight) -> Iterator[str]:
+def names_in_weight(weight: Weight) -> Iterator[str]:
     """Yield the names in a weight."""
     yield weight.value
     yield from weight.names
@@ -47,7 +47,7 @@ def weight_texts(weight: Weight) -> Iterator[str]:
         yield weight.base
 
 
-def call_texts(call: ModuleCall) -> Iterator[str]:
+def names_in_call(call: ModuleCall) -> Iterator[str]:
     """Yield the names in the call of a module, and where it begins."""
     yield call.path
     yield call.first
@@ -55,31 +55,31 @@ def call_texts(call: ModuleCall) -> Iterator[str]:
         yield from value_names(*call.signature.trees)
 
 
-def region_texts(region: Region) -> Iterator[str]:
+def names_in_region(region: Region) -> Iterator[str]:
     """Yield the templates of a region."""
     for item in region.nodes:
-        yield from node_texts(item) if isinstance(item, Node) else item.holes
+        yield from names_in_node(item) if isinstance(item, Node) else item.holes
     yield from (scope.path for scope in region.scopes)
     for weight in region.weights:
-        yield from weight_texts(weight)
+        yield from names_in_weight(weight)
     for call in region.calls:
-        yield from call_texts(call)
+        yield from names_in_call(call)
 
 
-def renamed(node: Node, names: Iterator[str]) -> Node:
+def rename_node(node: Node, names: Iterator[str]) -> Node:
     """A node with other names, which come in the order of `node_texts`."""
     args = tuple([_argument(argument, names) for argument in node.args])
     kwargs = tuple([(key, _argument(argument, names)) for key, argument in node.kwargs])
     return replace(node, args=args, kwargs=kwargs, outputs=tuple([_value(value, names) for value in node.outputs]))
 
 
-def renamed_weight(weight: Weight, names: Iterator[str]) -> Weight:
+def rename_weight(weight: Weight, names: Iterator[str]) -> Weight:
     """A weight with other names, which come in the order of `weight_texts`."""
     value, own = next(names), tuple([next(names) for _ in weight.names])
     return replace(weight, value=value, names=own, base=None if weight.base is None else next(names))
 
 
-def renamed_call(call: ModuleCall, names: Iterator[str]) -> ModuleCall:
+def rename_call(call: ModuleCall, names: Iterator[str]) -> ModuleCall:
     """The call of a module with other names, which come in the order of `call_texts`."""
     path, first = next(names), next(names)
     signature = None if call.signature is None else call.signature.renamed(lambda _: next(names))

@@ -72,16 +72,16 @@ _SIGNS: Final = {"add": " + ", "mul": "*", "floordiv": "//", "mod": " % ", "pow"
 _EXPONENT_CEILING: Final = 64
 
 
-def symbols_in(dim: Dim) -> Iterator[str]:
+def symbol_names(dim: Dim) -> Iterator[str]:
     """Yield the names of the symbols of a dimension, with repeats, from left to right."""
     if isinstance(dim, str):
         yield dim
     elif isinstance(dim, Expr):
         for arg in dim.args:
-            yield from symbols_in(arg)
+            yield from symbol_names(arg)
 
 
-def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
+def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
     """Compute a dimension from the sizes of its symbols.
 
     Raises:
@@ -92,10 +92,10 @@ def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
         return dim
     if isinstance(dim, str):
         return sizes[dim]
-    return OPERATIONS[dim.op](*(evaluate(arg, sizes) for arg in dim.args))
+    return OPERATIONS[dim.op](*(evaluate_dim(arg, sizes) for arg in dim.args))
 
 
-def is_within(symbol: Symbol, size: int) -> bool:
+def size_in_range(symbol: Symbol, size: int) -> bool:
     """Whether a size lies in the range of a symbol."""
     return (symbol.min is None or size >= symbol.min) and (symbol.max is None or size <= symbol.max)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stagepack.format.tree import Tree, renamed
+from stagepack.format.tree import Tree, rename_values
 
 
 class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -35,5 +35,5 @@ class Signature(Struct, frozen=True, kw_only=True):
 
     def renamed(self, name: Callable[[str], str]) -> "Signature":
         """The same with other names of values; `name` is asked in the order of the trees."""
-        parameters = [replace(parameter, tree=renamed(parameter.tree, name)) for parameter in self.parameters]
-        return Signature(parameters=tuple(parameters), result=renamed(self.result, name))
+        parameters = [replace(parameter, tree=rename_values(parameter.tree, name)) for parameter in self.parameters]
+        return Signature(parameters=tuple(parameters), result=rename_values(self.result, name))

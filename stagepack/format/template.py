@@ -26,13 +26,13 @@ class Hole(NamedTuple):
         return f"{{{self.number}{self.plus:+d}}}" if self.plus else f"{{{self.number}}}"
 
 
-def escape(text: str) -> str:
+def escape_template(text: str) -> str:
     """The template that gives this text."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 @lru_cache(maxsize=4096)
-def parse(template: str) -> tuple[str | Hole, ...]:
+def parse_template(template: str) -> tuple[str | Hole, ...]:
     """The parts of a template.
 
     Raises:
@@ -52,14 +52,14 @@ def parse(template: str) -> tuple[str | Hole, ...]:
     return tuple(parts)
 
 
-def fill(template: str, texts: Sequence[str]) -> str:
+def fill_template(template: str, texts: Sequence[str]) -> str:
     """A template with texts in its holes.
 
     Raises:
         TemplateError: it is not one, there is no text for a hole, a number is added to what is none, or the result is under 0 or
             too long.
     """
-    found = "".join([_filled(part, texts) if isinstance(part, Hole) else part for part in parse(template)])
+    found = "".join([_filled(part, texts) if isinstance(part, Hole) else part for part in parse_template(template)])
     if len(found) > limits.NAME_CHARACTERS:
         raise TemplateError(f"{template[:80]!r} becomes a text of over {limits.NAME_CHARACTERS} characters")
     return found

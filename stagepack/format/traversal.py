@@ -19,7 +19,7 @@ from stagepack.format.graph import (
 _CONTAINERS = frozenset({ListArg, TupleArg, DictArg, SliceArg})
 
 
-def parts(argument: Argument) -> Iterator[Argument]:
+def child_arguments(argument: Argument) -> Iterator[Argument]:
     """Yield the arguments inside a container argument, or nothing."""
     if isinstance(argument, ListArg | TupleArg):
         yield from argument.items
@@ -29,24 +29,24 @@ def parts(argument: Argument) -> Iterator[Argument]:
         yield from (argument.start, argument.stop, argument.step)
 
 
-def leaves(argument: Argument) -> Iterator[Argument]:
+def leaf_arguments(argument: Argument) -> Iterator[Argument]:
     """Yield the argument itself, or what its containers hold, at any depth and in order."""
     if isinstance(argument, ListArg | TupleArg | DictArg | SliceArg):
-        for part in parts(argument):
-            yield from leaves(part)
+        for part in child_arguments(argument):
+            yield from leaf_arguments(part)
     else:
         yield argument
 
 
-def arguments(node: Node) -> Iterator[Argument]:
+def node_arguments(node: Node) -> Iterator[Argument]:
     """Yield the leaves of all arguments of a node, positional ones first."""
     for argument in node.args:
-        yield from leaves(argument)
+        yield from leaf_arguments(argument)
     for _, argument in node.kwargs:
-        yield from leaves(argument)
+        yield from leaf_arguments(argument)
 
 
-def values_used(node: Node) -> list[str]:
+def input_names(node: Node) -> list[str]:
     """The names of the values that a node is given, with repeats."""
     names: list[str] = []
     for argument in node.args:
@@ -61,43 +61,43 @@ def _add_names(argument: Argument, names: list[str]) -> None:
     if kind is ValueArg:
         names.append(argument.name)  # type: ignore[union-attr, arg-type]
     elif kind in _CONTAINERS:
-        for part in parts(argument):
+        for part in child_arguments(argument):
             _add_names(part, names)
 
 
-def subgraphs_used(node: Node) -> Iterator[int]:
+def subgraph_indices(node: Node) -> Iterator[int]:
     """Yield the indices of the subgraphs that a node calls."""
-    return (argument.index for argument in arguments(node) if isinstance(argument, SubgraphArg))
+    return (argument.index for argument in node_arguments(node) if isinstance(argument, SubgraphArg))
 
 
-def values_made(node: Node) -> Iterator[str]:
+def output_names(node: Node) -> Iterator[str]:
     """Yield the names of the values that a node makes."""
     return (value.name for value in node.outputs if value is not None)
 
 
 def is_random(graph: Graph, node: Node) -> bool:
     """Whether a node draws random numbers, or a subgraph that it calls."""
-    inner = (other for index in subgraphs_used(node) for other in graph.subgraphs[index].nodes)
+    inner = (other for index in subgraph_indices(node) for other in graph.subgraphs[index].nodes)
     return graph.ops[node.op].random or any(is_random(graph, other) for other in inner)
 
 
-def given(node: Node, op: Op, parameter: str) -> Argument:
+def parameter_argument(node: Node, op: Op, parameter: str) -> Argument:
     """What a node gives to one parameter of its operator; None when it leaves the parameter out."""
     position = op.parameters.index(parameter)
     return node.args[position] if position < len(node.args) else dict(node.kwargs).get(parameter)
 
 
-def bound(node: Node, op: Op, parameter: str) -> Iterator[str]:
+def parameter_value_names(node: Node, op: Op, parameter: str) -> Iterator[str]:
     """Yield the names of the values given to one parameter of an operator."""
-    return (leaf.name for leaf in leaves(given(node, op, parameter)) if isinstance(leaf, ValueArg))
+    return (leaf.name for leaf in leaf_arguments(parameter_argument(node, op, parameter)) if isinstance(leaf, ValueArg))
 
 
-def in_order(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
+def sort_module_calls(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
     """Calls of modules in the order of their nodes; of those that begin together, the one with most nodes first."""
     return tuple(sorted(calls, key=lambda call: (len(call.first), call.first, -call.nodes, call.path)))
 
 
-def split_call(path: str) -> tuple[str, str]:
+def split_call_path(path: str) -> tuple[str, str]:
     """The path of a call of a module, or the last part of it -> that of the module, and the number of the call: empty for the first."""
     module, mark, number = path.rpartition("@")
     return (module, number) if mark and number.isdecimal() else (path, "")

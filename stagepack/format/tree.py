@@ -69,7 +69,7 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def children(tree: Tree) -> Iterator[Tree]:
+def child_trees(tree: Tree) -> Iterator[Tree]:
     """Yield the trees directly inside a container, or nothing for a leaf."""
     if isinstance(tree, SequenceTree):
         yield from tree.items
@@ -83,7 +83,7 @@ def tree_leaves(tree: Tree) -> Iterator[ValueLeaf | ConstantLeaf | NonFiniteLeaf
     """Yield the leaves from left to right."""
     if isinstance(tree, ValueLeaf | ConstantLeaf | NonFiniteLeaf):
         yield tree
-    for child in children(tree):
+    for child in child_trees(tree):
         yield from tree_leaves(child)
 
 
@@ -92,25 +92,27 @@ def value_names(*trees: Tree) -> Iterator[str]:
     return (leaf.name for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, ValueLeaf))
 
 
-def renamed(tree: Tree, name: Callable[[str], str]) -> Tree:
+def rename_values(tree: Tree, name: Callable[[str], str]) -> Tree:
     """A tree with other names of values; `name` is asked from left to right."""
     if isinstance(tree, ValueLeaf):
         return ValueLeaf(name(tree.name))
     if isinstance(tree, SequenceTree):
-        return replace(tree, items=tuple([renamed(item, name) for item in tree.items]))
+        return replace(tree, items=tuple([rename_values(item, name) for item in tree.items]))
     if isinstance(tree, DictTree):
-        return replace(tree, items=tuple([(key, renamed(item, name)) for key, item in tree.items]))
+        return replace(tree, items=tuple([(key, rename_values(item, name)) for key, item in tree.items]))
     if isinstance(tree, ObjectTree):
-        return replace(tree, fields=tuple([(key, renamed(item, name)) for key, item in tree.fields]))
+        return replace(tree, fields=tuple([(key, rename_values(item, name)) for key, item in tree.fields]))
     return tree
 
 
-def constant(leaf: ConstantLeaf | NonFiniteLeaf) -> bool | float | str | None:
+def constant_value(leaf: ConstantLeaf | NonFiniteLeaf) -> bool | float | str | None:
     """The Python value of a constant leaf."""
     return float(leaf.value) if isinstance(leaf, NonFiniteLeaf) else leaf.value
 
 
-def flatten(tree: Tree, given: Any, where: str) -> Iterator[tuple[str, ValueLeaf | ConstantLeaf | NonFiniteLeaf, Any]]:
+def flatten_tree(
+    tree: Tree, given: Any, where: str
+) -> Iterator[tuple[str, ValueLeaf | ConstantLeaf | NonFiniteLeaf, Any]]:
     """Match an object against a tree; yield (place, leaf, what was given there) from left to right.
 
     Objects are read by field: a mapping by key; a named tuple, a dataclass, or what is of the recorded class by attribute.
@@ -122,7 +124,7 @@ def flatten(tree: Tree, given: Any, where: str) -> Iterator[tuple[str, ValueLeaf
         _require(isinstance(given, list | tuple | collections.deque), f"a {tree.kind}", given, where)
         _require(len(given) == len(tree.items), f"{len(tree.items)} items", len(given), where)
         for position, (item, part) in enumerate(zip(tree.items, given, strict=True)):
-            yield from flatten(item, part, f"{where}[{position}]")
+            yield from flatten_tree(item, part, f"{where}[{position}]")
     elif isinstance(tree, DictTree):
         _require(isinstance(given, Mapping), f"a {tree.kind}", given, where)
         yield from _flatten_keys(tree.items, given, where)
@@ -132,7 +134,7 @@ def flatten(tree: Tree, given: Any, where: str) -> Iterator[tuple[str, ValueLeaf
         yield where, tree, given
 
 
-def unflatten(
+def unflatten_tree(
     tree: Tree, leaf: Callable[[ValueLeaf | ConstantLeaf | NonFiniteLeaf], Any], types: Collection[type] = ()
 ) -> Any:
     """Build the object that a tree describes; `leaf` gives the object of each leaf.
@@ -144,19 +146,19 @@ def unflatten(
         InputError: a class of `types` does not take the fields that are recorded.
     """
     if isinstance(tree, SequenceTree):
-        items = [unflatten(item, leaf, types) for item in tree.items]
+        items = [unflatten_tree(item, leaf, types) for item in tree.items]
         if tree.kind == "deque":
             return collections.deque(items, maxlen=tree.maxlen)
         return items if tree.kind == "list" else tuple(items)
     if isinstance(tree, DictTree):
-        pairs = {key: unflatten(item, leaf, types) for key, item in tree.items}
+        pairs = {key: unflatten_tree(item, leaf, types) for key, item in tree.items}
         if tree.kind == "OrderedDict":
             return collections.OrderedDict(pairs)
         if tree.kind == "defaultdict":
             return collections.defaultdict(_FACTORIES[tree.factory] if tree.factory else None, pairs)
         return pairs
     if isinstance(tree, ObjectTree):
-        fields = {name: unflatten(item, leaf, types) for name, item in tree.fields}
+        fields = {name: unflatten_tree(item, leaf, types) for name, item in tree.fields}
         cls = next((cls for cls in types if type_name(cls) == tree.class_name), None)
         return fields if cls is None else _build(cls, fields)
     return leaf(tree)
@@ -186,7 +188,7 @@ def _flatten_keys(
     if set(expected) != set(given):
         raise InputError(f"{where}: expected the keys {expected}, found {list(given)}")
     for key, item in items:
-        yield from flatten(item, given[key], f"{where}[{key!r}]")
+        yield from flatten_tree(item, given[key], f"{where}[{key!r}]")
 
 
 def _fields(tree: ObjectTree, given: Any, where: str) -> Mapping[str, Any]:

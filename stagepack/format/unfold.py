@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from stagepack.errors import FormatError, Problem
-from stagepack.format.folded import Call, Folded, Region
+from stagepack.format.folded import Call, FoldedGraph, Region
 from stagepack.format.graph import (
     Argument,
     DictArg,
@@ -22,16 +22,16 @@ from stagepack.format.graph import (
     ValueArg,
     Weight,
 )
-from stagepack.format.renaming import region_texts, value_texts
+from stagepack.format.renaming import names_in_region, names_in_value
 from stagepack.format.shapes import Dim, Expr
-from stagepack.format.template import TemplateError, fill, has_holes
-from stagepack.format.traversal import in_order, values_used
+from stagepack.format.template import TemplateError, fill_template, has_holes
+from stagepack.format.traversal import input_names, sort_module_calls
 
 # What a text of a region is at one call.
 _Texts = Mapping[str, str]
 
 
-def unfold(folded: Folded, where: str = "", *, calls: bool = True) -> Graph:
+def unfold_graph(folded: FoldedGraph, where: str = "", *, calls: bool = True) -> Graph:
     """Fill in all calls of regions. `folded` keeps the rules that `validate.check_folded` checks.
 
     The scopes of a folded graph stand sorted by path and type in the graph; its weights in the order of their first use, and
@@ -60,7 +60,7 @@ def unfold(folded: Folded, where: str = "", *, calls: bool = True) -> Graph:
     weights = {
         weight.value: weight for weight in (*folded.weights, *(weight for step in steps for weight in step.weights))
     }
-    used = dict.fromkeys(name for node in nodes for name in values_used(node) if name in weights)
+    used = dict.fromkeys(name for node in nodes for name in input_names(node) if name in weights)
     numbers = [number_of[scope] for scope in folded.scopes]
     subgraphs = tuple(
         replace(subgraph, nodes=tuple(replace(node, scope=numbers[node.scope]) for node in subgraph.nodes))
@@ -71,7 +71,7 @@ def unfold(folded: Folded, where: str = "", *, calls: bool = True) -> Graph:
         "scopes": tuple(scopes),
         "weights": tuple(weights[name] for name in (*used, *(name for name in weights if name not in used))),
         "subgraphs": subgraphs,
-        "calls": in_order((*fields["calls"], *inner)),
+        "calls": sort_module_calls((*fields["calls"], *inner)),
     }
     return Graph(**fields)
 
@@ -100,10 +100,10 @@ class _Steps:
     def __init__(self, regions: Sequence[Region], *, calls: bool) -> None:
         self._regions = regions
         parts = regions if calls else [replace(region, calls=()) for region in regions]
-        self._templates = [sorted(set(region_texts(region))) for region in parts]
+        self._templates = [sorted(set(names_in_region(region))) for region in parts]
         self._makers = [[_filler(item) for item in region.nodes if isinstance(item, Node)] for region in regions]
 
-    def of(self, folded: Folded) -> Iterator[_Step]:
+    def of(self, folded: FoldedGraph) -> Iterator[_Step]:
         """Yield the nodes of a graph in their order."""
         makers = [_keeper(item) for item in folded.nodes if isinstance(item, Node)]
         return self._body(folded.nodes, makers, list(folded.scopes), {})
@@ -123,7 +123,7 @@ class _Steps:
 
     def _call(self, number: int, holes: list[str]) -> Iterator[_Step]:
         region = self._regions[number]
-        texts = {template: fill(template, holes) for template in self._templates[number]}
+        texts = {template: fill_template(template, holes) for template in self._templates[number]}
         yield _Step([], texts, [], [_weight(weight, texts) for weight in region.weights], region.calls)
         scopes = [Scope(path=texts[scope.path], type=scope.type) for scope in region.scopes]
         yield from self._body(region.nodes, self._makers[number], scopes, texts)
@@ -208,7 +208,7 @@ def _argument(argument: Argument) -> _Part:
 
 
 def _value(value: Value | None) -> _Part:
-    if value is None or not any(map(has_holes, value_texts(value))):
+    if value is None or not any(map(has_holes, names_in_value(value))):
         return None
     known, shape, expr = value, _each(map(_dim, value.shape), value.shape), _each([_dim(value.expr)], [value.expr])
     return lambda texts: Value(name=texts[known.name], dtype=known.dtype, shape=shape(texts), expr=expr(texts)[0])

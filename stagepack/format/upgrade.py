@@ -12,7 +12,7 @@ from stagepack.format.version import FEATURES, MAJOR, MINOR, VERSION
 _VERSION: Final = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 
 
-def is_newer(version: str) -> bool:
+def is_newer_minor(version: str) -> bool:
     """Whether a bundle of this version may hold fields that this code does not know, and ignores (SPEC E2)."""
     match = _VERSION.fullmatch(version)
     return match is not None and (int(match[1]), int(match[2])) > (MAJOR, MINOR)

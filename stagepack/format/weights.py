@@ -18,7 +18,7 @@ from stagepack.format.codec import parse_json
 from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, STORED_SIZE, stored_shape
 
 ALIGNMENT = 64
-PADDING = "__padding__"  # names of padding tensors begin so
+PADDING_PREFIX = "__padding__"  # names of padding tensors begin so
 METADATA = "__metadata__"  # not a tensor: texts by name, which no reader of a bundle uses
 
 
@@ -45,10 +45,10 @@ class TensorSpec(Struct, frozen=True, kw_only=True):
         return math.prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
-def layout(tensors: Iterable[TensorSpec]) -> list[StoredTensor]:
+def tensor_layout(tensors: Iterable[TensorSpec]) -> list[StoredTensor]:
     """Where each tensor lies in a file that holds them in the order given."""
     specs = list(tensors)
-    head, gaps = header(specs)
+    head, gaps = weight_file_header(specs)
     position = len(head)
     found = []
     for spec, gap in zip(specs, gaps, strict=True):
@@ -60,7 +60,7 @@ def layout(tensors: Iterable[TensorSpec]) -> list[StoredTensor]:
     return found
 
 
-def header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]:
+def weight_file_header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]:
     """The header of a file that holds the tensors in the order given, and the padding in bytes before each.
 
     The data begins on a multiple of 64 bytes, and so does every tensor in it: where one ends elsewhere, a tensor of
@@ -72,7 +72,7 @@ def header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]:
     for tensor in tensors:
         gap = -position % ALIGNMENT
         if gap:
-            fields[f"{PADDING}{len(gaps)}"] = {
+            fields[f"{PADDING_PREFIX}{len(gaps)}"] = {
                 "dtype": "U8",
                 "shape": [gap],
                 "data_offsets": [position, position + gap],
@@ -90,7 +90,7 @@ def header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]:
     return len(text).to_bytes(8, "little") + text, gaps
 
 
-def read_index(path: Path) -> dict[str, StoredTensor]:
+def read_weight_header(path: Path) -> dict[str, StoredTensor]:
     """Read the header of a weight file: its tensors by name in the order of the file, padding left out.
 
     Raises:
@@ -115,7 +115,7 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
     problems = list(itertools.islice(_layout(tensors.values(), 8 + length, size, where), limits.PROBLEMS))
     if problems:
         raise FormatError(problems)
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING)}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING_PREFIX)}
 
 
 def _error(rule: str, where: str, message: str) -> FormatError:
@@ -149,7 +149,7 @@ def _layout(tensors: Iterable[StoredTensor], position: int, size: int, where: st
         if tensor.start != position:
             message = f"begins at byte {tensor.start}, expected {position}"
             yield Problem(rule="W5", where=place, message=message)
-        if tensor.name.startswith(PADDING):
+        if tensor.name.startswith(PADDING_PREFIX):
             if tensor.dtype != "U8" or tensor.end - tensor.start >= ALIGNMENT:
                 yield Problem(rule="W6", where=place, message=f"padding is not of fewer than {ALIGNMENT} bytes")
         elif tensor.start % ALIGNMENT:

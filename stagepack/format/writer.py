@@ -21,7 +21,7 @@ from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.codec import encode_manifest
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
-from stagepack.format.weights import TensorSpec, header
+from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The bytes of a stored tensor, in pieces of any length.
 Pieces = Iterable[bytes | memoryview]
@@ -44,7 +44,7 @@ class TensorSource:
 _BEGINNING: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
 
 
-def check_output(out: str | os.PathLike[str], *, overwrite: bool) -> None:
+def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse a name that a bundle cannot take, before any work is done for it.
 
     Raises:
@@ -73,7 +73,7 @@ class BundleWriter:
             OutputExistsError: `out` exists and `overwrite` is false, or it is something other than a bundle.
             WriteError: its folder is not there or cannot be written.
         """
-        check_output(out, overwrite=overwrite)
+        check_output_path(out, overwrite=overwrite)
         self._out = Path(os.path.abspath(out))
         self._overwrite = overwrite
         self._files: list[File] = []
@@ -126,7 +126,7 @@ class BundleWriter:
         specs = list(tensors)
 
         def pieces() -> Pieces:
-            head, gaps = header(specs)
+            head, gaps = weight_file_header(specs)
             yield head
             for spec, gap in zip(specs, gaps, strict=True):
                 yield bytes(gap)
@@ -145,7 +145,7 @@ class BundleWriter:
         raise_problems(check_manifest(manifest))
         self.write(MANIFEST_NAME, [encode_manifest(manifest)])
         _sync(self._folder)
-        check_output(self._out, overwrite=self._overwrite)
+        check_output_path(self._out, overwrite=self._overwrite)
         try:
             if os.path.lexists(self._out):
                 os.rename(self._out, self._retired)

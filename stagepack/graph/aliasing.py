@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagepack.format.graph import Graph, Node, Subgraph
-from stagepack.format.traversal import bound, given, subgraphs_used, values_made, values_used
+from stagepack.format.traversal import (
+    input_names,
+    output_names,
+    parameter_argument,
+    parameter_value_names,
+    subgraph_indices,
+)
 
 # Norms that write their running statistics when they train, which their schemas do not say -> the argument that says whether.
 _TRAINS = {
@@ -25,7 +31,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bond:
+class ColocationGroup:
     """Numbers of nodes, ascending, that must stay in one stage; `name` is the buffer, input or value that is written."""
 
     name: str
@@ -33,7 +39,7 @@ class Bond:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class AliasClasses:
     """Which values of a graph may share memory.
 
     Attributes:
@@ -49,20 +55,20 @@ class Memory:
         return self.of.get(name, name) in self.written
 
 
-def memory_of(graph: Graph) -> Memory:
+def alias_classes(graph: Graph) -> AliasClasses:
     """Which values of a graph share memory, and which memory is written."""
     classes = _Classes(graph)
     written: set[str] = set()
     for node in graph.nodes:
         classes.add(graph, node)
         written.update(_written(graph, node))
-    return Memory(
+    return AliasClasses(
         of={name: classes.root(name) for name in classes.names},
         written=frozenset(map(classes.root, written)),
     )
 
 
-def bonds(graph: Graph) -> list[Bond]:
+def colocation_groups(graph: Graph) -> list[ColocationGroup]:
     """The bonds of a graph, by the first node of each."""
     classes = _Classes(graph)
     writes: dict[str, int] = {}
@@ -80,14 +86,14 @@ def bonds(graph: Graph) -> list[Bond]:
     from_outside = {classes.root(value): name for value, name in outside.items() if classes.root(value) in last_write}
     touching: dict[str, list[int]] = {root: [] for root in last_write}
     for number, node in enumerate(graph.nodes):
-        for root in {classes.root(name) for name in (*values_used(node), *values_made(node))} & touching.keys():
+        for root in {classes.root(name) for name in (*input_names(node), *output_names(node))} & touching.keys():
             if root in from_outside or number <= last_write[root]:
                 touching[root].append(number)
-    found = (Bond(name=from_outside.get(root, root), nodes=tuple(nodes)) for root, nodes in touching.items())
+    found = (ColocationGroup(name=from_outside.get(root, root), nodes=tuple(nodes)) for root, nodes in touching.items())
     return sorted((bond for bond in found if len(bond.nodes) > 1), key=lambda bond: bond.nodes)
 
 
-def written_weights(graph: Graph) -> tuple[str, ...]:
+def written_weight_names(graph: Graph) -> tuple[str, ...]:
     """The names of the weights that the nodes of a graph write, in the order of the weight table."""
     written = _written_among(graph, graph.nodes, [weight.value for weight in graph.weights])
     return tuple(weight.names[0] for weight in graph.weights if weight.value in written)
@@ -121,7 +127,7 @@ class _Classes:
             # An operator that returns one list names it as result 0; every item may be a view.
             outputs = node.outputs if node.unpack else node.outputs[index : index + 1]
             for output in filter(None, outputs):
-                for name in bound(node, op, parameter):
+                for name in parameter_value_names(node, op, parameter):
                     self._parent[self.root(output.name)] = self.root(name)
 
 
@@ -129,12 +135,12 @@ def _written(graph: Graph, node: Node) -> Iterable[str]:
     """The values that a node writes; when a branch or loop body writes an input, all that the node is given."""
     op = graph.ops[node.op]
     for parameter in op.mutates:
-        yield from bound(node, op, parameter)
-    if {_TRAINS.get(op.name), *_STATISTICS} <= {*op.parameters} and given(node, op, _TRAINS[op.name]):
+        yield from parameter_value_names(node, op, parameter)
+    if {_TRAINS.get(op.name), *_STATISTICS} <= {*op.parameters} and parameter_argument(node, op, _TRAINS[op.name]):
         for parameter in _STATISTICS:
-            yield from bound(node, op, parameter)
-    if any(_writes_input(graph, graph.subgraphs[index]) for index in subgraphs_used(node)):
-        yield from values_used(node)
+            yield from parameter_value_names(node, op, parameter)
+    if any(_writes_input(graph, graph.subgraphs[index]) for index in subgraph_indices(node)):
+        yield from input_names(node)
 
 
 def _writes_input(graph: Graph, subgraph: Subgraph) -> bool:
@@ -152,12 +158,12 @@ def _written_among(graph: Graph, nodes: Iterable[Node], names: Iterable[str]) ->
     return {name for name in names if classes.root(name) in roots}
 
 
-def torn(found: Iterable[Bond], stages: list[int]) -> Iterator[Bond]:
+def split_groups(found: Iterable[ColocationGroup], stages: list[int]) -> Iterator[ColocationGroup]:
     """Yield the bonds that an assignment of nodes to stages would tear."""
     return (bond for bond in found if len({stages[number] for number in bond.nodes}) > 1)
 
 
-def effects(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str]) -> str | None:
+def impurity_reason(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str]) -> str | None:
     """What keeps a run of nodes from being a function of what it is given: that it writes it, or gives out a view of it.
 
     `outputs` are the values that it gives out. None when it is a function.
@@ -168,8 +174,8 @@ def effects(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str]) -> str 
     given: dict[str, str] = {}
     for node in nodes:
         classes.add(graph, node)
-        given |= {name: name for name in values_used(node) if name not in made}
-        made.update(values_made(node))
+        given |= {name: name for name in input_names(node) if name not in made}
+        made.update(output_names(node))
         written |= {name: graph.ops[node.op].name for name in _written(graph, node)}
     given |= {weight.value: weight.names[0] for weight in graph.weights if weight.value in given}
     roots = {classes.root(value): name for value, name in given.items()}

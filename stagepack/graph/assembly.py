@@ -24,24 +24,24 @@ from stagepack.format.graph import (
     Value,
     Weight,
 )
-from stagepack.format.shapes import Symbol, symbols_in
-from stagepack.format.traversal import in_order, subgraphs_used, values_used
+from stagepack.format.shapes import Symbol, symbol_names
+from stagepack.format.traversal import input_names, sort_module_calls, subgraph_indices
 
 
-def whole(graph: Graph) -> Graph:
+def canonical_graph(graph: Graph) -> Graph:
     """The graph of a whole model in the one form that `join` gives back: the tables in the order of use, and so the weights.
 
     Weights that no node uses follow by name.
     """
-    used = dict.fromkeys(name for node in graph.nodes for name in values_used(node))
+    used = dict.fromkeys(name for node in graph.nodes for name in input_names(node))
     place = {name: number for number, name in enumerate(used)}
     weights = sorted(graph.weights, key=lambda weight: (place.get(weight.value, len(place)), weight.names))
-    assembly = Assembly(graph.symbols)
+    assembly = GraphAssembler(graph.symbols)
     made = assembly.graph(graph, graph.nodes, graph.inputs, weights, graph.outputs)
-    return replace(made, symbols=graph.symbols, calls=in_order(graph.calls))
+    return replace(made, symbols=graph.symbols, calls=sort_module_calls(graph.calls))
 
 
-class Assembly:
+class GraphAssembler:
     """A graph while it is put together."""
 
     def __init__(self, symbols: Sequence[Symbol]) -> None:
@@ -75,7 +75,7 @@ class Assembly:
             *(value for subgraph in self._subgraphs for value in subgraph.inputs),
         )
         dims = (dim for value in values for dim in (*value.shape, *(() if value.expr is None else (value.expr,))))
-        used = {name for dim in dims for name in symbols_in(dim)}
+        used = {name for dim in dims for name in symbol_names(dim)}
         scopes = sorted(self._scopes, key=lambda scope: (scope.path, scope.type))
         number_of = {scope: number for number, scope in enumerate(scopes)}
         place = [number_of[scope] for scope in self._scopes]
@@ -93,7 +93,7 @@ class Assembly:
 
     def node(self, source: Graph, node: Node) -> Node:
         """Move a node here from another graph."""
-        if any(True for _ in subgraphs_used(node)):
+        if any(True for _ in subgraph_indices(node)):
             node = replace(
                 node,
                 args=tuple(self._argument(source, argument) for argument in node.args),

@@ -7,25 +7,32 @@ from dataclasses import dataclass, field
 from msgspec.msgpack import encode
 from msgspec.structs import replace
 
-from stagepack.format.folded import Call, Folded, Region, plain
+from stagepack.format.folded import Call, FoldedGraph, Region, trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Scope, Weight
-from stagepack.format.renaming import call_texts, node_texts, renamed, renamed_call, renamed_weight, weight_texts
-from stagepack.format.traversal import values_used
-from stagepack.format.unfold import unfold
-from stagepack.graph.repeat_search import Repeat, everywhere, find
-from stagepack.graph.template_builder import Holes
+from stagepack.format.renaming import (
+    names_in_call,
+    names_in_node,
+    names_in_weight,
+    rename_call,
+    rename_node,
+    rename_weight,
+)
+from stagepack.format.traversal import input_names
+from stagepack.format.unfold import unfold_graph
+from stagepack.graph.repeat_search import Repeat, all_repeats, find_repeats
+from stagepack.graph.template_builder import TemplateBuilder
 
 
-def fold(graph: Graph, places: Sequence[int] | None = None) -> Folded:
+def fold_graph(graph: Graph, places: Sequence[int] | None = None) -> FoldedGraph:
     """Fold a graph whose tables stand in the order that `unfold` gives them; of any other one nothing is folded.
 
     `places` says where each node stands in the whole model, of which the graph is a stage; -1 for one that stands nowhere.
     """
-    repeats = find(graph).repeats
+    repeats = find_repeats(graph).repeats
     if not repeats:
-        return plain(graph)
+        return trivially_folded(graph)
     folded = _Folding(graph, repeats, range(len(graph.nodes)) if places is None else places).folded()
-    return folded if unfold(folded) == graph else plain(graph)
+    return folded if unfold_graph(folded) == graph else trivially_folded(graph)
 
 
 @dataclass(slots=True)
@@ -35,7 +42,7 @@ class _Places:
     repeat: Repeat
     starts: list[int]  # of all places, those inside of calls of other regions too
     number: int = 0
-    holes: Holes = field(default_factory=Holes)
+    holes: TemplateBuilder = field(default_factory=TemplateBuilder)
 
     @property
     def first(self) -> int:
@@ -57,14 +64,14 @@ class _Folding:
         self.declared: set[str] = set()
         self.begins = _begins(graph.calls, numbers)
         self.called: set[str] = set()  # paths of calls of modules that regions hold
-        self.places = [_Places(*pair) for pair in zip(repeats, everywhere(repeats), strict=True)]
+        self.places = [_Places(*pair) for pair in zip(repeats, all_repeats(repeats), strict=True)]
         # Where calls stand that are written out: in the graph, and in the first place of each region.
         self.calls: dict[int, list[_Places]] = {}
         for places in self.places:
             for start in places.repeat.starts:
                 self.calls.setdefault(start, []).append(places)
 
-    def folded(self) -> Folded:
+    def folded(self) -> FoldedGraph:
         """The folded graph."""
         regions = []
         for number, places in enumerate(reversed(self.places)):
@@ -82,7 +89,7 @@ class _Folding:
             for body in graph.subgraphs
         )
         return replace(
-            plain(graph),
+            trivially_folded(graph),
             nodes=tuple(replace(node, scope=at[node.scope]) if isinstance(node, Node) else node for node in nodes),
             weights=tuple(weight for weight in graph.weights if weight.value not in self.declared),
             scopes=tuple(graph.scopes[scope] for scope in at),
@@ -118,16 +125,16 @@ class _Folding:
             found = [graph.nodes[place] for place in here]
             paths = tuple(graph.scopes[node.scope].path for node in found)
             scope = Scope(path=template_of(paths), type=graph.scopes[found[0].scope].type)
-            names = iter([template_of(column) for column in zip(*map(node_texts, found), strict=True)])
-            nodes.append(replace(renamed(found[0], names), scope=scopes.setdefault(scope, len(scopes))))
+            names = iter([template_of(column) for column in zip(*map(names_in_node, found), strict=True)])
+            nodes.append(replace(rename_node(found[0], names), scope=scopes.setdefault(scope, len(scopes))))
         declared = []
         for column in weights:
-            names = iter([template_of(texts) for texts in zip(*map(weight_texts, column), strict=True)])
-            declared.append(renamed_weight(column[0], names))
+            names = iter([template_of(texts) for texts in zip(*map(names_in_weight, column), strict=True)])
+            declared.append(rename_weight(column[0], names))
         calls = []
         for same in self._own_calls(places):
-            names = iter([template_of(texts) for texts in zip(*map(call_texts, same), strict=True)])
-            calls.append(renamed_call(same[0], names))
+            names = iter([template_of(texts) for texts in zip(*map(names_in_call, same), strict=True)])
+            calls.append(rename_call(same[0], names))
         return Region(nodes=tuple(nodes), weights=tuple(declared), scopes=tuple(scopes), calls=tuple(calls))
 
     def _own_calls(self, places: _Places) -> list[tuple[ModuleCall, ...]]:
@@ -147,7 +154,7 @@ class _Folding:
         rows = []
         for start in places.starts:
             used = (
-                name for node in self.graph.nodes[start : start + places.repeat.length] for name in values_used(node)
+                name for node in self.graph.nodes[start : start + places.repeat.length] for name in input_names(node)
             )
             rows.append([name for name in dict.fromkeys(used) if name in self.weights])
         columns = [
@@ -168,4 +175,4 @@ def _begins(calls: Iterable[ModuleCall], numbers: Sequence[int]) -> list[list[Mo
 
 
 def _nameless(call: ModuleCall) -> bytes:
-    return encode(renamed_call(call, itertools.repeat("")))
+    return encode(rename_call(call, itertools.repeat("")))

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagepack.format.folded import Call, Folded
+from stagepack.format.folded import Call, FoldedGraph
 from stagepack.format.graph import Graph, Node
-from stagepack.format.template import fill
-from stagepack.format.traversal import values_made, values_used
+from stagepack.format.template import fill_template
+from stagepack.format.traversal import input_names, output_names
 
 
-class CallAt(NamedTuple):
+class RegionCallSite(NamedTuple):
     """A call of a region: the number of its first node in the graph, the region's own number, and the texts for its holes."""
 
     start: int
@@ -19,7 +19,7 @@ class CallAt(NamedTuple):
 
 
 # The number of a node, or a call.
-Item = int | CallAt
+BodyItem = int | RegionCallSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class RegionFunction:
             the values that this node makes.
     """
 
-    items: tuple[Item, ...]
-    first: CallAt
+    items: tuple[BodyItem, ...]
+    first: RegionCallSite
     calls: int
     length: int
     inputs: tuple[tuple[int, int], ...]
@@ -46,37 +46,37 @@ class RegionFunction:
 
     def taken(self, graph: Graph, start: int) -> list[str]:
         """The names of the values that it takes where its first node has this number."""
-        return [values_used(graph.nodes[start + node])[place] for node, place in self.inputs]
+        return [input_names(graph.nodes[start + node])[place] for node, place in self.inputs]
 
     def given(self, graph: Graph, start: int) -> list[str]:
         """The names of the values that it gives there."""
-        return [list(values_made(graph.nodes[start + node]))[place] for node, place in self.outputs]
+        return [list(output_names(graph.nodes[start + node]))[place] for node, place in self.outputs]
 
 
-def functions(folded: Folded, graph: Graph) -> tuple[list[Item], list[RegionFunction]]:
+def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem], list[RegionFunction]]:
     """What a graph consists of, and its regions; `graph` is the unfolded one."""
     lengths: list[int] = []
     for region in folded.regions:
         lengths.append(sum(1 if isinstance(item, Node) else lengths[item.region] for item in region.nodes))
-    calls_of: list[list[CallAt]] = [[] for _ in lengths]
+    calls_of: list[list[RegionCallSite]] = [[] for _ in lengths]
 
-    def items(body: Sequence[Node | Call], start: int, texts: tuple[str, ...] | None = None) -> Iterator[Item]:
+    def items(body: Sequence[Node | Call], start: int, texts: tuple[str, ...] | None = None) -> Iterator[BodyItem]:
         for item in body:
             if isinstance(item, Node):
                 yield start
                 start += 1
             else:
-                inner = item.holes if texts is None else tuple(fill(hole, texts) for hole in item.holes)
-                yield CallAt(start, item.region, inner)
+                inner = item.holes if texts is None else tuple(fill_template(hole, texts) for hole in item.holes)
+                yield RegionCallSite(start, item.region, inner)
                 start += lengths[item.region]
 
     whole = list(items(folded.nodes, 0))
-    calls = [item for item in whole if isinstance(item, CallAt)]
+    calls = [item for item in whole if isinstance(item, RegionCallSite)]
     for call in calls:
         calls_of[call.region].append(call)
         inside = items(folded.regions[call.region].nodes, call.start, call.texts)
-        calls += (item for item in inside if isinstance(item, CallAt))
-    last_use = {name: number for number, node in enumerate(graph.nodes) for name in values_used(node)}
+        calls += (item for item in inside if isinstance(item, RegionCallSite))
+    last_use = {name: number for number, node in enumerate(graph.nodes) for name in input_names(node)}
     last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
     found = []
     for number, region in enumerate(folded.regions):
@@ -99,15 +99,15 @@ def functions(folded: Folded, graph: Graph) -> tuple[list[Item], list[RegionFunc
 def _inputs(graph: Graph, start: int, length: int) -> Iterator[tuple[int, int]]:
     known: set[str] = set()
     for node in range(length):
-        for place, name in enumerate(values_used(graph.nodes[start + node])):
+        for place, name in enumerate(input_names(graph.nodes[start + node])):
             if name not in known:
                 known.add(name)
                 yield node, place
-        known.update(values_made(graph.nodes[start + node]))
+        known.update(output_names(graph.nodes[start + node]))
 
 
 def _outputs(graph: Graph, start: int, length: int, last_use: dict[str, int]) -> Iterator[tuple[int, int]]:
     for node in range(length):
-        for place, name in enumerate(values_made(graph.nodes[start + node])):
+        for place, name in enumerate(output_names(graph.nodes[start + node])):
             if last_use.get(name, -1) >= start + length:
                 yield node, place

@@ -24,11 +24,11 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
-from stagepack.format.renaming import value_texts
+from stagepack.format.renaming import names_in_value
 from stagepack.format.shapes import Dim, Expr
-from stagepack.format.traversal import split_call, values_made, values_used
-from stagepack.graph.aliasing import effects
-from stagepack.graph.repeated_sequences import repeated, worth
+from stagepack.format.traversal import input_names, output_names, split_call_path
+from stagepack.graph.aliasing import impurity_reason
+from stagepack.graph.repeated_sequences import folding_gain, repeated_subsequences
 
 _LEAST = 8  # nodes that a region must save
 _LEVELS = 4  # of parts inside of parts that a cut looks at
@@ -62,27 +62,27 @@ class LeftAlone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class RepeatSearchResult:
     """The repeats of a graph. One that lies inside of another comes after it."""
 
     repeats: tuple[Repeat, ...]
     left_alone: tuple[LeftAlone, ...]
 
 
-def find(graph: Graph) -> Found:
+def find_repeats(graph: Graph) -> RepeatSearchResult:
     """Find the equal parts of a graph, in a time that grows little faster than the number of its nodes."""
     search = _Search(graph)
     search.run()
-    return Found(repeats=tuple(_outermost(search.repeats)), left_alone=tuple(search.left_alone))
+    return RepeatSearchResult(repeats=tuple(_outermost(search.repeats)), left_alone=tuple(search.left_alone))
 
 
-def insides(graph: Graph) -> list[set[int]]:
+def repeat_interiors(graph: Graph) -> list[set[int]]:
     """Places where a cut would go through a part that repeats: the numbers of the nodes before which it would stand.
 
     First come those inside of any part; then, again and again, without those of the longest parts.
     """
-    repeats = find(graph).repeats
-    places = list(zip(repeats, everywhere(repeats), strict=True))
+    repeats = find_repeats(graph).repeats
+    places = list(zip(repeats, all_repeats(repeats), strict=True))
     lengths = sorted({repeat.length for repeat in repeats}, reverse=True)
     return [
         {
@@ -96,7 +96,7 @@ def insides(graph: Graph) -> list[set[int]]:
     ]
 
 
-def everywhere(repeats: Sequence[Repeat]) -> list[list[int]]:
+def all_repeats(repeats: Sequence[Repeat]) -> list[list[int]]:
     """Where the parts of each repeat begin, those that lie in any part of a longer one too; the longest come first."""
     found: list[list[int]] = []
     for repeat in repeats:
@@ -155,7 +155,7 @@ def _modules(graph: Graph) -> set[_Part]:
 
 
 def _path(scope: str) -> list[str]:
-    path = split_call(scope)[0]
+    path = split_call_path(scope)[0]
     return path.split(".") if path else []
 
 
@@ -186,7 +186,7 @@ class _Search:
         groups: dict[object, list[_Part]] = defaultdict(list)
         free = [part for part in sorted(parts) if not self._gone[part[0]] and part[1] - part[0] > 1]
         for rough in self._nodes.alike(free):
-            if worth(rough[0][1] - rough[0][0], len(rough)) >= _LEAST:
+            if folding_gain(rough[0][1] - rough[0][0], len(rough)) >= _LEAST:
                 for part in rough:
                     groups[self._nodes.key(part)].append(part)
         return any([self._take_equal(group) for group in groups.values()])
@@ -209,7 +209,7 @@ class _Search:
         sizes = [after - number if after - number == 1 else 0 for number, after in spans]
         taken = bytearray(len(tokens))
         found = False
-        for candidate in repeated(tokens, sizes, _LEAST):
+        for candidate in repeated_subsequences(tokens, sizes, _LEAST):
             starts = [start for start in candidate.starts if not any(taken[start : start + candidate.length])]
             parts = [(spans[start][0], spans[start + candidate.length - 1][1]) for start in starts]
             if len(parts) > 1 and self.take(parts):
@@ -227,7 +227,7 @@ class _Search:
                 return False
             parts = [(first, first + length) for first in sorted(starts)]
         start, end = parts[0]
-        if worth(end - start, len(parts)) < _LEAST:
+        if folding_gain(end - start, len(parts)) < _LEAST:
             return False
         repeat = Repeat(length=end - start, starts=tuple(start for start, _ in parts))
         reason = self._nodes.effects(parts)
@@ -262,7 +262,7 @@ class _Nodes:
             key = self._key(node, names)
             self.tokens.append(self._known.setdefault(key, len(self._known)))
             self._names.append(names)
-        self._last_use = {name: number for number, node in enumerate(graph.nodes) for name in values_used(node)}
+        self._last_use = {name: number for number, node in enumerate(graph.nodes) for name in input_names(node)}
         self._last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
 
     def alike(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
@@ -285,11 +285,11 @@ class _Nodes:
         given_out: set[tuple[int, int]] = set()  # places of values that are used outside of one of the parts
         for first, after in parts:
             for number in range(first, after):
-                for place, name in enumerate(values_made(self._graph.nodes[number])):
+                for place, name in enumerate(output_names(self._graph.nodes[number])):
                     if self._last_use.get(name, 0) >= after:
                         given_out.add((number - first, place))
-        outputs = [list(values_made(self._graph.nodes[start + number]))[place] for number, place in sorted(given_out)]
-        return effects(self._graph, self._graph.nodes[start:end], outputs)
+        outputs = [list(output_names(self._graph.nodes[start + number]))[place] for number, place in sorted(given_out)]
+        return impurity_reason(self._graph, self._graph.nodes[start:end], outputs)
 
     def _typed(self, graph: Graph) -> Iterator[tuple[str, tuple[int, list[str]]]]:
         """Yield the type of each value and weight, as a number, and the names of symbols in it."""
@@ -332,7 +332,7 @@ class _Nodes:
 
 
 def _nameless_value(value: Value, names: list[str]) -> Value:
-    names.extend(value_texts(value))
+    names.extend(names_in_value(value))
     shape = tuple(map(_nameless_dim, value.shape))
     return replace(value, name="", shape=shape, expr=None if value.expr is None else _nameless_dim(value.expr))
 

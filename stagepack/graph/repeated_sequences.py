@@ -17,7 +17,7 @@ class Repeated:
     starts: tuple[int, ...]
 
 
-def repeated(sequence: Sequence[int], sizes: Sequence[int], least: int) -> list[Repeated]:
+def repeated_subsequences(sequence: Sequence[int], sizes: Sequence[int], least: int) -> list[Repeated]:
     """The repeated parts that are worth a region, best first; different ones may overlap.
 
     Args:
@@ -33,7 +33,7 @@ def repeated(sequence: Sequence[int], sizes: Sequence[int], least: int) -> list[
     for common, low, high, gap in _intervals(order, _common_prefixes(sequence, order)):
         length = min(common, gap)
         first = order[low]
-        saved = worth(total[first + length] - total[first], high - low + 1)
+        saved = folding_gain(total[first + length] - total[first], high - low + 1)
         if saved >= least:
             found.append((-saved, length, low, high))
     return [
@@ -41,7 +41,7 @@ def repeated(sequence: Sequence[int], sizes: Sequence[int], least: int) -> list[
     ]
 
 
-def worth(size: int, count: int) -> int:
+def folding_gain(size: int, count: int) -> int:
     """What it saves to write a part of so many nodes once and to call it, where a call counts as two nodes."""
     return (count - 1) * size - 2 * count
 

@@ -2,13 +2,13 @@
 
 import re
 
-from stagepack.format.template import Hole, escape
+from stagepack.format.template import Hole, escape_template
 
 _PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
-class Holes:
+class TemplateBuilder:
     """The holes of a region.
 
     Attributes:
@@ -29,13 +29,15 @@ class Holes:
 
     def _make(self, texts: tuple[str, ...]) -> str:
         if len(set(texts)) == 1:
-            return escape(texts[0])
+            return escape_template(texts[0])
         pieces = [_PIECE.findall(text) for text in texts]
         same = len({len(found) for found in pieces}) == 1
         if not same or any("".join(found) != text for found, text in zip(pieces, texts, strict=True)):
             return str(self._hole(texts))
         columns = zip(*pieces, strict=True)
-        return "".join(escape(column[0]) if len(set(column)) == 1 else str(self._hole(column)) for column in columns)
+        return "".join(
+            escape_template(column[0]) if len(set(column)) == 1 else str(self._hole(column)) for column in columns
+        )
 
     def _hole(self, texts: tuple[str, ...]) -> Hole:
         if not all(map(_NUMBER.fullmatch, texts)):

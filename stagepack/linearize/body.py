@@ -30,7 +30,7 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
-from stagepack.format.traversal import parts, subgraphs_used
+from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED
 from stagepack.linearize.operators import seen_aliases
 from stagepack.linearize.tables import Tables
@@ -48,7 +48,7 @@ _SCALARS = {
 }
 
 
-class Body:
+class BodyBuilder:
     """The nodes of one graph module, with the regions inside it opened."""
 
     def __init__(self, tables: Tables, module: GraphModule, *, inner: bool = False) -> None:
@@ -130,7 +130,7 @@ class Body:
         return SubgraphArg(self._subgraph(held))
 
     def _subgraph(self, module: GraphModule) -> int:
-        body = Body(self.tables, module, inner=True)
+        body = BodyBuilder(self.tables, module, inner=True)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 value = body.value(f"arg_{len(body.inputs)}", node.meta["val"], node)
@@ -178,7 +178,7 @@ class Body:
         placeholders = [inner for inner in inside.graph.nodes if inner.op == "placeholder"]
         for placeholder, argument in zip(placeholders, given, strict=True):
             self.env[placeholder] = self.argument(argument, node)
-        return list(parts(self.convert(inside, self.tables.context(region))))
+        return list(child_arguments(self.convert(inside, self.tables.context(region))))
 
     def _append(self, node: FxNode, context: int | None) -> None:
         meta: Any = node.meta.get("val")
@@ -203,7 +203,7 @@ class Body:
             scope=self.tables.scope(node),
             context=context,
         )
-        inner = [inside.cost for index in subgraphs_used(made) for inside in self.tables.subgraphs[index].nodes]
+        inner = [inside.cost for index in subgraph_indices(made) for inside in self.tables.subgraphs[index].nodes]
         costs = (self.tables.costs.of(node), *inner)
         cost = Cost(flops=sum(part.flops for part in costs), bytes=sum(part.bytes for part in costs))
         self.nodes.append(replace(made, cost=cost))

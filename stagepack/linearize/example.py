@@ -4,16 +4,16 @@ from collections.abc import Iterable
 
 import torch
 
-from stagepack.capture.programs import Capture, ask
+from stagepack.capture.programs import Capture, run_model
 from stagepack.errors import CaptureError, InputError
-from stagepack.format.contract import bind
+from stagepack.format.contract import bind_call
 from stagepack.format.signature import Signature
-from stagepack.format.tree import ValueLeaf, flatten
+from stagepack.format.tree import ValueLeaf, flatten_tree
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import TensorSource
-from stagepack.linearize.tensors import to_bytes
+from stagepack.linearize.tensors import tensor_bytes
 
-SEED = 0  # random models are asked under this seed, here and in every self-check
+EXAMPLE_SEED = 0  # random models are asked under this seed, here and in every self-check
 
 
 def record_example(capture: Capture, signature: Signature, written: Iterable[torch.Tensor]) -> TensorSource:
@@ -24,12 +24,12 @@ def record_example(capture: Capture, signature: Signature, written: Iterable[tor
     Raises:
         CaptureError: the model's answer is built of other containers than the captured program's.
     """
-    bound = bind(signature, capture.inputs.args, capture.inputs.kwargs)
+    bound = bind_call(signature, capture.inputs.args, capture.inputs.kwargs)
     tensors = {f"input.{name}": torch.as_tensor(given.value).detach().clone() for name, given in bound.items()}
     model = capture.model or capture.program.module()
-    answer = ask(model, capture.inputs, seed=SEED, written=written)
+    answer = run_model(model, capture.inputs, seed=EXAMPLE_SEED, written=written)
     try:
-        results = list(flatten(signature.result, answer, "the answer"))
+        results = list(flatten_tree(signature.result, answer, "the answer"))
     except InputError as error:
         message = f"the model does not answer as the captured program does: {error}"
         raise CaptureError(f"{message}: fix what the model returns, for example by use_cache=False") from error
@@ -41,4 +41,4 @@ def record_example(capture: Capture, signature: Signature, written: Iterable[tor
         name: TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         for name, tensor in kept.items()
     }
-    return TensorSource(specs=specs, read=lambda name: [to_bytes(kept[name])])
+    return TensorSource(specs=specs, read=lambda name: [tensor_bytes(kept[name])])

@@ -6,27 +6,27 @@ from typing import Any
 import torch
 from torch.export.graph_signature import ConstantArgument
 
-from stagepack.capture.module_calls import Mark, TracedCall, TracedCalls, marks
+from stagepack.capture.module_calls import CallBoundary, TracedCall, TracedCalls, call_boundaries
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, ModuleCall, Scope, ValueArg
 from stagepack.format.shapes import Dim
 from stagepack.format.signature import Signature
-from stagepack.format.traversal import split_call
+from stagepack.format.traversal import split_call_path
 from stagepack.format.tree import UNUSED
-from stagepack.linearize.body import Body
+from stagepack.linearize.body import BodyBuilder
 from stagepack.linearize.signature import Leaf, call_signature
 from stagepack.linearize.tables import module_stack
 
 _MOST_LEAVES = 64  # of a call: a cache of all layers is given to each of them
 
 
-def module_calls(body: Body, traced: TracedCalls) -> Iterator[ModuleCall]:
+def module_calls(body: BodyBuilder, traced: TracedCalls) -> Iterator[ModuleCall]:
     """Yield the calls of modules whose nodes stand together; without a signature where `traced` does not know the call."""
     numbers: dict[Scope, list[int]] = {}
     for number, source in enumerate(body.sources):
         for scope in module_stack(source):
             numbers.setdefault(scope, []).append(number)
-    leaves = {mark: argument for node, argument in body.env.items() for mark in marks(node)}
+    leaves = {mark: argument for node, argument in body.env.items() for mark in call_boundaries(node)}
     sizes: dict[Dim, str] = {}
     for value in (*body.inputs, *(value for node in body.nodes for value in node.outputs if value is not None)):
         if value.expr is not None:
@@ -34,7 +34,7 @@ def module_calls(body: Body, traced: TracedCalls) -> Iterator[ModuleCall]:
     for scope, found in numbers.items():
         if not scope.path or found[-1] - found[0] + 1 != len(found):
             continue
-        known = traced.of.get(split_call(scope.path))
+        known = traced.of.get(split_call_path(scope.path))
         signature = None if known is None else _signature(*known, body, leaves, sizes)
         yield ModuleCall(path=scope.path, type=scope.type, first=str(found[0]), nodes=len(found), signature=signature)
 
@@ -42,8 +42,8 @@ def module_calls(body: Body, traced: TracedCalls) -> Iterator[ModuleCall]:
 def _signature(
     number: int,
     call: TracedCall,
-    body: Body,
-    known: Mapping[Mark, Argument | list[Argument]],
+    body: BodyBuilder,
+    known: Mapping[CallBoundary, Argument | list[Argument]],
     sizes: Mapping[Dim, str],
 ) -> Signature | None:
     """The signature of a call; None where it is nothing that a bundle can hold."""

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Op
-from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, is_denied
+from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, is_denied_operator
 
 # They give their input back when they do not train; neither their schemas nor their traces show it.
 _GIVE_BACK = (
@@ -31,7 +31,7 @@ def describe(target: Callable[..., Any]) -> Op:
         UnsupportedError: no bundle can hold it.
     """
     if isinstance(target, torch._ops.OpOverload):
-        if is_denied(str(target)):
+        if is_denied_operator(str(target)):
             raise UnsupportedError(f"the operator {target} is not allowed in a bundle")
         return _overload(target)
     if isinstance(target, HigherOrderOperator):

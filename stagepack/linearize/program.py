@@ -29,8 +29,8 @@ from stagepack.capture.module_calls import TracedCalls
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, Graph, ValueArg
 from stagepack.format.signature import Signature
-from stagepack.format.traversal import parts
-from stagepack.linearize.body import Body, constant
+from stagepack.format.traversal import child_arguments
+from stagepack.linearize.body import BodyBuilder, constant
 from stagepack.linearize.modules import module_calls
 from stagepack.linearize.signature import Leaf, signature_of
 from stagepack.linearize.symbols import SymbolTable
@@ -39,7 +39,7 @@ from stagepack.linearize.tensors import Kind, WeightTable, plain_tensors, weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linearized:
+class LinearizedProgram:
     """A program as data.
 
     Attributes:
@@ -57,14 +57,14 @@ class Linearized:
     device: str
 
 
-def linearize(
+def linearize_program(
     program: ExportedProgram,
     names: Mapping[str, str],
     forward: Callable[..., Any] | None,
     *,
     traced: TracedCalls | None = None,
     store_zeros: bool = False,
-) -> Linearized:
+) -> LinearizedProgram:
     """Turn a program into data.
 
     Args:
@@ -81,7 +81,7 @@ def linearize(
     weights = weight_table(_tensors(program), store_zeros=store_zeros)
     symbols = SymbolTable(program.range_constraints, names, _hints(program))
     tables = Tables(symbols, _device(program), weights.values)
-    body = Body(tables, program.graph_module)
+    body = BodyBuilder(tables, program.graph_module)
     given = _inputs(program, body)
     body.convert()
     results = _results(program, body)
@@ -99,7 +99,7 @@ def linearize(
         calls=calls,
     )
     signature = signature_of(program, given, results, forward)
-    return Linearized(
+    return LinearizedProgram(
         graph=graph, signature=signature, weights=weights, marks=tuple(tables.marks), device=tables.device
     )
 
@@ -123,7 +123,7 @@ def _hints(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
     return {}
 
 
-def _inputs(program: ExportedProgram, body: Body) -> list[Leaf]:
+def _inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
     """Name what the program is given: the inputs of the body, and the leaves of the model's call, which are returned."""
     leaves: list[Leaf] = []
     for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
@@ -142,7 +142,7 @@ def _inputs(program: ExportedProgram, body: Body) -> list[Leaf]:
     return leaves
 
 
-def _results(program: ExportedProgram, body: Body) -> list[Leaf]:
+def _results(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
     """The leaves of the model's result; what a functional program gives back to be written is written here."""
     signature = program.graph_signature
     placeholders = _placeholders(program)
@@ -150,7 +150,7 @@ def _results(program: ExportedProgram, body: Body) -> list[Leaf]:
         str(spec.target): placeholders[spec.arg.name] for spec in signature.input_specs if spec.target is not None
     }
     leaves: list[Leaf] = []
-    for given, spec in zip(parts(body.result), signature.output_specs, strict=True):
+    for given, spec in zip(child_arguments(body.result), signature.output_specs, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             leaves.append(_result(given, spec.arg))
         elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):

@@ -124,7 +124,7 @@ def _is_all_zeros(tensor: torch.Tensor) -> bool:
     return not bool(flat.view(torch.uint8).any())
 
 
-def to_bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, without a copy when it is on the CPU."""
     # A dimension of size 1 may have any stride, which a view as bytes does not take: lay the elements out anew.
     flat = tensor.detach().cpu().as_strided((tensor.numel(),), (1,))

@@ -13,13 +13,13 @@ import msgspec
 import torch
 
 from stagepack.errors import WriteError
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Onnx
-from stagepack.format.onnx import onnx_type
+from stagepack.format.onnx import onnx_element_type
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter
-from stagepack.graph.aliasing import memory_of
+from stagepack.graph.aliasing import alias_classes
 from stagepack.onnx.check import Checked, check
 from stagepack.onnx.explain import explain
 from stagepack.onnx.model import OnnxFiles, Place, finish
@@ -138,7 +138,7 @@ def _convert(bundle: Bundle, number: int, allow_ops: Collection[str]) -> OnnxFil
     if reason := _refused(bundle, number, graph, written):
         return reason
     targets = resolve(graph.ops, allow_ops, bundle.stages[number].graph)
-    module = build(plain(graph), graph, targets, _CPU)
+    module = build(trivially_folded(graph), graph, targets, _CPU)
     places = bundle.tensors(number, graph)
     cache = WeightCache()
     tensors = {weight.value: cache.read(weight, places, _CPU) for weight in graph.weights}
@@ -156,7 +156,7 @@ def _convert(bundle: Bundle, number: int, allow_ops: Collection[str]) -> OnnxFil
 
 
 def _written(graph: Graph) -> Written:
-    memory = memory_of(graph)
+    memory = alias_classes(graph)
     return Written(
         state=tuple(weight.value for weight in graph.weights if memory.is_written(weight.value)),
         inputs=tuple(value.name for value in graph.inputs if memory.is_written(value.name)),
@@ -173,7 +173,7 @@ def _refused(bundle: Bundle, number: int, graph: Graph, written: Written) -> str
     edges = {edge.name: edge for edge in bundle.edges}
     stage = bundle.stages[number]
     for name in (*stage.inputs, *stage.outputs):
-        if onnx_type(edges[name].dtype) is None:
+        if onnx_element_type(edges[name].dtype) is None:
             return f"ONNX has no type for {edges[name].dtype}, of the edge {name}"
     return None
 

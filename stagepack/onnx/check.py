@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stagepack.errors import OperatorError
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.onnxruntime import stage as in_onnxruntime
@@ -65,7 +65,7 @@ def _example(bundle: Bundle) -> dict[str, Any] | None:
     if bundle.example is None:
         return None
     tensors = arrays.load(bundle.example)
-    scalars = {edge.name for edge in bundle.edges if edge.dtype in SCALARS}
+    scalars = {edge.name for edge in bundle.edges if edge.dtype in SCALAR_DTYPES}
     names = (edge.name for edge in bundle.edges if edge.producer is None)
     given = {name: tensors[example.INPUT + name].clone() for name in names}
     return {name: tensor.item() if name in scalars else tensor for name, tensor in given.items()}
@@ -96,5 +96,5 @@ def _compare(bundle: Bundle, number: int, stage: Any, given: list[Any], outputs:
         (to_torch(value, str(weights[name].dtype).removeprefix("torch.")), weights[name])
         for name, value in other.state.items()
     ]
-    compared = (example.difference(arrays, arrays.array(mine), arrays.array(wanted)) for mine, wanted in pairs)
+    compared = (example.compare_arrays(arrays, arrays.array(mine), arrays.array(wanted)) for mine, wanted in pairs)
     return Checked(*example.largest(compared))

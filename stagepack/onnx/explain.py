@@ -7,7 +7,7 @@ from torch.export import ExportedProgram
 from torch.onnx._internal.exporter import _core, _dispatching, _registration
 
 from stagepack.format.graph import Graph
-from stagepack.format.operators import NAMESPACES, namespace
+from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 
 
 def explain(graph: Graph, program: ExportedProgram | None, error: BaseException) -> str:
@@ -20,7 +20,7 @@ def explain(graph: Graph, program: ExportedProgram | None, error: BaseException)
         missing = [
             (graph.ops[node.op].name, graph.scopes[node.scope].path)
             for node in graph.nodes
-            if namespace(graph.ops[node.op].name) not in NAMESPACES
+            if operator_namespace(graph.ops[node.op].name) not in ALLOWED_NAMESPACES
         ]
     if missing:
         modules: dict[str, dict[str, None]] = {}

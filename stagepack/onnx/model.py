@@ -14,10 +14,10 @@ from onnxscript.optimizer import optimize_ir
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge
-from stagepack.format.onnx import ELEMENT_TYPES, NEXT, PAIRS, STATE, WRITTEN, onnx_type
+from stagepack.format.onnx import ELEMENT_TYPES, NEXT, PAIRS, STATE, WRITTEN, onnx_element_type
 from stagepack.format.shapes import format_dim
 from stagepack.format.version import VERSION
-from stagepack.format.weights import StoredTensor, TensorSpec, layout
+from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
 from stagepack.onnx.linear import use_weights_as_they_lie
 from stagepack.onnx.trace import Written
 
@@ -182,7 +182,7 @@ def _expected(name: str | None, edges: Mapping[str, Edge], weights: Mapping[str,
 
 def _convert(model: ir.Model, output: ir.Value, dtype: str) -> None:
     """Let an output be of its type: torch's exporter makes floats of the host float32."""
-    wanted = ir.DataType(onnx_type(dtype) or 0)
+    wanted = ir.DataType(onnx_element_type(dtype) or 0)
     if output.dtype == wanted:
         return
     name, output.name = output.name, f"{output.name}/given"
@@ -210,7 +210,7 @@ def _place(model: ir.Model, weights: Mapping[str, Weight], place: Place, own: st
             spec = TensorSpec(name=value.name, dtype=_DTYPES[tensor.dtype], shape=tuple(tensor.shape.numpy()))
             moved[spec] = tensor.tobytes()
             homeless.append(value)
-    for value, stored in zip(homeless, layout(moved), strict=True):
+    for value, stored in zip(homeless, tensor_layout(moved), strict=True):
         assert value.const_value is not None
         value.const_value = _external(value.const_value, own, stored.start)
     return moved

@@ -10,8 +10,8 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from stagepack.format.graph import Graph, Value
-from stagepack.format.shapes import Expr, Symbol, evaluate
-from stagepack.graph.aliasing import memory_of
+from stagepack.format.shapes import Expr, Symbol, evaluate_dim
+from stagepack.graph.aliasing import alias_classes
 
 # The inputs that torch does not take as what they are: torch.export fixes their values, so they come as tensors.
 _AS_TENSORS = {"symfloat": torch.float64, "symbool": torch.bool}
@@ -123,7 +123,7 @@ def trace(
 
 def _decompositions(graph: Graph, targets: Sequence[Callable[..., Any]]) -> dict[Any, Any]:
     """What must be taken apart first: torch's exporter loses what these write, or that they give back the memory of an input."""
-    if not memory_of(graph).written:
+    if not alias_classes(graph).written:
         return {}
     aten = torch.ops.aten
     norms = {aten.batch_norm.default, aten.instance_norm.default}.intersection(targets)
@@ -156,8 +156,8 @@ def _sizes(symbols: Sequence[Symbol]) -> dict[str, int]:
 def _example(value: Value, sizes: Mapping[str, int]) -> tuple[Any, Any]:
     """A value to trace with, and which of its sizes may change."""
     if value.dtype == "symint":
-        return (2 if value.expr is None else evaluate(value.expr, sizes)), Dim.DYNAMIC
+        return (2 if value.expr is None else evaluate_dim(value.expr, sizes)), Dim.DYNAMIC
     if value.dtype in _AS_TENSORS:
         return torch.ones((), dtype=_AS_TENSORS[value.dtype]), None
-    example = torch.zeros([evaluate(dim, sizes) for dim in value.shape], dtype=getattr(torch, value.dtype))
+    example = torch.zeros([evaluate_dim(dim, sizes) for dim in value.shape], dtype=getattr(torch, value.dtype))
     return example, {place: Dim.DYNAMIC for place, dim in enumerate(value.shape) if isinstance(dim, str | Expr)}

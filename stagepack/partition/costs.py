@@ -9,9 +9,9 @@ to where a model is cut.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stagepack.format.example_sizes import bytes_of, example_sizes
+from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.graph import Graph, Node
-from stagepack.format.traversal import values_made, values_used
+from stagepack.format.traversal import input_names, output_names
 
 _FLOPS_PER_PICOSECOND = 50
 _BYTES_PER_PICOSECOND = 1
@@ -19,7 +19,7 @@ _LAUNCH = 2_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class GraphCosts:
     """The costs of a graph.
 
     Attributes:
@@ -33,13 +33,13 @@ class Costs:
     weights: Mapping[str, int]
 
 
-def costs_of(graph: Graph, stored_bytes: Mapping[str, int]) -> Costs:
+def graph_costs(graph: Graph, stored_bytes: Mapping[str, int]) -> GraphCosts:
     """The costs of a graph; `stored_bytes` gives the size of each stored tensor."""
     sizes = example_sizes(graph.symbols)
     made = (value for node in graph.nodes for value in node.outputs if value is not None)
-    return Costs(
+    return GraphCosts(
         times=tuple(map(time_of, graph.nodes)),
-        values={value.name: bytes_of(value, sizes) for value in (*graph.inputs, *made)},
+        values={value.name: value_bytes(value, sizes) for value in (*graph.inputs, *made)},
         weights={weight.value: stored_bytes[weight.stored] for weight in graph.weights},
     )
 
@@ -57,11 +57,11 @@ def memory_time(count: int) -> int:
 
 def last_uses(graph: Graph) -> dict[str, int]:
     """The number of the last node that uses each value; results of the graph are used by a node after the last."""
-    last = {name: number for number, node in enumerate(graph.nodes) for name in values_used(node)}
+    last = {name: number for number, node in enumerate(graph.nodes) for name in input_names(node)}
     return last | dict.fromkeys(graph.outputs, len(graph.nodes))
 
 
-def working_bytes(graph: Graph, costs: Costs, memory_of: Mapping[str, str]) -> list[int]:
+def activation_bytes(graph: Graph, costs: GraphCosts, memory_of: Mapping[str, str]) -> list[int]:
     """The bytes of the values that are alive while each node runs, each piece of memory once.
 
     `memory_of` names the piece of memory that a value lies in; a value that it lacks has its own.
@@ -71,7 +71,7 @@ def working_bytes(graph: Graph, costs: Costs, memory_of: Mapping[str, str]) -> l
     dies: dict[str, int] = {}
     size: dict[str, int] = {}
     made = [(0, value.name) for value in graph.inputs]
-    made += [(number, name) for number, node in enumerate(graph.nodes) for name in values_made(node)]
+    made += [(number, name) for number, node in enumerate(graph.nodes) for name in output_names(node)]
     for number, name in made:
         memory = memory_of.get(name, name)
         if memory in costs.weights:

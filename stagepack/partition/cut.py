@@ -13,14 +13,14 @@ from msgspec.structs import replace
 
 from stagepack.format.graph import Graph, ModuleCall, Node, Value, Weight
 from stagepack.format.manifest import Edge
-from stagepack.format.plan import Run, runs
-from stagepack.format.traversal import values_made, values_used
-from stagepack.graph.assembly import Assembly
-from stagepack.partition.costs import Costs
-from stagepack.partition.policies import Assignment
-from stagepack.partition.rematerialize import SIZE_OF, rematerialize
+from stagepack.format.plan import Run, to_runs
+from stagepack.format.traversal import input_names, output_names
+from stagepack.graph.assembly import GraphAssembler
+from stagepack.partition.costs import GraphCosts
+from stagepack.partition.policies import StageAssignment
+from stagepack.partition.rematerialize import SYM_SIZE_OP, rematerialize_values
 
-Sharing = Literal["replicate", "transmit"]
+WeightSharing = Literal["replicate", "transmit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +40,16 @@ class Cut:
     edges: tuple[Edge, ...]
 
 
-def cut(graph: Graph, assignment: Assignment, costs: Costs, shared: Sharing = "replicate") -> Cut:
+def cut_graph(graph: Graph, assignment: StageAssignment, costs: GraphCosts, shared: WeightSharing = "replicate") -> Cut:
     """Cut a whole graph into the stages that a function of `policy` assigned.
 
     `shared` says what becomes of a weight that several stages use: every one of them holds it, or the first one holds it and
     sends it to the others at each call.
     """
     stage_of, count = assignment
-    if SIZE_OF not in graph.ops:
-        graph = replace(graph, ops=(*graph.ops, SIZE_OF))
-    parts = rematerialize(graph, stage_of, count, costs)
+    if SYM_SIZE_OP not in graph.ops:
+        graph = replace(graph, ops=(*graph.ops, SYM_SIZE_OP))
+    parts = rematerialize_values(graph, stage_of, count, costs)
     nodes = [[*part.added, *(graph.nodes[number] for number in part.nodes)] for part in parts]
     weights = _weights(graph, nodes)
     if shared == "transmit":
@@ -59,7 +59,7 @@ def cut(graph: Graph, assignment: Assignment, costs: Costs, shared: Sharing = "r
     values |= {w.value: Value(name=w.value, dtype=w.dtype, shape=w.shape) for w in graph.weights}
     stages = []
     for number, part in enumerate(parts):
-        stage = Assembly(graph.symbols).graph(
+        stage = GraphAssembler(graph.symbols).graph(
             graph,
             nodes[number],
             inputs=[values[edge.name] for edge in edges if number in edge.consumers],
@@ -67,7 +67,7 @@ def cut(graph: Graph, assignment: Assignment, costs: Costs, shared: Sharing = "r
             outputs=[edge.name for edge in edges if edge.producer == number],
         )
         calls = tuple(call for call in graph.calls if _has_some(part.nodes, call))
-        stages.append(CutStage(graph=replace(stage, calls=calls), added=len(part.added), places=runs(part.nodes)))
+        stages.append(CutStage(graph=replace(stage, calls=calls), added=len(part.added), places=to_runs(part.nodes)))
     return Cut(stages=tuple(stages), edges=edges)
 
 
@@ -93,7 +93,7 @@ def _weights(graph: Graph, nodes: Sequence[Sequence[Node]]) -> list[list[Weight]
     stages: list[list[Weight]] = []
     home: dict[tuple[str, str], int] = {}
     for number, part in enumerate(nodes):
-        used = dict.fromkeys(name for node in part for name in values_used(node) if name in weights)
+        used = dict.fromkeys(name for node in part for name in input_names(node) if name in weights)
         stages.append([weights[name] for name in used])
         for name in used:
             for place in _places(weights[name]):
@@ -116,7 +116,7 @@ def _send_shared(graph: Graph, stage_of: Sequence[int], weights: Sequence[list[W
     """Leave a weight that nodes of several stages use in the first of them alone; copies of nodes hold what they need."""
     users: dict[str, set[int]] = {weight.value: set() for weight in graph.weights}
     for node, stage in zip(graph.nodes, stage_of, strict=True):
-        for name in values_used(node):
+        for name in input_names(node):
             if name in users:
                 users[name].add(stage)
     home: dict[str, int] = {}
@@ -128,10 +128,10 @@ def _edges(graph: Graph, nodes: Sequence[Sequence[Node]], weights: Sequence[Sequ
     users: dict[str, list[int]] = {}
     made_in: dict[str, int] = {}
     for number, (part, held) in enumerate(zip(nodes, weights, strict=True)):
-        have = {name for node in part for name in values_made(node)} | {weight.value for weight in held}
+        have = {name for node in part for name in output_names(node)} | {weight.value for weight in held}
         for name in have:
             made_in.setdefault(name, number)
-        for name in dict.fromkeys(name for node in part for name in values_used(node)):
+        for name in dict.fromkeys(name for node in part for name in input_names(node)):
             if name not in have:
                 users.setdefault(name, []).append(number)
     sent = [

@@ -9,17 +9,25 @@ from msgspec.structs import replace
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
-from stagepack.graph.repeat_search import insides
-from stagepack.partition.costs import Costs
-from stagepack.partition.cut import Cut, Sharing, cut
-from stagepack.partition.node_order import late_keys
-from stagepack.partition.planner import balanced, plan_of
-from stagepack.partition.policies import Assignment, Policy, at_modules, at_positions, by_plan, by_policy, consecutive
-from stagepack.partition.quantities import read_bytes
+from stagepack.graph.repeat_search import repeat_interiors
+from stagepack.partition.costs import GraphCosts
+from stagepack.partition.cut import Cut, WeightSharing, cut_graph
+from stagepack.partition.node_order import late_state_sort_keys
+from stagepack.partition.planner import balance_stages, plan_for_assignment
+from stagepack.partition.policies import (
+    Policy,
+    StageAssignment,
+    assign_by_modules,
+    assign_by_plan,
+    assign_by_policy,
+    assign_by_positions,
+    assign_consecutive,
+)
+from stagepack.partition.quantities import parse_byte_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class CutOptions:
     """Where to cut: one of the first four, or none of them for the marks in the model's code, else one stage.
 
     Attributes:
@@ -39,7 +47,7 @@ class Where:
     plan: Plan | None = None
     memory: Sequence[int | str] = ()
     speeds: Sequence[float] = ()
-    shared: Sharing = "replicate"
+    shared: WeightSharing = "replicate"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant.
@@ -61,7 +69,7 @@ class Where:
         if not all(1e-6 <= speed <= 1e6 for speed in self.speeds):
             raise CutError(f"speeds: expected numbers from 0.000001 to 1000000, found {list(self.speeds)}")
 
-    def cut(self, graph: Graph, costs: Costs, marks: Sequence[int] = ()) -> tuple[Cut, Plan]:
+    def cut(self, graph: Graph, costs: GraphCosts, marks: Sequence[int] = ()) -> tuple[Cut, Plan]:
         """Cut a graph that `assemble.whole` made; `marks` are the numbers of the nodes before which the model's own code wants a cut.
 
         Raises:
@@ -69,38 +77,38 @@ class Where:
         """
         assignment = self._assign(graph, costs, marks)
         shared = self.shared if self.plan is None else self.plan.shared
-        plan = plan_of(graph, costs, assignment, memory=self._memory_in_bytes, speeds=self.speeds)
-        return cut(graph, assignment, costs, shared), replace(plan, shared=shared)
+        plan = plan_for_assignment(graph, costs, assignment, memory=self._memory_in_bytes, speeds=self.speeds)
+        return cut_graph(graph, assignment, costs, shared), replace(plan, shared=shared)
 
     @property
     def _memory_in_bytes(self) -> list[int]:
-        return list(map(read_bytes, self.memory))
+        return list(map(parse_byte_size, self.memory))
 
-    def _assign(self, graph: Graph, costs: Costs, marks: Sequence[int]) -> Assignment:
+    def _assign(self, graph: Graph, costs: GraphCosts, marks: Sequence[int]) -> StageAssignment:
         if self.plan is not None:
-            return by_plan(graph, self.plan)
+            return assign_by_plan(graph, self.plan)
         if self.policy is not None:
-            return by_policy(graph, self.policy)
-        keys = late_keys(graph)
+            return assign_by_policy(graph, self.policy)
+        keys = late_state_sort_keys(graph)
         order = sorted(range(len(keys)), key=lambda number: (keys[number], number))
         stage_of, stages = self._assign_in_a_row(
             replace(graph, nodes=tuple(graph.nodes[number] for number in order)),
             dataclasses.replace(costs, times=tuple(costs.times[number] for number in order)),
             [sum(key < mark for key in keys) for mark in marks],
         )
-        return Assignment([stage for _, stage in sorted(zip(order, stage_of, strict=True))], stages)
+        return StageAssignment([stage for _, stage in sorted(zip(order, stage_of, strict=True))], stages)
 
-    def _assign_in_a_row(self, graph: Graph, costs: Costs, marks: Sequence[int]) -> Assignment:
+    def _assign_in_a_row(self, graph: Graph, costs: GraphCosts, marks: Sequence[int]) -> StageAssignment:
         if self.split_at:
-            return at_modules(graph, self.split_at)
+            return assign_by_modules(graph, self.split_at)
         if self.stages is not None:
-            positions = balanced(
+            positions = balance_stages(
                 graph,
                 costs,
                 self.stages,
                 memory=self._memory_in_bytes,
                 speeds=self.speeds,
-                repeats=insides(graph),
+                repeats=repeat_interiors(graph),
             )
-            return consecutive(graph, positions)
-        return at_positions(graph, marks)
+            return assign_consecutive(graph, positions)
+        return assign_by_positions(graph, marks)

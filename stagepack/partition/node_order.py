@@ -7,24 +7,24 @@ in one stage, so in the order of execution no cut could separate the layers.
 from collections import defaultdict
 
 from stagepack.format.graph import Graph
-from stagepack.format.traversal import is_random, values_made, values_used
-from stagepack.graph.aliasing import memory_of
+from stagepack.format.traversal import input_names, is_random, output_names
+from stagepack.graph.aliasing import alias_classes
 
 
-def late_keys(graph: Graph) -> list[int]:
+def late_state_sort_keys(graph: Graph) -> list[int]:
     """For each node the number of the node before which it comes.
 
     That is its own, or for a node that touches written memory, that of the first one that depends on it. Sorted by these keys,
     and by number where they are equal, every node comes after all that it depends on.
     """
-    memory = memory_of(graph)
+    memory = alias_classes(graph)
     keys = list(range(len(graph.nodes)))
     first_use: dict[str, int] = defaultdict(
         lambda: len(keys)
     )  # of a value or of written memory, by the nodes that follow
     for number in reversed(range(len(graph.nodes))):
         node = graph.nodes[number]
-        made, used = list(values_made(node)), list(values_used(node))
+        made, used = list(output_names(node)), list(input_names(node))
         touched = {memory.of.get(name, name) for name in (*made, *used) if memory.is_written(name)}
         if touched and not is_random(graph, node):
             needed = min(first_use[name] for name in (*made, *touched))

@@ -6,22 +6,29 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from stagepack.errors import CutError
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Graph
-from stagepack.format.plan import Plan, PlannedStage, runs
-from stagepack.format.traversal import values_made, values_used
-from stagepack.graph.aliasing import bonds, memory_of
-from stagepack.partition.costs import Costs, working_bytes
-from stagepack.partition.policies import Assignment
-from stagepack.partition.rematerialize import recipes
-from stagepack.partition.solver import Row, Shared, least_excess, measure, sending_time, split
+from stagepack.format.plan import Plan, PlannedStage, to_runs
+from stagepack.format.traversal import input_names, output_names
+from stagepack.graph.aliasing import alias_classes, colocation_groups
+from stagepack.partition.costs import GraphCosts, activation_bytes
+from stagepack.partition.policies import StageAssignment
+from stagepack.partition.rematerialize import recomputation_recipes
+from stagepack.partition.solver import (
+    CostSequence,
+    SharedCost,
+    part_cost,
+    sending_time,
+    split_sequence,
+    split_with_least_excess,
+)
 
 _SLOWER = 1.05  # how much slower the slowest stage may be so that no repeated part is cut
 
 
-def balanced(
+def balance_stages(
     graph: Graph,
-    costs: Costs,
+    costs: GraphCosts,
     stages: int,
     *,
     memory: Sequence[int] = (),
@@ -59,29 +66,29 @@ def balanced(
     filled = min(stages, len(row.places) + 1)
     limits: list[int | None] = [*memory[:filled]] or [None] * filled
     speed = list(speeds or [1.0] * stages)[:filled]
-    found = split(row, speed, limits)
+    found = split_sequence(row, speed, limits)
     if found is None:
         raise CutError(_lack(row, limits))
     slowest = _slowest(row, found, speed)
     for inside in repeats:
         places = [place for place in row.places if place not in inside]
-        whole = split(replace(row, places=places), speed, limits) if len(places) >= filled - 1 else None
+        whole = split_sequence(replace(row, places=places), speed, limits) if len(places) >= filled - 1 else None
         if whole is not None and _slowest(row, whole, speed) <= slowest * _SLOWER:
             found = whole
             break
     return found + [len(graph.nodes)] * (stages - filled)
 
 
-def _slowest(row: Row, cuts: Sequence[int], speeds: Sequence[float]) -> float:
+def _slowest(row: CostSequence, cuts: Sequence[int], speeds: Sequence[float]) -> float:
     """The time of the slowest stage, in picoseconds."""
     ends = itertools.pairwise([0, *cuts, len(row.times)])
-    return max(measure(row, *part).time_on(speed) for part, speed in zip(ends, speeds, strict=True))
+    return max(part_cost(row, *part).time_on(speed) for part, speed in zip(ends, speeds, strict=True))
 
 
-def _lack(row: Row, limits: Sequence[int | None]) -> str:
+def _lack(row: CostSequence, limits: Sequence[int | None]) -> str:
     """Which stage lacks how many bytes, in the cut that lacks least."""
-    ends = [0, *least_excess(row, limits), len(row.times)]
-    parts = [measure(row, start, end) for start, end in itertools.pairwise(ends)]
+    ends = [0, *split_with_least_excess(row, limits), len(row.times)]
+    parts = [part_cost(row, start, end) for start, end in itertools.pairwise(ends)]
     worst = max(range(len(parts)), key=lambda number: parts[number].memory - (limits[number] or parts[number].memory))
     part, limit = parts[worst], limits[worst]
     assert limit is not None
@@ -92,60 +99,65 @@ def _lack(row: Row, limits: Sequence[int | None]) -> str:
     )
 
 
-def sent_values(graph: Graph, costs: Costs) -> set[str]:
+def sent_values(graph: Graph, costs: GraphCosts) -> set[str]:
     """The values that a stage receives when it needs them and does not make them: those that are not computed again; no numbers."""
-    again = recipes(graph, costs)
+    again = recomputation_recipes(graph, costs)
     values = (*graph.inputs, *(value for node in graph.nodes for value in node.outputs if value is not None))
-    return {value.name for value in values if value.name not in again and value.dtype not in SCALARS}
+    return {value.name for value in values if value.name not in again and value.dtype not in SCALAR_DTYPES}
 
 
-def row_of(graph: Graph, costs: Costs) -> Row:
+def row_of(graph: Graph, costs: GraphCosts) -> CostSequence:
     """The nodes of a graph as items to split, where no bond is torn."""
     uses: dict[str, list[int]] = defaultdict(list)
     maker = {value.name: -1 for value in graph.inputs}
     for number, node in enumerate(graph.nodes):
-        maker.update(dict.fromkeys(values_made(node), number))
-        for name in dict.fromkeys(values_used(node)):
+        maker.update(dict.fromkeys(output_names(node), number))
+        for name in dict.fromkeys(input_names(node)):
             uses[name].append(number)
     sent = sent_values(graph, costs)
     stored: dict[str, tuple[int, set[int]]] = {}
     for weight in graph.weights:
         stored.setdefault(weight.stored, (costs.weights[weight.value], set()))[1].update(uses[weight.value])
-    forbidden = {place for bond in bonds(graph) for place in range(bond.nodes[0] + 1, bond.nodes[-1] + 1)}
-    return Row(
+    forbidden = {place for bond in colocation_groups(graph) for place in range(bond.nodes[0] + 1, bond.nodes[-1] + 1)}
+    return CostSequence(
         times=costs.times,
         sent=[
-            Shared(cost=sending_time(costs.values[name]), uses=tuple(uses[name]), maker=made)
+            SharedCost(cost=sending_time(costs.values[name]), uses=tuple(uses[name]), maker=made)
             for name, made in maker.items()
             if name in sent and uses[name]
         ],
-        held=[Shared(cost=size, uses=tuple(sorted(found))) for size, found in stored.values() if found],
-        working=working_bytes(graph, costs, memory_of(graph).of),
+        held=[SharedCost(cost=size, uses=tuple(sorted(found))) for size, found in stored.values() if found],
+        working=activation_bytes(graph, costs, alias_classes(graph).of),
         places=[place for place in range(1, len(graph.nodes)) if place not in forbidden],
     )
 
 
-def plan_of(
-    graph: Graph, costs: Costs, assignment: Assignment, *, memory: Sequence[int] = (), speeds: Sequence[float] = ()
+def plan_for_assignment(
+    graph: Graph,
+    costs: GraphCosts,
+    assignment: StageAssignment,
+    *,
+    memory: Sequence[int] = (),
+    speeds: Sequence[float] = (),
 ) -> Plan:
     """What a cut costs, stage by stage; see `balanced` for the arguments."""
     nodes: list[list[int]] = [[] for _ in range(assignment.stages)]
     for number, stage in enumerate(assignment.stage_of):
         nodes[stage].append(number)
     sent = sent_values(graph, costs)
-    working = working_bytes(graph, costs, memory_of(graph).of)
+    working = activation_bytes(graph, costs, alias_classes(graph).of)
     stored = {weight.value: weight.stored for weight in graph.weights}
     size = {weight.stored: costs.weights[weight.value] for weight in graph.weights}
     limits: list[int | None] = [*memory] or [None] * assignment.stages
     stages = []
     for number, mine in enumerate(nodes):
-        used = dict.fromkeys(name for index in mine for name in values_used(graph.nodes[index]))
-        made = {name for index in mine for name in values_made(graph.nodes[index])}
+        used = dict.fromkeys(name for index in mine for name in input_names(graph.nodes[index]))
+        made = {name for index in mine for name in output_names(graph.nodes[index])}
         held = sum(size[name] for name in dict.fromkeys(stored[name] for name in used if name in stored))
         received = [costs.values[name] for name in used if name in sent and name not in made]
         stages.append(
             PlannedStage(
-                nodes=runs(mine),
+                nodes=to_runs(mine),
                 module=graph.scopes[graph.nodes[mine[0]].scope].path if mine else "",
                 picoseconds=sum(costs.times[index] for index in mine),
                 receiving=sum(map(sending_time, received)),

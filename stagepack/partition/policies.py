@@ -13,8 +13,8 @@ from typing import NamedTuple
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
-from stagepack.format.traversal import is_random, values_made, values_used
-from stagepack.graph.aliasing import Bond, bonds, torn
+from stagepack.format.traversal import input_names, is_random, output_names
+from stagepack.graph.aliasing import ColocationGroup, colocation_groups, split_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +40,22 @@ class PolicyNode:
 Policy = Callable[[PolicyNode], int]
 
 
-class Assignment(NamedTuple):
+class StageAssignment(NamedTuple):
     """The stage of each node, and the number of stages; the last ones may be empty."""
 
     stage_of: list[int]
     stages: int
 
 
-def consecutive(graph: Graph, positions: Sequence[int]) -> Assignment:
+def assign_consecutive(graph: Graph, positions: Sequence[int]) -> StageAssignment:
     """Cut before the nodes with these numbers; stages may be empty."""
     starts = Counter(positions)
-    return Assignment(
+    return StageAssignment(
         list(itertools.accumulate(starts[number] for number in range(len(graph.nodes)))), len(positions) + 1
     )
 
 
-def by_plan(graph: Graph, plan: Plan) -> Assignment:
+def assign_by_plan(graph: Graph, plan: Plan) -> StageAssignment:
     """Give each stage the nodes that a plan says.
 
     Raises:
@@ -83,10 +83,10 @@ def by_plan(graph: Graph, plan: Plan) -> Assignment:
                 "makes: values flow to later stages only"
             )
     _refuse_torn(graph, stages)
-    return Assignment(stages, len(plan.stages))
+    return StageAssignment(stages, len(plan.stages))
 
 
-def at_positions(graph: Graph, positions: Iterable[int]) -> Assignment:
+def assign_by_positions(graph: Graph, positions: Iterable[int]) -> StageAssignment:
     """Cut before the nodes with these numbers.
 
     Raises:
@@ -97,12 +97,12 @@ def at_positions(graph: Graph, positions: Iterable[int]) -> Assignment:
     if cuts and any(before >= after for before, after in itertools.pairwise(ends)):
         message = f"the cuts stand before the operators {cuts} of {len(graph.nodes)}"
         raise CutError(f"a stage would be empty: {message}: leave out what stands at an end of the model, or twice")
-    assignment = consecutive(graph, cuts)
+    assignment = assign_consecutive(graph, cuts)
     _refuse_torn(graph, assignment.stage_of)
     return assignment
 
 
-def at_modules(graph: Graph, names: Sequence[str]) -> Assignment:
+def assign_by_modules(graph: Graph, names: Sequence[str]) -> StageAssignment:
     """Start a stage at the first node of each named module.
 
     Raises:
@@ -126,10 +126,10 @@ def at_modules(graph: Graph, names: Sequence[str]) -> Assignment:
         if first[name] == 0:
             raise CutError(f"split_at: {name!r} starts the model, so the stage before it would be empty: leave it out")
         starts[first[name]] = name
-    return at_positions(graph, starts)
+    return assign_by_positions(graph, starts)
 
 
-def by_policy(graph: Graph, policy: Policy) -> Assignment:
+def assign_by_policy(graph: Graph, policy: Policy) -> StageAssignment:
     """Ask a function for the stage of each node.
 
     Its numbers are kept when every value flows to the same or a later stage; else stages are put in an order in which
@@ -145,7 +145,7 @@ def by_policy(graph: Graph, policy: Policy) -> Assignment:
             index=number,
             op=graph.ops[node.op].name,
             scope=graph.scopes[node.scope].path,
-            outputs=tuple(values_made(node)),
+            outputs=tuple(output_names(node)),
             flops=node.cost.flops,
             bytes=node.cost.bytes,
         )
@@ -158,7 +158,7 @@ def by_policy(graph: Graph, policy: Policy) -> Assignment:
     order = _order(graph, asked)
     stages = [order[stage] for stage in asked]
     _refuse_torn(graph, stages)
-    return Assignment(stages, max(1, len(order)))
+    return StageAssignment(stages, max(1, len(order)))
 
 
 def _order(graph: Graph, asked: list[int]) -> dict[int, int]:
@@ -186,14 +186,14 @@ def _needs(graph: Graph) -> Iterator[tuple[int, int, str]]:
     maker: dict[str, int] = {}
     last_draw: int | None = None
     for number, node in enumerate(graph.nodes):
-        for name in values_used(node):
+        for name in input_names(node):
             if name in maker:
                 yield number, maker[name], name
         if is_random(graph, node):
             if last_draw is not None:
                 yield number, last_draw, "random numbers"
             last_draw = number
-        maker.update(dict.fromkeys(values_made(node), number))
+        maker.update(dict.fromkeys(output_names(node), number))
 
 
 def _cycle(needs: dict[int, dict[int, str]], done: dict[int, int]) -> str:
@@ -209,11 +209,11 @@ def _cycle(needs: dict[int, dict[int, str]], done: dict[int, int]) -> str:
 
 
 def _refuse_torn(graph: Graph, stages: list[int]) -> None:
-    for bond in torn(bonds(graph), stages):
+    for bond in split_groups(colocation_groups(graph), stages):
         raise CutError(_torn_message(graph, bond, stages))
 
 
-def _torn_message(graph: Graph, bond: Bond, stages: list[int]) -> str:
+def _torn_message(graph: Graph, bond: ColocationGroup, stages: list[int]) -> str:
     used = {stages[number]: graph.scopes[graph.nodes[number].scope].path for number in bond.nodes}
     where = ", ".join(f"stage {stage} (in {path!r})" for stage, path in sorted(used.items()))
     return f"{bond.name!r} is written, so all that touches it must stay in one stage, but this cut puts it into {where}: move the cut"

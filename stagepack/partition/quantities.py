@@ -11,7 +11,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-def read_bytes(text: int | str) -> int:
+def parse_byte_size(text: int | str) -> int:
     """A number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
 
     Raises:
@@ -27,7 +27,7 @@ def read_bytes(text: int | str) -> int:
     return count
 
 
-def readable_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     """A number of bytes for people: ``90.3 MB``."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
@@ -37,7 +37,7 @@ def readable_bytes(count: int) -> str:
     return f"{size:.1f} TB"
 
 
-def readable_flops(count: int) -> str:
+def format_flops(count: int) -> str:
     """A number of floating-point operations for people: ``1.2 GFLOP``."""
     size = float(count)
     for unit in ("", "k", "M", "G", "T"):
@@ -47,7 +47,7 @@ def readable_flops(count: int) -> str:
     return f"{size:.1f} PFLOP"
 
 
-def readable_time(picoseconds: float) -> str:
+def format_time(picoseconds: float) -> str:
     """A time for people: ``1.2 ms``."""
     time = float(picoseconds)
     for unit in ("ps", "ns", "µs", "ms"):

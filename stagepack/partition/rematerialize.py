@@ -9,17 +9,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stagepack.format.dtypes import SCALARS
-from stagepack.format.example_sizes import bytes_of, example_sizes
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.graph import Argument, Graph, Node, Op, Value, ValueArg
-from stagepack.format.operators import namespace
-from stagepack.format.shapes import symbols_in
-from stagepack.format.traversal import bound, values_made, values_used
-from stagepack.graph.aliasing import bonds, memory_of
-from stagepack.partition.costs import Costs, memory_time
+from stagepack.format.operators import operator_namespace
+from stagepack.format.shapes import symbol_names
+from stagepack.format.traversal import input_names, output_names, parameter_value_names
+from stagepack.graph.aliasing import alias_classes, colocation_groups
+from stagepack.partition.costs import GraphCosts, memory_time
 from stagepack.partition.solver import transfer_time
 
-SIZE_OF = Op(
+SYM_SIZE_OP = Op(
     name="aten.sym_size.int", schema="aten::sym_size.int(Tensor self, int dim) -> SymInt", parameters=("self", "dim")
 )
 _UNSET = ("empty", "new_empty", "resize")  # operators that begin so leave memory as it was
@@ -32,7 +32,7 @@ _FLOPS_AN_ELEMENT = 4  # a node that computes more is not cheap, whatever its re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StageNodes:
     """The nodes of one stage.
 
     Attributes:
@@ -59,30 +59,32 @@ class Recipe:
         )
 
 
-def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
+def recomputation_recipes(graph: Graph, costs: GraphCosts) -> dict[str, Recipe]:
     """The values that are cheaper to compute again than to send, and how.
 
     That is judged where the sizes that may change are large: examples are small, and a mask outgrows what it is made of. What
     is made of weights and sizes alone is the same in every call, so it is never sent; and kernels are chosen by more than numbers:
     a view of a parameter requires a gradient (``at::matmul`` asks for it), which a value that was sent does not.
     """
-    memory = memory_of(graph)
+    memory = alias_classes(graph)
     weigh = _Scale(graph, costs)
     known = {value.name: Recipe(inputs=frozenset({value.name})) for value in graph.inputs}
     known |= {weight.value: Recipe(weights=frozenset({weight.value})) for weight in graph.weights}
     known = {name: recipe for name, recipe in known.items() if not memory.is_written(name)}
-    numbers = {value.name for value in graph.inputs if value.dtype in SCALARS}
+    numbers = {value.name for value in graph.inputs if value.dtype in SCALAR_DTYPES}
     found: dict[str, Recipe] = {}
     unknown_sizes = {symbol.name for symbol in graph.symbols if symbol.example is None}
     for together in _groups(graph):
         nodes = [graph.nodes[number] for number in together]
         made = [value for node in nodes for value in node.outputs if value is not None]
-        numbers.update(value.name for value in made if value.dtype in SCALARS)
+        numbers.update(value.name for value in made if value.dtype in SCALAR_DTYPES)
         inside = {value.name for value in made}
-        used = [name for node in nodes for name in values_used(node) if name not in numbers and name not in inside]
+        used = [name for node in nodes for name in input_names(node) if name not in numbers and name not in inside]
         if not all(_is_pure(graph, node) for node in nodes) or not all(name in known for name in used):
             continue
-        from_data = any(symbol in unknown_sizes for value in made for dim in value.shape for symbol in symbols_in(dim))
+        from_data = any(
+            symbol in unknown_sizes for value in made for dim in value.shape for symbol in symbol_names(dim)
+        )
         flops = sum(node.cost.flops for node in nodes)
         cheap = flops <= _FLOPS_AN_ELEMENT * sum(costs.values[value.name] for value in made)
         if from_data or not cheap:
@@ -97,7 +99,7 @@ def recipes(graph: Graph, costs: Costs) -> dict[str, Recipe]:
             held_twice = sum(costs.weights[name] for name in recipe.weights)
             fits = held_twice <= min(costs.values[value.name], _HELD_TWICE)
             cheaper = weigh.price(recipe) < transfer_time(weigh.bytes[value.name])
-            if value.dtype not in SCALARS and (not recipe.inputs or (fits and cheaper)):
+            if value.dtype not in SCALAR_DTYPES and (not recipe.inputs or (fits and cheaper)):
                 found[value.name] = recipe
     return found
 
@@ -108,7 +110,7 @@ def _groups(graph: Graph) -> list[tuple[int, ...]]:
     Nodes of several bonds, and of those around weights and inputs of the model, are left out.
     """
     outside = {weight.names[0] for weight in graph.weights} | {value.name for value in graph.inputs}
-    found = bonds(graph)
+    found = colocation_groups(graph)
     count = Counter(number for bond in found for number in bond.nodes)
     groups: dict[int, tuple[int, ...]] = {
         number: (number,) for number in range(len(graph.nodes)) if number not in count
@@ -125,37 +127,37 @@ def _is_pure(graph: Graph, node: Node) -> bool:
     space, _, rest = op.name.partition(".")
     if space not in ("aten", "prims") or op.random or rest.startswith(_UNSET):
         return False
-    return all(value is None or value.dtype not in SCALARS for value in node.outputs)
+    return all(value is None or value.dtype not in SCALAR_DTYPES for value in node.outputs)
 
 
 class _Scale:
     """The bytes of all inputs, weights and values at large sizes."""
 
-    def __init__(self, graph: Graph, costs: Costs) -> None:
+    def __init__(self, graph: Graph, costs: GraphCosts) -> None:
         large = {name: max(size, _LARGE) for name, size in example_sizes(graph.symbols).items()}
         sizes = {
             symbol.name: large[symbol.name] if symbol.max is None else min(large[symbol.name], symbol.max)
             for symbol in graph.symbols
         }
         made = (value for node in graph.nodes for value in node.outputs if value is not None)
-        self.bytes = {value.name: bytes_of(value, sizes) for value in (*graph.inputs, *made)} | dict(costs.weights)
+        self.bytes = {value.name: value_bytes(value, sizes) for value in (*graph.inputs, *made)} | dict(costs.weights)
         self._graph = graph
 
     def price(self, recipe: Recipe) -> int:
         """What it takes to compute a value again, in picoseconds; inputs of the model and weights count as sent."""
         nodes = [self._graph.nodes[number] for number in recipe.nodes]
-        moved = sum(self.bytes[name] for node in nodes for name in (*values_used(node), *values_made(node)))
+        moved = sum(self.bytes[name] for node in nodes for name in (*input_names(node), *output_names(node)))
         fetched = sum(self.bytes[name] for name in recipe.inputs | recipe.weights)
         return memory_time(moved) + transfer_time(fetched)
 
 
-def rematerialize(graph: Graph, stage_of: Sequence[int], stages: int, costs: Costs) -> list[Part]:
+def rematerialize_values(graph: Graph, stage_of: Sequence[int], stages: int, costs: GraphCosts) -> list[StageNodes]:
     """The nodes of each stage, with copies of those that make what it would else receive; what only others need is left out.
 
     The op table of the graph must hold `SIZE_OF`.
     """
-    recipe_of = recipes(graph, costs)
-    maker = {name: number for number, node in enumerate(graph.nodes) for name in values_made(node)}
+    recipe_of = recomputation_recipes(graph, costs)
+    maker = {name: number for number, node in enumerate(graph.nodes) for name in output_names(node)}
     assigned: list[list[int]] = [[] for _ in range(stages)]
     for number, stage in enumerate(stage_of):
         assigned[stage].append(number)
@@ -175,7 +177,7 @@ class _Stage:
     added: list[Node] = field(default_factory=list)
     sizes: set[str] = field(default_factory=set)
 
-    def part(self) -> Part:
+    def part(self) -> StageNodes:
         """The nodes of the stage."""
         self.nodes = set(self.assigned)
         for name in self._wanted(self.assigned):
@@ -184,16 +186,16 @@ class _Stage:
         values = {value.name: value for value in self.graph.inputs}
         values |= {v.name: v for node in self.graph.nodes for v in node.outputs if v is not None}
         wanted = [values[name] for name in self._wanted(sorted(self.nodes)) if name in values]
-        tensors = [value for value in wanted if value.dtype not in SCALARS]
+        tensors = [value for value in wanted if value.dtype not in SCALAR_DTYPES]
         for value in wanted:
             if value.dtype == "symint":
                 self._size(value, tensors, values)
-        return Part(added=tuple(self.added), nodes=tuple(sorted(self.nodes)))
+        return StageNodes(added=tuple(self.added), nodes=tuple(sorted(self.nodes)))
 
     def _wanted(self, numbers: Sequence[int]) -> list[str]:
         """The values that nodes use and none of them makes, in the order of their making."""
-        made = {name for number in numbers for name in values_made(self.graph.nodes[number])}
-        used = dict.fromkeys(name for number in numbers for name in values_used(self.graph.nodes[number]))
+        made = {name for number in numbers for name in output_names(self.graph.nodes[number])}
+        used = dict.fromkeys(name for number in numbers for name in input_names(self.graph.nodes[number]))
         return sorted((name for name in used if name not in made), key=lambda name: self.maker.get(name, -1))
 
     def _size(self, value: Value, tensors: Sequence[Value], values: Mapping[str, Value]) -> bool:
@@ -205,13 +207,13 @@ class _Stage:
         op = self.graph.ops[node.op].name
         have = {tensor.name for tensor in tensors}
         holder = next((tensor for tensor in tensors if value.expr is not None and value.expr in tensor.shape), None)
-        if op == SIZE_OF.name and have.issuperset(values_used(node)):
+        if op == SYM_SIZE_OP.name and have.issuperset(input_names(node)):
             self.nodes.add(number)
         elif holder is not None:
             args: tuple[Argument, ...] = (ValueArg(holder.name), holder.shape.index(value.expr))
-            self.added.append(Node(op=self.graph.ops.index(SIZE_OF), args=args, outputs=(value,), scope=node.scope))
-        elif namespace(op) in ("operator", "math", "torch") and all(
-            self._size(values[name], tensors, values) for name in values_used(node)
+            self.added.append(Node(op=self.graph.ops.index(SYM_SIZE_OP), args=args, outputs=(value,), scope=node.scope))
+        elif operator_namespace(op) in ("operator", "math", "torch") and all(
+            self._size(values[name], tensors, values) for name in input_names(node)
         ):
             self.nodes.add(number)
         else:
@@ -220,7 +222,7 @@ class _Stage:
         return True
 
 
-def _without_idle(graph: Graph, parts: list[Part]) -> list[Part]:
+def _without_idle(graph: Graph, parts: list[StageNodes]) -> list[StageNodes]:
     """Leave out of a stage the nodes whose values only other stages need, which compute them on their own."""
     copies = [0] * len(graph.nodes)
     for part in parts:
@@ -228,7 +230,7 @@ def _without_idle(graph: Graph, parts: list[Part]) -> list[Part]:
             copies[number] += 1
     kept = list(parts)
     mates: dict[str, set[str]] = defaultdict(set)  # the values that share memory
-    memory = memory_of(graph).of
+    memory = alias_classes(graph).of
     for name, root in memory.items():
         mates[root].add(name)
     needed: set[str] = set(graph.outputs)  # by later stages, and by the caller
@@ -238,16 +240,16 @@ def _without_idle(graph: Graph, parts: list[Part]) -> list[Part]:
         for number in reversed(parts[stage].nodes):
             node = graph.nodes[number]
             op = graph.ops[node.op]
-            written = (name for parameter in op.mutates for name in bound(node, op, parameter))
-            given = {*values_made(node)}.union(*(mates[memory[name]] for name in written if name in memory))
+            written = (name for parameter in op.mutates for name in parameter_value_names(node, op, parameter))
+            given = {*output_names(node)}.union(*(mates[memory[name]] for name in written if name in memory))
             if given and copies[number] > 1 and not given & (used | needed):
                 copies[number] -= 1
             else:
                 here.append(number)
-                used.update(values_used(node))
-        added = tuple(made for made in parts[stage].added if used.intersection(values_made(made)))
-        kept[stage] = Part(added=added, nodes=tuple(reversed(here)))
-        used.update(name for made in added for name in values_used(made))
-        made_here = {name for number in here for name in values_made(graph.nodes[number])}
-        needed |= used - made_here - {name for made in added for name in values_made(made)}
+                used.update(input_names(node))
+        added = tuple(made for made in parts[stage].added if used.intersection(output_names(made)))
+        kept[stage] = StageNodes(added=added, nodes=tuple(reversed(here)))
+        used.update(name for made in added for name in input_names(made))
+        made_here = {name for number in here for name in output_names(graph.nodes[number])}
+        needed |= used - made_here - {name for made in added for name in output_names(made)}
     return kept

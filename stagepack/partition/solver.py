@@ -20,7 +20,7 @@ _Vector = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class SharedCost:
     """What a part needs once when one of its items uses it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CostSequence:
     """The items, in order.
 
     Attributes:
@@ -47,14 +47,14 @@ class Row:
     """
 
     times: Sequence[int]
-    sent: Sequence[Shared]
-    held: Sequence[Shared]
+    sent: Sequence[SharedCost]
+    held: Sequence[SharedCost]
     working: Sequence[int]
     places: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PartCost:
     """What the items from `start` to `end` (excluded) cost: their own time, that of receiving, and the memory."""
 
     time: int
@@ -77,11 +77,11 @@ def sending_time(count: int) -> int:
     return _PICOSECONDS_PER_VALUE_SENT + transfer_time(count)
 
 
-def measure(row: Row, start: int, end: int) -> Part:
+def part_cost(row: CostSequence, start: int, end: int) -> PartCost:
     """The cost of one part."""
     received = (shared for shared in row.sent if shared.maker < start)
     held = sum(shared.cost for shared in row.held if any(start <= use < end for use in shared.uses))
-    return Part(
+    return PartCost(
         time=sum(row.times[start:end]),
         receiving=sum(shared.cost for shared in received if any(start <= use < end for use in shared.uses)),
         held=held,
@@ -89,7 +89,7 @@ def measure(row: Row, start: int, end: int) -> Part:
     )
 
 
-def split(row: Row, speeds: Sequence[float], limits: Sequence[int | None]) -> list[int] | None:
+def split_sequence(row: CostSequence, speeds: Sequence[float], limits: Sequence[int | None]) -> list[int] | None:
     """Where to split into ``len(speeds)`` parts, none of them empty: before the items with these numbers.
 
     Part number i runs on a device of speed ``speeds[i]`` with ``limits[i]`` bytes of memory. None when no split fits into the
@@ -117,7 +117,7 @@ def split(row: Row, speeds: Sequence[float], limits: Sequence[int | None]) -> li
     return table.best(unevenness, np.add, slowest * fastest)[1]
 
 
-def least_excess(row: Row, limits: Sequence[int | None]) -> list[int]:
+def split_with_least_excess(row: CostSequence, limits: Sequence[int | None]) -> list[int]:
     """Where to split so that the part that exceeds its memory most exceeds it by as few bytes as possible."""
     ceilings = np.array([math.inf if limit is None else limit for limit in limits])[:, None]
     return _Table(row, len(limits)).best(lambda parts: np.maximum(parts.memory - ceilings, 0.0), np.maximum)[1]
@@ -135,7 +135,7 @@ class _Parts:
 class _Table:
     """All parts of a row."""
 
-    def __init__(self, row: Row, parts: int) -> None:
+    def __init__(self, row: CostSequence, parts: int) -> None:
         self.row = row
         self.parts = parts
         self.ends = np.array([0, *row.places, len(row.times)], dtype=np.int64)
@@ -192,7 +192,7 @@ class _Table:
 class _NextUse:
     """Costs by the item that causes them next, seen from an item that moves from the end to the begin."""
 
-    def __init__(self, shared: Sequence[Shared], count: int) -> None:
+    def __init__(self, shared: Sequence[SharedCost], count: int) -> None:
         self.costs = np.zeros(count, dtype=np.int64)
         self._used: list[list[int]] = [[] for _ in range(count)]
         self._made: list[list[int]] = [[] for _ in range(count)]

@@ -11,8 +11,8 @@ import torch
 import stagepack
 from stagepack.cli.code import code
 from stagepack.exporter import export_capture
-from stagepack.format.folded import plain
-from stagepack.partition.cut_options import Where
+from stagepack.format.folded import trivially_folded
+from stagepack.partition.cut_options import CutOptions
 from tests.hostile.attack import run
 from tests.zoo.case import Case
 from tests.zoo.cases import named
@@ -33,11 +33,11 @@ MODELS = named(
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> None:
-    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", where=Where(stages=2))
+    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     for number in range(2):
         folded, graph = bundle.graph_file(number)
         subgraphs = [f"subgraph_{index}" for index in range(len(graph.subgraphs))]
-        flat = functions(code(plain(graph), graph, f"stage_{number}"))
+        flat = functions(code(trivially_folded(graph), graph, f"stage_{number}"))
         assert list(flat) == [*subgraphs, f"stage_{number}"]
         assert lines(flat[f"stage_{number}"]) == len(graph.nodes)
         found = functions(code(folded, graph, f"stage_{number}"))

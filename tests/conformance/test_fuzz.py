@@ -18,7 +18,7 @@ from stagepack.format import reader
 from stagepack.format.codec import convert_manifest, encode_graph, parse_json
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate import check_manifest, raise_problems
-from stagepack.format.weights import read_index
+from stagepack.format.weights import read_weight_header
 from tests.conformance.vectors import TINY, VECTORS
 
 GRAPH = json.loads((VECTORS / "graph" / "base.json").read_text())
@@ -147,7 +147,7 @@ def test_headers_that_say_something_else(tmp_path: Path, document: Any) -> None:
     header = json.dumps(document).encode()
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + WEIGHTS[256:])
-    only_our_errors(read_index, path)
+    only_our_errors(read_weight_header, path)
 
 
 @fuzz
@@ -155,7 +155,7 @@ def test_headers_that_say_something_else(tmp_path: Path, document: Any) -> None:
 def test_damaged_weight_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(content)
-    only_our_errors(read_index, path)
+    only_our_errors(read_weight_header, path)
 
 
 @pytest.fixture

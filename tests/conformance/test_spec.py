@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from stagepack.format import dtypes, folded, graph, limits, manifest, plan, shapes, signature, tree
-from stagepack.format.operators import DENIED, HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS
+from stagepack.format.operators import DENIED_OPERATORS, HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS
 from tests.conformance.vectors import SCHEMA, TINY, all_rules, cases
 
 ROOT = SCHEMA.parent
@@ -24,7 +24,7 @@ TYPES = {
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
 }
-TYPES["Graph"] = TYPES.pop("Folded")  # what a graph file holds
+TYPES["Graph"] = TYPES.pop("FoldedGraph")  # what a graph file holds
 
 
 def rules_in_code() -> set[str]:
@@ -84,7 +84,7 @@ def test_closed_sets_are_those_of_the_code() -> None:
     keywords, functions, denied = (set(block.split()) for block in re.findall(r"```text\n(.*?)```", SPEC, re.DOTALL))
     assert keywords == set(keyword.kwlist)
     assert functions == PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
-    assert denied == DENIED
+    assert denied == DENIED_OPERATORS
     assert set(re.findall(r"^\| `(\w+)` \| 2", SPEC, re.MULTILINE)) == shapes.OPERATIONS.keys()
     rows = re.findall(r"^\| `([A-Z0-9_]+)` \| `(\w+)` \| (\d+) \|", SPEC, re.MULTILINE)
     assert {stored: int(size) for stored, _, size in rows} == dtypes.STORED_SIZE

@@ -4,8 +4,8 @@ import struct
 from pathlib import Path
 
 from stagepack.format.codec import encode_graph
-from stagepack.format.digest import ZEROS
-from stagepack.format.folded import plain
+from stagepack.format.digest import ZERO_DIGEST
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.manifest import Edge, Manifest, Producer, Stage
 from stagepack.format.shapes import Symbol
@@ -59,7 +59,7 @@ def write(out: Path) -> None:
     """Write the bundle."""
     with BundleWriter(out, overwrite=False) as writer:
         for number, graph in enumerate(STAGES):
-            writer.write(f"stage-{number}.msgpack", [encode_graph(plain(graph))])
+            writer.write(f"stage-{number}.msgpack", [encode_graph(trivially_folded(graph))])
         writer.write_tensors(
             "stage-0.safetensors",
             [spec for spec, _ in TENSORS.values()],
@@ -96,5 +96,5 @@ def _manifest() -> Manifest:
         files=(),
         device="cpu",
         symbols=(BATCH,),
-        sha256=ZEROS,
+        sha256=ZERO_DIGEST,
     )

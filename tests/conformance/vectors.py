@@ -17,11 +17,11 @@ import msgpack
 
 from stagepack.errors import FormatError, StagepackError
 from stagepack.format.codec import decode_graph, encode_graph
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.reader import Bundle, read_graph
-from stagepack.format.shapes import Dim, evaluate
-from stagepack.format.upgrade import is_newer
-from stagepack.format.weights import read_index
+from stagepack.format.shapes import Dim, evaluate_dim
+from stagepack.format.upgrade import is_newer_minor
+from stagepack.format.weights import read_weight_header
 
 SCHEMA = Path(__file__).parents[2] / "schema"
 VECTORS = SCHEMA / "vectors"
@@ -133,11 +133,11 @@ def _read_manifest(case: Case, folder: Path) -> None:
 
 def _read_graph(case: Case, folder: Path) -> None:
     content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else msgpack.packb(case.document())
-    file = read_graph(content, "graph", newer=is_newer(case.fields.get("version", "1.0")))
+    file = read_graph(content, "graph", newer=is_newer_minor(case.fields.get("version", "1.0")))
     if "document" in case.fields:
         assert msgpack.unpackb(content) == case.document()
     if "unfolded" in case.fields:
-        assert msgpack.unpackb(encode_graph(plain(file.graph))) == case.fields["unfolded"]
+        assert msgpack.unpackb(encode_graph(trivially_folded(file.graph))) == case.fields["unfolded"]
     if "version" not in case.fields:
         assert encode_graph(file.folded) == content
 
@@ -145,7 +145,7 @@ def _read_graph(case: Case, folder: Path) -> None:
 def _read_weights(case: Case, folder: Path) -> None:
     path = folder / "weights.safetensors"
     path.write_bytes(weight_file(case.fields))
-    found = read_index(path)
+    found = read_weight_header(path)
     if "tensors" in case.fields:
         assert {name: [tensor.start, tensor.end] for name, tensor in found.items()} == case.fields["tensors"]
 
@@ -197,7 +197,7 @@ def _octets(part: Any) -> bytes:
 
 def _read_shape(case: Case, folder: Path) -> None:
     try:
-        found: Any = evaluate(_dim(case.fields["dim"]), case.fields["sizes"])
+        found: Any = evaluate_dim(_dim(case.fields["dim"]), case.fields["sizes"])
     except (KeyError, ArithmeticError):
         found = None
     assert found == case.fields["result"]

@@ -13,10 +13,10 @@ import stagepack
 from stagepack.errors import LimitError
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph, ModuleCall
-from stagepack.format.traversal import values_made
-from stagepack.partition.cut_options import Where
+from stagepack.format.traversal import output_names
+from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.pipeline import Pipeline
 from tests.hostile.forge import Forge
 from tests.zoo.case import Case, answers, assert_equal
@@ -58,7 +58,7 @@ def signature(chance: random.Random, names: list[str]) -> dict[str, Any]:
 def lies(graph: Graph, chance: random.Random) -> list[dict[str, Any]]:
     """Calls that keep the rules of the format, and nothing else."""
     names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights), "_", "nowhere"]
-    names += [name for node in graph.nodes for name in values_made(node)]
+    names += [name for node in graph.nodes for name in output_names(node)]
     calls = [
         {**call, **({"signature": signature(chance, names)} if chance.random() < 0.8 else {})}
         for call in nested(chance, 0, len(graph.nodes))
@@ -69,7 +69,7 @@ def lies(graph: Graph, chance: random.Random) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_the_answer_stays_the_same(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=1))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=1))
     graph = bundle.graph(0)
     calls = [capture.inputs] * 2
     wanted = answers(stagepack.load(bundle, types=case.classes()), calls)
@@ -77,7 +77,8 @@ def test_the_answer_stays_the_same(case: Case, tmp_path: Path) -> None:
         forge = Forge(bundle.path, tmp_path / f"{seed}.stagepack")
         told = lies(graph, random.Random(seed))  # noqa: S311 - no secret
         forge.replace(
-            "stage-0.msgpack", encode_graph(plain(replace(graph, calls=convert(told, tuple[ModuleCall, ...]))))
+            "stage-0.msgpack",
+            encode_graph(trivially_folded(replace(graph, calls=convert(told, tuple[ModuleCall, ...])))),
         )
         stage = stagepack.load_stage(forge.path, 0, modules=True)
         pipe = Pipeline(bundle.manifest, [stage], case.classes())

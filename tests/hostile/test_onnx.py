@@ -9,7 +9,7 @@ import pytest
 
 import stagepack
 from stagepack.errors import FormatError, LimitError, OperatorError
-from stagepack.format.onnx import read_onnx
+from stagepack.format.onnx import parse_onnx_model
 from tests.hostile.attack import command_fails
 from tests.hostile.forge import Forge
 
@@ -88,7 +88,7 @@ def test_any_bytes_are_read_or_refused(seed: int) -> None:
         if draw.random() < 0.2:
             del content[draw.randrange(len(content)) :]
         try:
-            read_onnx(bytes(content), FILE)
+            parse_onnx_model(bytes(content), FILE)
         except (FormatError, LimitError) as error:
             rules += [problem.rule for problem in error.problems]
     assert set(rules) <= {"O2", "L2"}

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 import stagepack
 from stagepack.errors import FormatError, LimitError, StagepackError, UnsupportedError
-from stagepack_loaders.example import replay
+from stagepack_loaders.example import replay_example
 from tests.hostile.attack import Attack, Seen, check
 from tests.hostile.forge import Forge, weight_file
 
@@ -261,7 +261,7 @@ def test_weights_of_any_name_come_back(odd: tuple[Odd, Path]) -> None:
     bundle = stagepack.open(path)
     bundle.verify()
     pipe = stagepack.load(bundle)
-    assert replay(pipe, bundle).largest == 0.0
+    assert replay_example(pipe, bundle).largest == 0.0
     state = pipe.state_dict()
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())

@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack.format.weights import read_index
+from stagepack.format.weights import read_weight_header
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
 
 pytestmark = pytest.mark.xdist_group("added")  # one process, so that the bundle is made once
@@ -93,7 +93,7 @@ def test_weights_lie_in_the_weight_files_alone(added: tuple[Bundle, Path]) -> No
 def test_only_what_was_changed_has_a_file_of_its_own(added: tuple[Bundle, Path]) -> None:
     bundle, _ = added
     own = {
-        name: list(read_index(bundle.path / name))
+        name: list(read_weight_header(bundle.path / name))
         for stage in bundle.stages
         for name in (() if stage.onnx is None else stage.onnx.weights)
     }

@@ -10,7 +10,7 @@ import torch
 
 import stagepack
 from stagepack.errors import DeviceError, InputError, OperatorError
-from stagepack_loaders.onnxruntime.stage import Stage
+from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 from stagepack_loaders.onnxruntime.values import to_numpy, to_ort, to_torch
 
 COUNTING = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "counting.stagepack"
@@ -66,7 +66,7 @@ def test_state_dict_and_parameters_are_those_in_torch(tower: Path) -> None:
 
 def test_a_stage_alone_is_called_by_position_and_by_name(tower: Path) -> None:
     stage = stagepack.load_stage(tower, 0, runtime="onnxruntime")
-    assert isinstance(stage, Stage)
+    assert isinstance(stage, OnnxRuntimeStage)
     (first,) = stage(X)
     (second,) = stage(x=X)
     assert numpy.array_equal(first, second)

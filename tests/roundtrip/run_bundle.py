@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import stagepack
-from stagepack_loaders.example import call, read_inputs, write_outputs
+from stagepack_loaders.example import read_inputs, run_on_inputs, write_outputs
 
 
 def main(folder: str, operators: str) -> None:
@@ -30,7 +30,7 @@ def main(folder: str, operators: str) -> None:
         for number, path in enumerate(inputs):
             torch.manual_seed(0)
             write_outputs(
-                pipe, call(pipe, read_inputs(pipe, path)), bundle.with_suffix(".out") / f"{number}.safetensors"
+                pipe, run_on_inputs(pipe, read_inputs(pipe, path)), bundle.with_suffix(".out") / f"{number}.safetensors"
             )
     assert "transformers" not in sys.modules or "transformers" in allowed
 

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from stagepack.capture.programs import Inputs
 from stagepack.exporter import export_capture
-from stagepack.format.contract import bind
+from stagepack.format.contract import bind_call
 from stagepack.format.tree import ValueLeaf, tree_leaves
-from stagepack.partition.cut_options import Where
+from stagepack.partition.cut_options import CutOptions
 from tests.zoo.case import Case, other_size
 from tests.zoo.cases import EXAMPLES, named
 
@@ -52,13 +52,15 @@ def test_bit_exact(case: Case, tmp_path: Path, runner: subprocess.Popen) -> None
     capture = case.capture()
     bundles = []
     for stages in STAGES:
-        bundles.append(export_capture(capture, out=tmp_path / f"{stages}.stagepack", where=Where(stages=stages)))
+        bundles.append(
+            export_capture(capture, out=tmp_path / f"{stages}.stagepack", cut_options=CutOptions(stages=stages))
+        )
         assert len(bundles[-1].stages) == stages
     signature = bundles[0].manifest.signature
     calls = [capture.inputs, other_size(capture.program, capture.inputs), capture.inputs]
     expected = _answers(capture.program.module(), calls)
     for number, inputs in enumerate(calls):
-        bound = bind(signature, tuple(inputs.args), inputs.kwargs)
+        bound = bind_call(signature, tuple(inputs.args), inputs.kwargs)
         tensors = {name: torch.as_tensor(given.value).detach().clone().contiguous() for name, given in bound.items()}
         save_file(tensors, tmp_path / f"inputs-{number}.safetensors")
     print(tmp_path, case.operators, sep="\t", file=runner.stdin, flush=True)

@@ -12,7 +12,7 @@ from stagepack.capture.source import capture_source
 from stagepack.errors import InputError
 from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
-from stagepack.partition.cut_options import Where
+from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.pipeline import Pipeline
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case, answers, assert_equal, captured_answers
@@ -32,7 +32,7 @@ def test_every_module_answers_as_in_the_model(case: Case, stages: int, tmp_path:
     elif case.name == "decoders-llama":
         model.set_attn_implementation("eager")  # makes one always
     capture = capture_source(model, inputs)
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=stages))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=stages))
     loaded = [
         stagepack.load_stage(bundle, number, modules=True, types=case.classes()) for number in range(len(bundle.stages))
     ]

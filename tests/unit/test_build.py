@@ -7,11 +7,11 @@ import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.dtypes import ITEM_SIZE
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Value, ValueArg
-from stagepack.format.shapes import Expr, evaluate
+from stagepack.format.shapes import Expr, evaluate_dim
 from stagepack.format.validate import check_graph
-from stagepack.linearize import linearize
+from stagepack.linearize import linearize_program
 from stagepack_loaders.torch.build import build, named
 from stagepack_loaders.torch.ops import resolve
 from tests.zoo import cases
@@ -44,13 +44,13 @@ def test_values_may_have_any_identifier_as_name() -> None:
     graph = Graph(inputs=tuple(values), nodes=nodes, outputs=outputs, ops=(ADD,), scopes=(Scope(path=""),))
     assert list(check_graph(graph, "")) == []
     given = [torch.full((2,), float(number)) for number in range(len(values))]
-    found = build(plain(graph), graph, resolve(graph.ops, (), ""), CPU)(*given)
+    found = build(trivially_folded(graph), graph, resolve(graph.ops, (), ""), CPU)(*given)
     assert [float(tensor[0]) for tensor in found] == [2.0 * number + 1 for number in range(len(nodes))]
 
 
 def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:
-    graph = linearize(cases.named("operators-text-arguments")[0].capture().program, {}, None).graph
-    module = build(plain(graph), graph, resolve(graph.ops, (), ""), CPU)
+    graph = linearize_program(cases.named("operators-text-arguments")[0].capture().program, {}, None).graph
+    module = build(trivially_folded(graph), graph, resolve(graph.ops, (), ""), CPU)
     assert "tanh" not in module.code.replace("aten.tanh", "")
     assert {"tanh", "bi,ij->bj"} <= {value for value in vars(module).values() if isinstance(value, str)}
 
@@ -66,7 +66,7 @@ def test_regions_are_closed_when_something_inside_raises() -> None:
         scopes=(Scope(path=""),),
         contexts=(Context(grad=False), Context(parent=0, autocast=autocast)),
     )
-    module = build(plain(graph), graph, resolve(graph.ops, (), ""), CPU)
+    module = build(trivially_folded(graph), graph, resolve(graph.ops, (), ""), CPU)
     with pytest.raises(RuntimeError, match="must match the size"):
         module(torch.ones(2), torch.ones(3))
     assert torch.is_grad_enabled()
@@ -101,7 +101,7 @@ def test_sizes_cannot_grow_without_bound() -> None:
     for _ in range(60):
         dim = Expr(op="pow", args=(dim, 64))
     with pytest.raises(OverflowError, match="a size is over"):
-        evaluate(dim, {"n": 2})
+        evaluate_dim(dim, {"n": 2})
 
 
 def test_every_dtype_of_the_format_is_torchs() -> None:

@@ -18,11 +18,11 @@ from stagepack.capture.programs import Inputs, capture_module
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph, encode_manifest
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import ModuleCall
 from stagepack.format.reader import read_graph
-from stagepack.format.traversal import values_made
-from stagepack.partition.cut_options import Where
+from stagepack.format.traversal import output_names
+from stagepack.partition.cut_options import CutOptions
 from tests import plain_reader
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
@@ -33,7 +33,7 @@ def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose first and last stage share a weight, in three stages."""
     case = named("decoders-llama-tied")[0]
     out = tmp_path_factory.mktemp("bundle") / "llama.stagepack"
-    export_capture(case.capture(), out=out, where=Where(stages=3))
+    export_capture(case.capture(), out=out, cut_options=CutOptions(stages=3))
     return out
 
 
@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_exporting_twice_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
     case = named("decoders-llama-tied")[0]
-    export_capture(case.capture(), out=tmp_path / "again.stagepack", where=Where(stages=3))
+    export_capture(case.capture(), out=tmp_path / "again.stagepack", cut_options=CutOptions(stages=3))
     assert contents(tmp_path / "again.stagepack") == contents(tied_llama)
 
 
@@ -92,7 +92,7 @@ def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
         name
         for number in range(len(manifest["stages"]))
         for node in stagepack.open(tied_llama).graph(number).nodes
-        for name in values_made(node)
+        for name in output_names(node)
     ]
     assert ("aten.linear.default", "model.layers.0.self_attn.q_proj") in [node[:2] for node in nodes]
     assert model.keys() <= weights.keys()
@@ -181,7 +181,7 @@ def test_calls_that_do_not_fit_say_what_is_allowed(
 
 def test_two_inputs_must_agree_on_a_size(tmp_path: Path) -> None:
     case = named("encoders-bert")[0]
-    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", where=Where(stages=2))
+    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     with pytest.raises(
         InputError, match="attention_mask: dimension 1 is 9, but 'sequence' is 8 in input_ids: dimension 1"
     ):
@@ -258,7 +258,7 @@ def test_a_model_that_cannot_be_captured_says_why(tmp_path: Path) -> None:
 
 def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
     """A program captured elsewhere than on the CPU names the CPU on purpose; its own device follows the loader."""
-    from stagepack.linearize import linearize
+    from stagepack.linearize import linearize_program
     from stagepack_loaders.torch.build import build
     from stagepack_loaders.torch.ops import resolve
 
@@ -268,7 +268,7 @@ def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
 
     with torch.device("meta"):
         program = torch.export.export(ToCpu(), (torch.empty(3),))
-    file = read_graph(encode_graph(plain(linearize(program, {}, None).graph)), "")
+    file = read_graph(encode_graph(trivially_folded(linearize_program(program, {}, None).graph)), "")
     graph = file.graph
     module = build(*file, resolve(graph.ops, (), ""), torch.device("cpu"))
     devices = [node.kwargs["device"].type for node in module.graph.nodes if "device" in node.kwargs]

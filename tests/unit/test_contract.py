@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stagepack.errors import InputError
-from stagepack.format.contract import Given, bind, check_values
+from stagepack.format.contract import BoundArgument, bind_call, check_values
 from stagepack.format.graph import Value
-from stagepack.format.shapes import Dim, Expr, Symbol, evaluate
+from stagepack.format.shapes import Dim, Expr, Symbol, evaluate_dim
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import ConstantLeaf, DictTree, NonFiniteLeaf, SequenceTree, ValueLeaf
 
@@ -53,11 +53,11 @@ def test_a_call_binds_where_and_as_python_binds_it(
         expected = theirs.bind(*args, **kwargs).arguments
     except TypeError:
         with pytest.raises(InputError, match="argument"):
-            bind(ours, args, kwargs)
+            bind_call(ours, args, kwargs)
     else:
-        found = bind(ours, args, kwargs)
+        found = bind_call(ours, args, kwargs)
         values = [parameter.name for parameter in ours.parameters if isinstance(parameter.tree, ValueLeaf)]
-        assert found == {f"v_{name}": Given(name, expected[name]) for name in values}
+        assert found == {f"v_{name}": BoundArgument(name, expected[name]) for name in values}
 
 
 def signature(**trees: Any) -> Signature:
@@ -77,7 +77,7 @@ def signature(**trees: Any) -> Signature:
 )
 def test_a_call_that_does_not_fit_names_the_argument(args: tuple[Any, ...], kwargs: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        bind(signature(ids=ValueLeaf("ids"), scale=ConstantLeaf(2)), args, kwargs)
+        bind_call(signature(ids=ValueLeaf("ids"), scale=ConstantLeaf(2)), args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_a_constant_must_be_the_one_of_the_export(fixed: Any, given: Any, says: 
     special = isinstance(fixed, float) and not math.isfinite(fixed)
     tree = NonFiniteLeaf(str(fixed)) if special else ConstantLeaf(fixed)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=says):
-        bind(signature(flag=tree), (given,), {})
-    assert bind(signature(flag=tree), (fixed,), {}) == {}
-    assert bind(signature(flag=tree), (), {}) == {}
+        bind_call(signature(flag=tree), (given,), {})
+    assert bind_call(signature(flag=tree), (fixed,), {}) == {}
+    assert bind_call(signature(flag=tree), (), {}) == {}
 
 
 def test_places_inside_containers_are_named() -> None:
     tree = DictTree(kind="dict", items=(("x", SequenceTree(kind="list", items=(ValueLeaf("v"), ConstantLeaf(1)))),))
-    assert bind(signature(batch=tree), ({"x": [5, 1]},), {}) == {"v": Given("batch['x'][0]", 5)}
+    assert bind_call(signature(batch=tree), ({"x": [5, 1]},), {}) == {"v": BoundArgument("batch['x'][0]", 5)}
     with pytest.raises(InputError, match=r"^batch\['x'\]\[1\] was fixed to 1 at export, found 2"):
-        bind(signature(batch=tree), ({"x": [5, 2]},), {})
+        bind_call(signature(batch=tree), ({"x": [5, 2]},), {})
 
 
 N, M = "n", "m"
@@ -124,17 +124,17 @@ VALUES = (
 )
 
 
-def arrays(sizes: dict[str, int]) -> dict[str, Given]:
+def arrays(sizes: dict[str, int]) -> dict[str, BoundArgument]:
     """Inputs of these sizes."""
 
     def size(dim: Dim) -> int:
-        return evaluate(dim, sizes)
+        return evaluate_dim(dim, sizes)
 
     made: dict[str, Any] = {
         value.name: np.empty([size(dim) for dim in value.shape], value.dtype) for value in VALUES if value.shape
     }
     made["size"] = size(VALUES[-1].expr or 0)
-    return {name: Given(f"where_{name}", value) for name, value in made.items()}
+    return {name: BoundArgument(f"where_{name}", value) for name, value in made.items()}
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -155,7 +155,7 @@ def test_one_size_that_is_off_is_named_with_its_dimension_and_what_is_allowed(
     place = data.draw(st.integers(0, len(shape) - 1))
     shape[place] += data.draw(st.integers(-3, 5).filter(bool))
     assume(shape[place] >= 0)
-    given[name] = Given(given[name].where, np.empty(shape, given[name].value.dtype))
+    given[name] = BoundArgument(given[name].where, np.empty(shape, given[name].value.dtype))
     with pytest.raises(InputError, match=r"^where_(late|double|plain|sum|size)(: dimension \d)? is -?\d+, ") as caught:
         check_values(VALUES, given, SYMBOLS)
     assert "allowed is" in str(caught.value) or "they must be equal" in str(caught.value)
@@ -192,7 +192,7 @@ ONE = (Value(name="x", dtype="float32", shape=(2, N)),)
 )
 def test_a_value_that_does_not_fit_is_named_with_what_is_expected(given: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        check_values(ONE, {"x": Given("batch['x']", given)}, SYMBOLS)
+        check_values(ONE, {"x": BoundArgument("batch['x']", given)}, SYMBOLS)
 
 
 @pytest.mark.parametrize(
@@ -201,17 +201,17 @@ def test_a_value_that_does_not_fit_is_named_with_what_is_expected(given: Any, sa
 )
 def test_numbers_are_python_numbers_of_their_kind(dtype: str, good: Any, bad: list[Any]) -> None:
     expected = (Value(name="k", dtype=dtype),)
-    assert check_values(expected, {"k": Given("k", good)}, ()) == {}
+    assert check_values(expected, {"k": BoundArgument("k", good)}, ()) == {}
     for wrong in bad:
         with pytest.raises(
             InputError, match=f"^k: expected a Python {type(good).__name__}, found {type(wrong).__name__}$"
         ):
-            check_values(expected, {"k": Given("k", wrong)}, ())
+            check_values(expected, {"k": BoundArgument("k", wrong)}, ())
 
 
 def test_equal_sizes_that_differ_name_both_places() -> None:
     two = (Value(name="x", dtype="float32", shape=(N,)), Value(name="y", dtype="float32", shape=(N,)))
-    given = {"x": Given("x", np.zeros(3, "float32")), "y": Given("y", np.zeros(4, "float32"))}
+    given = {"x": BoundArgument("x", np.zeros(3, "float32")), "y": BoundArgument("y", np.zeros(4, "float32"))}
     with pytest.raises(InputError, match=r"^y: dimension 0 is 4, but 'n' is 3 in x: dimension 0: they must be equal$"):
         check_values(two, given, SYMBOLS)
 
@@ -226,4 +226,4 @@ def test_a_size_told_late_lets_earlier_ones_be_checked() -> None:
 
 def test_a_size_that_cannot_be_told_is_left_to_the_graph() -> None:
     half = (Value(name="x", dtype="float32", shape=(Expr(op="floordiv", args=(N, 2)),)),)
-    assert check_values(half, {"x": Given("x", np.zeros(100, "float32"))}, SYMBOLS) == {}
+    assert check_values(half, {"x": BoundArgument("x", np.zeros(100, "float32"))}, SYMBOLS) == {}

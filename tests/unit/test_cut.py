@@ -21,14 +21,20 @@ from stagepack.format.manifest import Manifest, Producer, Stage
 from stagepack.format.signature import Signature
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.validate import check_graph
-from stagepack.graph.aliasing import bonds
-from stagepack.graph.assembly import whole
-from stagepack.graph.joining import join
-from stagepack.partition.costs import Costs, costs_of
-from stagepack.partition.cut import Cut, cut
-from stagepack.partition.cut_options import Where
-from stagepack.partition.planner import balanced, plan_of
-from stagepack.partition.policies import PolicyNode, at_modules, at_positions, by_policy, consecutive
+from stagepack.graph.aliasing import colocation_groups
+from stagepack.graph.assembly import canonical_graph
+from stagepack.graph.joining import join_stages
+from stagepack.partition.costs import GraphCosts, graph_costs
+from stagepack.partition.cut import Cut, cut_graph
+from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.planner import balance_stages, plan_for_assignment
+from stagepack.partition.policies import (
+    PolicyNode,
+    assign_by_modules,
+    assign_by_policy,
+    assign_by_positions,
+    assign_consecutive,
+)
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 from tests.zoo.rows.build import Lambda
@@ -67,9 +73,9 @@ def graphs(draw: st.DrawFn, weighted: bool = False) -> Graph:
     )
 
 
-def costs(graph: Graph) -> Costs:
+def costs(graph: Graph) -> GraphCosts:
     """The costs of a graph whose weights have a byte an element."""
-    return costs_of(graph, {weight.stored: weight.shape[0] for weight in graph.weights})
+    return graph_costs(graph, {weight.stored: weight.shape[0] for weight in graph.weights})
 
 
 def joined(result: Cut, graph: Graph) -> Graph:
@@ -90,7 +96,7 @@ def joined(result: Cut, graph: Graph) -> Graph:
         symbols=graph.symbols,
         sha256="",
     )
-    return join(manifest, [stage.graph for stage in result.stages])
+    return join_stages(manifest, [stage.graph for stage in result.stages])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -99,7 +105,7 @@ def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObj
     asked = [data.draw(st.integers(0, 3)) for _ in graph.nodes]
     stages = None
     with contextlib.suppress(CutError):  # a cycle
-        stages = by_policy(graph, lambda node: asked[node.index])
+        stages = assign_by_policy(graph, lambda node: asked[node.index])
     flows = [
         (asked[int(leaf.name[1:])], asked[number])
         for number, node in enumerate(graph.nodes)
@@ -110,10 +116,10 @@ def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObj
         assert any(before > after for before, after in flows)
         return
     for shared in ("replicate", "transmit"):
-        result = cut(graph, stages, costs(graph), shared)
+        result = cut_graph(graph, stages, costs(graph), shared)
         for number, stage in enumerate(result.stages):
             assert list(check_graph(stage.graph, str(number))) == []
-        assert joined(result, graph) == whole(graph)
+        assert joined(result, graph) == canonical_graph(graph)
     for edge in result.edges:
         assert edge.producer is None or all(edge.producer < consumer for consumer in edge.consumers)
         assert edge.producer is None or edge.consumers or edge.name in graph.outputs
@@ -128,7 +134,7 @@ def test_the_plan_is_the_best_of_all_cuts(graph: Graph, stages: int, data: st.Da
     filled = min(stages, len(graph.nodes))
 
     def slowest(positions: Sequence[int]) -> float:
-        plan = plan_of(graph, costs(graph), consecutive(graph, positions))
+        plan = plan_for_assignment(graph, costs(graph), assign_consecutive(graph, positions))
         if any(stage.memory > limit for stage, limit in zip(plan.stages, memory, strict=False)):
             return math.inf
         return max(
@@ -139,17 +145,17 @@ def test_the_plan_is_the_best_of_all_cuts(graph: Graph, stages: int, data: st.Da
     best = min(slowest(positions) for positions in every)
     if best == math.inf:
         with pytest.raises(CutError, match=r"no cut fits: in the nearest one, stage \d needs \d+ bytes.* more than"):
-            balanced(graph, costs(graph), stages, memory=memory, speeds=speeds)
+            balance_stages(graph, costs(graph), stages, memory=memory, speeds=speeds)
         return
-    positions = balanced(graph, costs(graph), stages, memory=memory, speeds=speeds)
+    positions = balance_stages(graph, costs(graph), stages, memory=memory, speeds=speeds)
     assert positions[filled - 1 :] == [len(graph.nodes)] * (stages - filled)
     assert slowest(positions[: filled - 1]) == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize("layers", [(1, 3), (0,), (2,), (1, 2, 3)])
 def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(layers: tuple[int, ...], tmp_path: Path) -> None:
-    where = Where(split_at=[f"model.layers.{layer}" for layer in layers])
-    bundle = export_capture(llama(4).capture(), out=tmp_path / "m.stagepack", where=where)
+    where = CutOptions(split_at=[f"model.layers.{layer}" for layer in layers])
+    bundle = export_capture(llama(4).capture(), out=tmp_path / "m.stagepack", cut_options=where)
     sent = [(edge.producer, edge.shape, edge.consumers) for edge in bundle.edges if edge.consumers]
     hidden = ("batch", "sequence", 32)
     assert sent == [
@@ -160,7 +166,7 @@ def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(layers: tu
 
 def test_what_is_computed_in_place_is_computed_again(tmp_path: Path) -> None:
     capture = named("encoder-decoders-t5")[0].capture()  # the buckets of its position bias are summed up in place
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(split_at=["encoder.block.1"]))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(split_at=["encoder.block.1"]))
     crossing = [edge.shape for edge in bundle.edges if edge.producer == 0 and edge.consumers]
     assert crossing == [("batch", "sequence", 32)]
     again = [[graph.ops[node.op].name for node in graph.nodes] for graph in (bundle.graph(0), bundle.graph(1))]
@@ -169,7 +175,7 @@ def test_what_is_computed_in_place_is_computed_again(tmp_path: Path) -> None:
 
 def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
     capture = named("values-skip-over-stages")[0].capture()
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(split_at=["b", "d"]))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(split_at=["b", "d"]))
     first = [bundle.graph(stage).scopes[bundle.graph(stage).nodes[0].scope].path for stage in range(3)]
     assert first == ["a", "b", "d"]
     names = [weight.names[0] for stage in range(3) for weight in bundle.graph(stage).weights]
@@ -187,7 +193,9 @@ def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
 def test_split_at_says_what_is_wrong(names: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(CutError, match=message):
         export_capture(
-            named("values-skip-over-stages")[0].capture(), out=tmp_path / "m.stagepack", where=Where(split_at=names)
+            named("values-skip-over-stages")[0].capture(),
+            out=tmp_path / "m.stagepack",
+            cut_options=CutOptions(split_at=names),
         )
 
 
@@ -199,10 +207,10 @@ def test_a_cut_through_written_state_is_refused_or_moved(tmp_path: Path) -> None
 
     layers = {name: torch.nn.Linear(4, 4) for name in "ab"}
     capture = capture_module(Lambda(run, **layers, count=torch.zeros(1)), Inputs(args=(torch.randn(2, 4),)))
-    where = Where(policy=lambda node: int(node.index > 1))
+    where = CutOptions(policy=lambda node: int(node.index > 1))
     with pytest.raises(CutError, match=r"'count' is written.*stage 0.*stage 1"):
-        export_capture(capture, out=tmp_path / "torn.stagepack", where=where)
-    bundle = export_capture(capture, out=tmp_path / "moved.stagepack", where=Where(split_at=["b"]))
+        export_capture(capture, out=tmp_path / "torn.stagepack", cut_options=where)
+    bundle = export_capture(capture, out=tmp_path / "moved.stagepack", cut_options=CutOptions(split_at=["b"]))
     assert [stage.state for stage in bundle.stages] == [(), ("count",)]
 
 
@@ -217,7 +225,7 @@ def test_empty_stages_are_refused(positions: list[int]) -> None:
         scopes=(Scope(path=""),),
     )
     with pytest.raises(CutError, match="a stage would be empty"):
-        at_positions(graph, positions)
+        assign_by_positions(graph, positions)
 
 
 def test_marks_in_the_models_code_are_cuts(tmp_path: Path) -> None:
@@ -274,7 +282,7 @@ def test_a_policy_that_makes_a_cycle_gets_the_path(tmp_path: Path) -> None:
         export_capture(
             named("values-skip-over-stages")[0].capture(),
             out=tmp_path / "m.stagepack",
-            where=Where(policy=lambda node: node.index % 2),
+            cut_options=CutOptions(policy=lambda node: node.index % 2),
         )
 
 
@@ -284,23 +292,23 @@ def test_a_policy_must_give_stage_numbers(answer: Any, tmp_path: Path) -> None:
         export_capture(
             named("values-skip-over-stages")[0].capture(),
             out=tmp_path / "m.stagepack",
-            where=Where(policy=lambda _: answer),
+            cut_options=CutOptions(policy=lambda _: answer),
         )
 
 
 def test_more_stages_than_operators_leave_the_last_ones_empty(tmp_path: Path) -> None:
     capture = named("values-skip-over-stages")[0].capture()
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=50))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=50))
     counts = [stage.nodes for stage in bundle.stages]
     assert counts == [1] * sum(counts) + [0] * (50 - sum(counts))
     assert torch.equal(stagepack.load(bundle)(*capture.inputs.args), capture.program.module()(*capture.inputs.args))
     with pytest.raises(CutError, match="expected at least 1, found 0"):
-        export_capture(capture, out=tmp_path / "none.stagepack", where=Where(stages=0))
+        export_capture(capture, out=tmp_path / "none.stagepack", cut_options=CutOptions(stages=0))
 
 
 def test_one_way_to_cut() -> None:
     with pytest.raises(CutError, match="expected one way to cut, found stages and split_at"):
-        Where(stages=2, split_at=["a"])
+        CutOptions(stages=2, split_at=["a"])
 
 
 @pytest.mark.parametrize(
@@ -316,14 +324,14 @@ def test_one_way_to_cut() -> None:
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(CutError, match=message):
-        Where(**given)
+        CutOptions(**given)
 
 
 def test_an_activation_is_bound_until_its_last_write() -> None:
-    from stagepack.linearize import linearize
+    from stagepack.linearize import linearize_program
 
-    graph = linearize(named("aliasing-activation-written-in-place")[0].capture().program, {}, None).graph
-    (bond,) = bonds(graph)
+    graph = linearize_program(named("aliasing-activation-written-in-place")[0].capture().program, {}, None).graph
+    (bond,) = colocation_groups(graph)
     names = [graph.ops[graph.nodes[number].op].name for number in bond.nodes]
     assert names == ["aten.linear.default", "aten.slice.Tensor", "aten.linear.default", "aten.mul_.Tensor"]
-    assert at_modules(graph, ["c"]).stage_of == [0, 0, 0, 0, 1, 1]
+    assert assign_by_modules(graph, ["c"]).stage_of == [0, 0, 0, 0, 1, 1]

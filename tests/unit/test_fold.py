@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from stagepack.capture.programs import Inputs, capture_module
 from stagepack.format.codec import encode_graph
-from stagepack.format.folded import plain
+from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.reader import read_graph
 from stagepack.format.shapes import Expr, Symbol
 from stagepack.format.signature import Parameter, Signature
-from stagepack.format.template import Hole, TemplateError, escape, fill, parse
-from stagepack.format.traversal import values_made, values_used
+from stagepack.format.template import Hole, TemplateError, escape_template, fill_template, parse_template
+from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import SequenceTree, ValueLeaf
-from stagepack.format.unfold import unfold
-from stagepack.graph.assembly import whole
-from stagepack.graph.folding import fold
-from stagepack.graph.repeat_search import find
-from stagepack.linearize import linearize
+from stagepack.format.unfold import unfold_graph
+from stagepack.graph.assembly import canonical_graph
+from stagepack.graph.folding import fold_graph
+from stagepack.graph.repeat_search import find_repeats
+from stagepack.linearize import linearize_program
 
 ADD = Op(name="aten.add.Tensor", parameters=("self", "other"))
 MUL = Op(name="aten.mul.Tensor", parameters=("self", "other"))
@@ -61,7 +61,7 @@ class Build:
     def graph(self, *outputs: str) -> Graph:
         """The graph of a whole model."""
         inputs = (Value(name="x", dtype="float32", shape=(4,)), Value(name="y", dtype="float32", shape=(4,)))
-        return whole(
+        return canonical_graph(
             Graph(
                 inputs=inputs,
                 weights=tuple(self.weights),
@@ -85,9 +85,9 @@ class Build:
             if path and len(found) == found[-1] - found[0] + 1:
                 parameters = [
                     Parameter(name=f"arg_{place}", tree=ValueLeaf(name), positional=True)
-                    for place, name in enumerate(values_used(first))
+                    for place, name in enumerate(input_names(first))
                 ]
-                result = SequenceTree(kind="tuple", items=tuple(map(ValueLeaf, values_made(last))))
+                result = SequenceTree(kind="tuple", items=tuple(map(ValueLeaf, output_names(last))))
                 signature = Signature(parameters=tuple(parameters), result=result)
                 yield ModuleCall(path=path, first=str(found[0]), nodes=len(found), signature=signature)
 
@@ -103,7 +103,7 @@ def block(build: Build, x: str, name: str, scope: str | None = None, factor: flo
 
 def sizes(graph: Graph) -> list[tuple[int, int]]:
     """The length of each repeat, and how often it stands there."""
-    return [(repeat.length, len(repeat.starts)) for repeat in find(graph).repeats]
+    return [(repeat.length, len(repeat.starts)) for repeat in find_repeats(graph).repeats]
 
 
 @pytest.mark.parametrize("scoped", [True, False])
@@ -112,7 +112,7 @@ def test_layers_stand_once(scoped: bool) -> None:
     for number in range(8):
         x = block(build, x, f"layers.{number}", None if scoped else "")
     graph = build.graph(x)
-    folded = fold(graph)
+    folded = fold_graph(graph)
     assert sizes(graph) == [(6, 8)]
     assert [len(region.nodes) for region in folded.regions] == [6]
     assert len(folded.regions[0].weights) == 1
@@ -120,8 +120,8 @@ def test_layers_stand_once(scoped: bool) -> None:
     assert [call.path for call in folded.calls] == ["layers"] * scoped
     assert [call.path for call in folded.regions[0].calls] == ["layers.{0}"] * scoped
     assert len(folded.nodes) == 8
-    assert unfold(folded) == graph
-    assert len(encode_graph(folded)) < len(encode_graph(plain(graph))) / 3
+    assert unfold_graph(folded) == graph
+    assert len(encode_graph(folded)) < len(encode_graph(trivially_folded(graph))) / 3
 
 
 def test_layers_that_differ_in_one_place_stay_apart() -> None:
@@ -129,10 +129,10 @@ def test_layers_that_differ_in_one_place_stay_apart() -> None:
     for number in range(12):
         x = block(build, x, f"layers.{number}", factor=3.0 if number % 3 == 2 else 2.0)
     graph = build.graph(x)
-    found = find(graph).repeats
+    found = find_repeats(graph).repeats
     assert [(repeat.length, len(repeat.starts)) for repeat in found] == [(6, 8), (6, 4)]
     assert [start // 6 % 3 for start in found[1].starts] == [2] * 4
-    assert unfold(fold(graph)) == graph
+    assert unfold_graph(fold_graph(graph)) == graph
 
 
 def test_a_module_and_the_same_nodes_in_no_module_of_their_own() -> None:
@@ -144,8 +144,8 @@ def test_a_module_and_the_same_nodes_in_no_module_of_their_own() -> None:
             x = block(build, x, f"layers.{layer}.{number}", scope=f"layers.{layer}")
             x = build(ADD, x, float(number), scope=f"layers.{layer}")
     graph = build.graph(x)
-    folded = fold(graph)
-    assert unfold(folded) == graph
+    folded = fold_graph(graph)
+    assert unfold_graph(folded) == graph
     assert sizes(graph) == [(21, 2), (6, 7)]
     assert [len(region.nodes) for region in folded.regions] == [6, 6]
 
@@ -158,12 +158,12 @@ def test_parts_inside_of_parts() -> None:
         x = build(ADD, x, "y", scope=f"layers.{layer}")
     x = block(build, x, "head")
     graph = build.graph(x)
-    folded = fold(graph)
+    folded = fold_graph(graph)
     assert sizes(graph) == [(31, 3), (6, 6)]
     assert [len(region.nodes) for region in folded.regions] == [6, 6]  # the second has five calls and a node
     paths = [[call.path for call in held.calls] for held in (*folded.regions, folded)]
     assert paths == [["{0}"], ["layers.{0}.steps", "layers.{0}"], ["layers"]]
-    assert unfold(folded) == graph
+    assert unfold_graph(folded) == graph
 
 
 def test_outputs_that_only_one_place_gives_do_not_keep_parts_apart() -> None:
@@ -174,7 +174,7 @@ def test_outputs_that_only_one_place_gives_do_not_keep_parts_apart() -> None:
         kept.append(f"mul_{6 * number + 2}")
     graph = build.graph(x, kept[3])
     assert sizes(graph) == [(6, 6)]
-    assert unfold(fold(graph)) == graph
+    assert unfold_graph(fold_graph(graph)) == graph
 
 
 def test_what_is_given_twice_is_not_what_is_given_two_values() -> None:
@@ -185,7 +185,7 @@ def test_what_is_given_twice_is_not_what_is_given_two_values() -> None:
         x = build(ADD, x, x if number % 2 else "y", scope=f"layers.{number}")
     graph = build.graph(x)
     assert (5, 8) not in sizes(graph)
-    assert unfold(fold(graph)) == graph
+    assert unfold_graph(fold_graph(graph)) == graph
 
 
 @pytest.mark.parametrize("op", [WRITE, VIEW])
@@ -197,7 +197,7 @@ def test_parts_that_reach_outside_are_left_alone(op: Op) -> None:
             x = build(MUL, x, 2.0, scope=f"layers.{number}")
         x = build(ADD, x, touched, scope=f"layers.{number}")
     graph = build.graph(x, *(node.outputs[0].name for node in build.nodes if node.op == OPS.index(op)))  # type: ignore[union-attr]
-    found = find(graph)
+    found = find_repeats(graph)
     assert all(repeat.length < 6 for repeat in found.repeats)
     assert any(left.repeat.length == 6 and len(left.repeat.starts) == 6 for left in found.left_alone)
     assert {"writes y" if op is WRITE else "is a view of y"} & {
@@ -206,7 +206,7 @@ def test_parts_that_reach_outside_are_left_alone(op: Op) -> None:
         else " ".join(left.reason.split()[-2:])
         for left in found.left_alone
     }
-    assert unfold(fold(graph)) == graph
+    assert unfold_graph(fold_graph(graph)) == graph
 
 
 def test_symbols_and_types_count() -> None:
@@ -227,9 +227,9 @@ def test_symbols_and_types_count() -> None:
         scopes=(Scope(path=""),),
     )
     assert sizes(graph) == [(6, 8)]
-    folded = fold(graph)
+    folded = fold_graph(graph)
     assert folded.regions[0].nodes[0].outputs[0].shape == (Expr(op="mul", args=("u{1}", 2)), "u{1}")  # type: ignore[union-attr]
-    assert unfold(folded) == graph
+    assert unfold_graph(folded) == graph
     other = nodes[6].outputs[0]
     assert other is not None
     nodes[6] = Node(op=0, args=nodes[6].args, outputs=(Value(name=other.name, dtype="float64", shape=other.shape),))
@@ -244,9 +244,9 @@ def test_names_with_braces_and_without_a_pattern() -> None:
     for name in ("{a}", "b}.1", "c", "{{d.07", "e.9"):
         x = block(build, x, name, length=9)
     graph = build.graph(x)
-    folded = fold(graph)
+    folded = fold_graph(graph)
     assert len(folded.regions) == 1
-    assert unfold(folded) == graph
+    assert unfold_graph(folded) == graph
     assert read_graph(encode_graph(folded), "").graph == graph
 
 
@@ -280,10 +280,10 @@ def test_unfolding_gives_the_graph_back(parts: list[tuple[int, int, int]], scope
                 x = build(op, x, other, scope=scope)
             values.append(x)
     graph = build.graph(*dict.fromkeys((values[-1], chance.choice(values[2:]))))
-    folded = fold(graph)
-    assert unfold(folded) == graph
+    folded = fold_graph(graph)
+    assert unfold_graph(folded) == graph
     assert read_graph(encode_graph(folded), "").graph == graph
-    starts = sorted((start, start + repeat.length) for repeat in find(graph).repeats for start in repeat.starts)
+    starts = sorted((start, start + repeat.length) for repeat in find_repeats(graph).repeats for start in repeat.starts)
     for (first, end), (second, other_end) in itertools.combinations(starts, 2):
         assert end <= second or other_end <= end or (first == second and end <= other_end)
 
@@ -292,9 +292,9 @@ def test_unfolding_gives_the_graph_back(parts: list[tuple[int, int, int]], scope
 @given(st.lists(st.text(max_size=8) | st.sampled_from(["{", "}", "{0}", "{{", "a.1", "٣"]), min_size=1, max_size=4))
 def test_templates_give_texts_back(parts: list[str]) -> None:
     text = "".join(parts)
-    assert fill(escape(text), []) == text
-    assert fill(f"{escape(text)}{Hole(0)}{Hole(1, 5)}{Hole(1, -2)}", [text, "2"]) == f"{text}{text}70"
-    assert fill(str(Hole(0)), [text]) == text
+    assert fill_template(escape_template(text), []) == text
+    assert fill_template(f"{escape_template(text)}{Hole(0)}{Hole(1, 5)}{Hole(1, -2)}", [text, "2"]) == f"{text}{text}70"
+    assert fill_template(str(Hole(0)), [text]) == text
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_templates_give_texts_back(parts: list[str]) -> None:
 )
 def test_what_is_no_template(template: str) -> None:
     with pytest.raises(TemplateError, match="is not a text with holes"):
-        parse(template)
+        parse_template(template)
 
 
 def test_ten_thousand_nodes_take_under_a_second() -> None:
@@ -315,7 +315,7 @@ def test_ten_thousand_nodes_take_under_a_second() -> None:
     ):
         assert len(graph.nodes) >= 10_000
         started = time.perf_counter()
-        find(graph)
+        find_repeats(graph)
         assert time.perf_counter() - started < 3  # on a busy machine; alone it is below 1
 
 
@@ -352,9 +352,9 @@ class Looped(torch.nn.Module):
 
 def test_a_python_loop_over_functions() -> None:
     capture = capture_module(Looped(6), Inputs(args=(torch.randn(2, 4),)))
-    graph = whole(linearize(capture.program, {}, None).graph)
+    graph = canonical_graph(linearize_program(capture.program, {}, None).graph)
     assert sizes(graph) == [(7, 6)]
-    assert unfold(fold(graph)) == graph
+    assert unfold_graph(fold_graph(graph)) == graph
 
 
 def test_a_graph_in_another_order_is_not_folded() -> None:
@@ -365,4 +365,4 @@ def test_a_graph_in_another_order_is_not_folded() -> None:
     turned = Graph(
         **{name: getattr(graph, name) for name in Graph.__struct_fields__} | {"weights": graph.weights[::-1]}
     )
-    assert fold(turned) == plain(turned)
+    assert fold_graph(turned) == trivially_folded(turned)

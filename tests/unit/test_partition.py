@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagepack.partition.solver import Row, Shared, least_excess, measure, split
+from stagepack.partition.solver import CostSequence, SharedCost, part_cost, split_sequence, split_with_least_excess
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
+def rows(draw: st.DrawFn) -> CostSequence:
     count = draw(st.integers(1, 9))
     uses = st.lists(st.integers(0, count - 1), min_size=1, max_size=4, unique=True).map(sorted)
     sent = []
@@ -21,9 +21,9 @@ def rows(draw: st.DrawFn) -> Row:
         maker = draw(st.integers(-1, count - 2))
         later = [use for use in draw(uses) if use > maker]
         if later:
-            sent.append(Shared(cost=draw(st.integers(0, 50)), uses=tuple(later), maker=maker))
-    held = [Shared(cost=draw(st.integers(0, 50)), uses=tuple(draw(uses))) for _ in range(draw(st.integers(0, 6)))]
-    return Row(
+            sent.append(SharedCost(cost=draw(st.integers(0, 50)), uses=tuple(later), maker=maker))
+    held = [SharedCost(cost=draw(st.integers(0, 50)), uses=tuple(draw(uses))) for _ in range(draw(st.integers(0, 6)))]
+    return CostSequence(
         times=draw(st.lists(st.integers(1, 50), min_size=count, max_size=count)),
         sent=sent,
         held=held,
@@ -32,27 +32,27 @@ def rows(draw: st.DrawFn) -> Row:
     )
 
 
-def splits(row: Row, parts: int) -> list[tuple[int, ...]]:
+def splits(row: CostSequence, parts: int) -> list[tuple[int, ...]]:
     """All splits into parts that are not empty."""
     return list(itertools.combinations(row.places, parts - 1))
 
 
-def slowest(row: Row, found: Sequence[int], speeds: Sequence[float], limits: Sequence[int | None]) -> float:
+def slowest(row: CostSequence, found: Sequence[int], speeds: Sequence[float], limits: Sequence[int | None]) -> float:
     """The time of the slowest part; infinity when one does not fit."""
     ends = [0, *found, len(row.times)]
-    parts = [measure(row, start, end) for start, end in itertools.pairwise(ends)]
+    parts = [part_cost(row, start, end) for start, end in itertools.pairwise(ends)]
     fits = all(limit is None or part.memory <= limit for part, limit in zip(parts, limits, strict=True))
     return max(part.time_on(speed) for part, speed in zip(parts, speeds, strict=True)) if fits else math.inf
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(rows(), st.data())
-def test_split_is_the_best_of_all(row: Row, data: st.DataObject) -> None:
+def test_split_is_the_best_of_all(row: CostSequence, data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, min(4, len(row.places) + 1)))
     speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=parts, max_size=parts))
     limits = data.draw(st.lists(st.none() | st.integers(0, 120), min_size=parts, max_size=parts))
     best = min(slowest(row, found, speeds, limits) for found in splits(row, parts))
-    found = split(row, speeds, limits)
+    found = split_sequence(row, speeds, limits)
     assert (found is None) == (best == math.inf)
     if found is not None:
         assert tuple(found) in splits(row, parts)
@@ -60,31 +60,31 @@ def test_split_is_the_best_of_all(row: Row, data: st.DataObject) -> None:
 
     def excess(found: Sequence[int]) -> int:
         ends = [0, *found, len(row.times)]
-        memory = [measure(row, start, end).memory for start, end in itertools.pairwise(ends)]
+        memory = [part_cost(row, start, end).memory for start, end in itertools.pairwise(ends)]
         return max(max(0, size - limit) for size, limit in zip(memory, limits, strict=True) if limit is not None)
 
     if found is None:
-        assert excess(least_excess(row, limits)) == min(map(excess, splits(row, parts)))
+        assert excess(split_with_least_excess(row, limits)) == min(map(excess, splits(row, parts)))
 
 
 def test_five_thousand_items_in_sixteen_parts_take_seconds_at_the_most() -> None:
     """Measured: 0.5 s on a quiet machine; the bound of two is that of the issue, times four for a busy one."""
     draw = random.Random(0)  # noqa: S311 - not for secrets
     count = 5000
-    row = Row(
+    row = CostSequence(
         times=[draw.randint(1, 10**9) for _ in range(count)],
         sent=[
-            Shared(
+            SharedCost(
                 cost=draw.randint(5 * 10**6, 10**8),
                 uses=(min(count - 1, maker + draw.choice([1, 1, 2, 40])),),
                 maker=maker,
             )
             for maker in range(count - 1)
         ],
-        held=[Shared(cost=draw.randint(1, 10**8), uses=(item,)) for item in range(0, count, 3)],
+        held=[SharedCost(cost=draw.randint(1, 10**8), uses=(item,)) for item in range(0, count, 3)],
         working=[draw.randint(1, 10**7) for _ in range(count)],
         places=range(1, count),
     )
     started = time.perf_counter()
-    assert split(row, [1.0, 2.0] * 8, [10**11] * 16) is not None
+    assert split_sequence(row, [1.0, 2.0] * 8, [10**11] * 16) is not None
     assert time.perf_counter() - started < 8

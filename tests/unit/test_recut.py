@@ -9,7 +9,7 @@ import torch
 import stagepack
 from stagepack.errors import CutError, DigestError, OutputExistsError, WriteError
 from stagepack.exporter import export_capture
-from stagepack.partition.cut_options import Where
+from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.policies import PolicyNode
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.case import Case
@@ -28,14 +28,14 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_every_cut_from_every_cut(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     cuts = [
-        Where(),
-        Where(stages=2),
-        Where(stages=5, shared="transmit"),
-        Where(stages=3, speeds=[1, 3, 2], memory=["1GiB", "24GB", 10**9]),
+        CutOptions(),
+        CutOptions(stages=2),
+        CutOptions(stages=5, shared="transmit"),
+        CutOptions(stages=3, speeds=[1, 3, 2], memory=["1GiB", "24GB", 10**9]),
     ]
     direct = [tmp_path / f"{number}.stagepack" for number in range(len(cuts))]
     for where, path in zip(cuts, direct, strict=True):
-        export_capture(capture, out=path, where=where)
+        export_capture(capture, out=path, cut_options=where)
     for source in direct:
         for where, wanted in zip(cuts, direct, strict=True):
             again = stagepack.recut(
@@ -74,7 +74,7 @@ def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
     from stagepack.partition.plan_file import write_plan
 
     capture = llama(4).capture()
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", where=Where(stages=2))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     path = tmp_path / "plan.json"
     assert bundle.manifest.plan is not None
     write_plan(bundle.manifest.plan, path)
@@ -87,7 +87,9 @@ def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
     edited = stagepack.recut(bundle, out=tmp_path / "edited.stagepack", plan=stagepack.read_plan(path))
     assert edited.manifest.plan is not None
     assert [stage.nodes for stage in edited.manifest.plan.stages] == [((0, 30),), ((30, first[1] + second[1] - 30),)]
-    direct = export_capture(capture, out=tmp_path / "direct.stagepack", where=Where(plan=stagepack.read_plan(path)))
+    direct = export_capture(
+        capture, out=tmp_path / "direct.stagepack", cut_options=CutOptions(plan=stagepack.read_plan(path))
+    )
     assert files(edited.path) == files(direct.path)
 
 
@@ -122,7 +124,7 @@ def test_a_file_that_is_no_plan_is_refused(content: str, tmp_path: Path) -> None
 
 def test_recut_takes_no_output_that_is_there_and_no_damaged_input(tmp_path: Path) -> None:
     bundle = export_capture(
-        named("weights-tied-at-both-ends")[0].capture(), out=tmp_path / "m.stagepack", where=Where(stages=2)
+        named("weights-tied-at-both-ends")[0].capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2)
     )
     with pytest.raises(OutputExistsError):
         stagepack.recut(bundle, out=bundle.path, stages=3)
@@ -143,7 +145,7 @@ def test_recut_takes_no_output_that_is_there_and_no_damaged_input(tmp_path: Path
 def test_a_transmitted_weight_lives_in_one_stage_and_travels(tmp_path: Path) -> None:
     capture = named("weights-tied-at-both-ends")[0].capture()
     bundle = export_capture(
-        capture, out=tmp_path / "m.stagepack", where=Where(split_at=["b", "head"], shared="transmit")
+        capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(split_at=["b", "head"], shared="transmit")
     )
     assert [stage.weights for stage in bundle.stages] == [("stage-0.safetensors",), ("stage-1.safetensors",), ()]
     (edge,) = [edge for edge in bundle.edges if edge.shape == (16, 4)]

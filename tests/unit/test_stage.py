@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 
 import stagepack
 from stagepack.errors import InputError
-from stagepack_loaders.torch.stage import Stage
+from stagepack_loaders.torch.stage import TorchStage
 
 
 class Tied(nn.Module):
@@ -30,14 +30,14 @@ class Tied(nn.Module):
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "modules"])
-def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
+def stage(request: pytest.FixtureRequest, tmp_path: Path) -> TorchStage:
     torch.manual_seed(0)
     bundle = stagepack.export(Tied(), (torch.randn(2, 4),), out=tmp_path / "m.stagepack")
     return stagepack.load_stage(bundle, 0, modules=request.param)
 
 
 @torch.no_grad()
-def test_a_tied_weight_is_replaced_under_all_its_names(stage: Stage) -> None:
+def test_a_tied_weight_is_replaced_under_all_its_names(stage: TorchStage) -> None:
     x = torch.randn(2, 4)
     new = nn.Parameter(torch.eye(4))
     stage.get_submodule("first").weight = new
@@ -48,14 +48,14 @@ def test_a_tied_weight_is_replaced_under_all_its_names(stage: Stage) -> None:
 
 
 @torch.no_grad()
-def test_a_weight_that_is_gone_is_named(stage: Stage) -> None:
+def test_a_weight_that_is_gone_is_named(stage: TorchStage) -> None:
     prune.random_unstructured(stage.get_submodule("first"), "weight", amount=0.5)
     with pytest.raises(InputError, match=r"the weight first.weight is gone: a loaded stage cannot be pruned"):
         stage(torch.randn(2, 4))
 
 
 @torch.no_grad()
-def test_state_is_reset_in_the_buffer_that_is_there(stage: Stage) -> None:
+def test_state_is_reset_in_the_buffer_that_is_there(stage: TorchStage) -> None:
     x = torch.randn(2, 4)
     stage.load_state_dict({name: tensor.clone() for name, tensor in stage.state_dict().items()}, assign=False)
     stage.count = torch.full((), 10.0)
@@ -69,7 +69,7 @@ def test_state_is_reset_in_the_buffer_that_is_there(stage: Stage) -> None:
 
 
 @torch.no_grad()
-def test_a_copy_has_weights_of_its_own(stage: Stage) -> None:
+def test_a_copy_has_weights_of_its_own(stage: TorchStage) -> None:
     x = torch.randn(2, 4)
     other = copy.deepcopy(stage)
     other.get_submodule("first").weight.zero_()
@@ -78,6 +78,6 @@ def test_a_copy_has_weights_of_its_own(stage: Stage) -> None:
     assert stage(x)[0].unique().numel() > 1
 
 
-def test_a_stage_is_not_pickled(stage: Stage) -> None:
+def test_a_stage_is_not_pickled(stage: TorchStage) -> None:
     with pytest.raises(TypeError, match="a loaded stage is not pickled: hand on the bundle"):
         torch.save(stage, io.BytesIO())

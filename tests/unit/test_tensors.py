@@ -17,8 +17,8 @@ from stagepack.errors import CutError, UnsupportedError
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.validate import check_graph
-from stagepack.format.weights import ALIGNMENT, PADDING, header, read_index
-from stagepack.linearize.tensors import Kind, to_bytes, weight_table
+from stagepack.format.weights import ALIGNMENT, PADDING_PREFIX, read_weight_header, weight_file_header
+from stagepack.linearize.tensors import Kind, tensor_bytes, weight_table
 from stagepack_loaders.torch.weights import WeightCache
 
 CPU = torch.device("cpu")
@@ -37,13 +37,13 @@ def there_and_back(held: Mapping[str, tuple[Kind, torch.Tensor]], path: Path) ->
     """Describe tensors, write them to a file as an export does, and read them as a loader does."""
     table = weight_table(held)
     assert [problem for problem in check_graph(Graph(weights=table.weights), "") if problem.rule.startswith("G")] == []
-    head, gaps = header(spec for spec, _ in table.stored.values())
+    head, gaps = weight_file_header(spec for spec, _ in table.stored.values())
     with path.open("wb") as file:
         file.write(head)
         for gap, (_, contiguous) in zip(gaps, table.stored.values(), strict=True):
             file.write(bytes(gap))
-            file.write(to_bytes(contiguous()))
-    places = {name: (path, place) for name, place in read_index(path).items()}
+            file.write(tensor_bytes(contiguous()))
+    places = {name: (path, place) for name, place in read_weight_header(path).items()}
     assert places.keys() == table.stored.keys()
     cache = WeightCache()
     read = {name: cache.read(weight, places, CPU) for weight in table.weights for name in weight.names}
@@ -52,7 +52,7 @@ def there_and_back(held: Mapping[str, tuple[Kind, torch.Tensor]], path: Path) ->
 
 def octets(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor in order, as bytes: equal also where a number is not equal to itself."""
-    return bytes(to_bytes(tensor.detach().clone(memory_format=torch.contiguous_format)))
+    return bytes(tensor_bytes(tensor.detach().clone(memory_format=torch.contiguous_format)))
 
 
 def extent(tensor: torch.Tensor) -> range:
@@ -90,12 +90,12 @@ def assert_alike(held: Mapping[str, tuple[Kind, torch.Tensor]], read: Read) -> N
 
 def assert_plain_file(read: Read) -> None:
     """Every tensor lies on a multiple of 64 bytes, and the safetensors library opens the file and sees the same."""
-    index = read_index(read.path)
+    index = read_weight_header(read.path)
     assert all(place.start % ALIGNMENT == 0 for place in index.values())
     content = read.path.read_bytes()
     with safe_open(read.path, framework="pt") as file:
         names = list(file.keys())
-        assert {name for name in names if not name.startswith(PADDING)} == index.keys()
+        assert {name for name in names if not name.startswith(PADDING_PREFIX)} == index.keys()
         for name, place in index.items():
             assert octets(file.get_tensor(name)) == content[place.start : place.end]
 
@@ -212,7 +212,7 @@ def test_tensors_come_back_as_they_were(held: dict[str, tuple[Kind, torch.Tensor
 )
 def test_shared_memory_is_stored_once(name: str, size: int, tmp_path: Path) -> None:
     read = there_and_back(NAMED[name], tmp_path / "weights.safetensors")
-    assert sum(place.end - place.start for place in read_index(read.path).values()) == size
+    assert sum(place.end - place.start for place in read_weight_header(read.path).values()) == size
 
 
 sparse = torch.eye(3).to_sparse()

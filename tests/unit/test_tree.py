@@ -22,11 +22,11 @@ from stagepack.format.tree import (
     SequenceTree,
     Tree,
     ValueLeaf,
-    constant,
-    flatten,
+    constant_value,
+    flatten_tree,
     tree_leaves,
     type_name,
-    unflatten,
+    unflatten_tree,
 )
 
 FACTORIES = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, None: None}
@@ -101,17 +101,17 @@ def at(place: str, thing: Any) -> Any:
 @given(OBJECTS)
 def test_unflatten_is_the_inverse_of_flatten(thing: Any) -> None:
     tree = tree_of(thing)
-    found = list(flatten(tree, thing, "x"))
+    found = list(flatten_tree(tree, thing, "x"))
     assert [leaf for _, leaf, _ in found] == list(tree_leaves(tree))
     given_leaves = iter([part for _, _, part in found])
-    assert same(unflatten(tree, lambda _: next(given_leaves)), thing)
-    assert same(unflatten(tree, lambda leaf: None if isinstance(leaf, ValueLeaf) else constant(leaf)), thing)
+    assert same(unflatten_tree(tree, lambda _: next(given_leaves)), thing)
+    assert same(unflatten_tree(tree, lambda leaf: None if isinstance(leaf, ValueLeaf) else constant_value(leaf)), thing)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(OBJECTS)
 def test_flatten_names_each_place_as_python_reads_it(thing: Any) -> None:
-    for place, _, part in flatten(tree_of(thing), thing, "x"):
+    for place, _, part in flatten_tree(tree_of(thing), thing, "x"):
         assert same(at(place, thing), part)
 
 
@@ -128,10 +128,10 @@ def test_a_tree_is_the_same_after_json(thing: Any) -> None:
 def test_what_differs_is_refused_or_has_the_same_leaves(one: Any, other: Any) -> None:
     tree = tree_of(one)
     try:
-        found = list(flatten(tree, other, "x"))
+        found = list(flatten_tree(tree, other, "x"))
     except InputError:
         with pytest.raises(InputError, match=r"(?s)^x(\[.*\])*: expected .*, found "):
-            list(flatten(tree, other, "x"))
+            list(flatten_tree(tree, other, "x"))
     else:
         assert len(found) == len(list(tree_leaves(tree)))
 
@@ -167,7 +167,7 @@ BATCH = DictTree(kind="dict", items=(("ids", X), ("mask", PAIR)))
 )
 def test_a_container_that_differs_is_named_with_its_place(tree: Tree, given: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        list(flatten(tree, given, "batch"))
+        list(flatten_tree(tree, given, "batch"))
 
 
 class Named(NamedTuple):
@@ -196,7 +196,7 @@ def object_tree(cls: type) -> ObjectTree:
 
 @pytest.mark.parametrize("thing", [Named(1, 2), Data(1, 2), {"x": 1, "y": 2}, collections.UserDict(x=1, y=2)])
 def test_objects_are_read_by_field(thing: Any) -> None:
-    found = list(flatten(object_tree(Named), thing, "p"))
+    found = list(flatten_tree(object_tree(Named), thing, "p"))
     assert found == [("p['x']", X, 1), ("p['y']", Y, 2)]
 
 
@@ -208,18 +208,18 @@ def test_objects_are_built_of_the_types_that_the_caller_gives_and_of_no_other(cl
     def leaf(found: Any) -> int:
         return values[found.name]
 
-    assert unflatten(tree, leaf) == values
-    assert unflatten(tree, leaf, [Thing]) == values
-    built = unflatten(tree, leaf, [Thing, cls])
+    assert unflatten_tree(tree, leaf) == values
+    assert unflatten_tree(tree, leaf, [Thing]) == values
+    built = unflatten_tree(tree, leaf, [Thing, cls])
     assert (type(built), built) == (cls, cls(1, 2))
 
 
 def test_a_type_that_does_not_take_the_fields_is_said() -> None:
     tree = ObjectTree(class_name=type_name(Named), fields=(("x", X), ("z", Y)))
     with pytest.raises(InputError, match=r"Named cannot be built from the fields \['x', 'z'\]"):
-        unflatten(tree, lambda _: 1, [Named])
+        unflatten_tree(tree, lambda _: 1, [Named])
 
 
 def test_a_mapping_of_any_kind_stands_for_a_dict() -> None:
     given: Mapping[str, Any] = collections.ChainMap({"ids": 1}, {"mask": [2, 3]})
-    assert [part for _, _, part in flatten(BATCH, given, "batch")] == [1, 2, 3]
+    assert [part for _, _, part in flatten_tree(BATCH, given, "batch")] == [1, 2, 3]

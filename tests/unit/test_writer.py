@@ -16,12 +16,19 @@ from stagepack.format.manifest import Edge, Manifest, Producer, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf
-from stagepack.format.weights import ALIGNMENT, PADDING, TensorSpec, header, layout, read_index
-from stagepack.format.writer import BundleWriter, check_output
+from stagepack.format.weights import (
+    ALIGNMENT,
+    PADDING_PREFIX,
+    TensorSpec,
+    read_weight_header,
+    tensor_layout,
+    weight_file_header,
+)
+from stagepack.format.writer import BundleWriter, check_output_path
 from tests.conformance import tiny
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
-    lambda name: not name.startswith(PADDING) and name != "__metadata__"
+    lambda name: not name.startswith(PADDING_PREFIX) and name != "__metadata__"
 )
 SPECS = st.lists(
     st.builds(
@@ -42,7 +49,7 @@ def content(spec: TensorSpec) -> bytes:
 
 def weight_file(specs: list[TensorSpec]) -> bytes:
     """The whole file."""
-    head, gaps = header(specs)
+    head, gaps = weight_file_header(specs)
     return head + b"".join(bytes(gap) + content(spec) for gap, spec in zip(gaps, specs, strict=True))
 
 
@@ -53,9 +60,9 @@ def test_a_weight_file_is_read_as_it_was_written(
 ) -> None:
     path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
     path.write_bytes(weight_file(specs))
-    index = read_index(path)
+    index = read_weight_header(path)
     assert list(index) == [spec.name for spec in specs]
-    assert list(index.values()) == layout(specs)
+    assert list(index.values()) == tensor_layout(specs)
     whole = path.read_bytes()
     for spec in specs:
         place = index[spec.name]
@@ -76,7 +83,7 @@ def test_the_safetensors_library_reads_every_weight_file(
     path.write_bytes(weight_file(specs))
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
-        assert {name for name in names if not name.startswith(PADDING)} == {spec.name for spec in specs}
+        assert {name for name in names if not name.startswith(PADDING_PREFIX)} == {spec.name for spec in specs}
         for spec in specs:
             part = file.get_slice(spec.name)
             assert tuple(part.get_shape()) == stored_shape(spec.dtype, spec.shape)
@@ -85,7 +92,7 @@ def test_the_safetensors_library_reads_every_weight_file(
 
 def test_a_file_without_tensors_is_one_too(tmp_path: Path) -> None:
     (tmp_path / "none.safetensors").write_bytes(weight_file([]))
-    assert read_index(tmp_path / "none.safetensors") == {}
+    assert read_weight_header(tmp_path / "none.safetensors") == {}
     with safe_open(tmp_path / "none.safetensors", framework="pt") as file:
         assert list(file.keys()) == []
 
@@ -171,10 +178,10 @@ def test_a_manifest_that_no_reader_takes_is_not_written(tmp_path: Path) -> None:
 
 
 def test_an_output_is_checked_without_touching_anything(tmp_path: Path) -> None:
-    check_output(tmp_path / "m.stagepack", overwrite=False)
-    check_output(tmp_path / "m.stagepack", overwrite=True)
+    check_output_path(tmp_path / "m.stagepack", overwrite=False)
+    check_output_path(tmp_path / "m.stagepack", overwrite=True)
     with pytest.raises(WriteError, match=f"expected the folder {tmp_path}/missing to exist"):
-        check_output(tmp_path / "missing" / "m.stagepack", overwrite=False)
+        check_output_path(tmp_path / "missing" / "m.stagepack", overwrite=False)
     assert list(tmp_path.iterdir()) == []
 
 

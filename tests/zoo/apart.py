@@ -9,13 +9,13 @@ import torch
 from stagepack.format.reader import Bundle
 from stagepack_loaders.load import load_stage
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.torch.stage import Stage
+from stagepack_loaders.torch.stage import TorchStage
 
 
 class Apart:
     """A stage that other stages give copies to."""
 
-    def __init__(self, stage: Stage, copied: Sequence[bool]) -> None:
+    def __init__(self, stage: TorchStage, copied: Sequence[bool]) -> None:
         """`copied` says which inputs come from other stages."""
         self.runtime, self.device = stage.runtime, stage.device
         self._stage = stage

@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from stagepack.capture.programs import Capture, Inputs, unchanged
+from stagepack.capture.programs import Capture, Inputs, preserve_module
 from stagepack.capture.source import capture_source
 
 Build = Callable[[], tuple[torch.nn.Module, Inputs]]
@@ -65,7 +65,7 @@ def captured_answers(capture: Capture, calls: list[Inputs]) -> list[list[Any]]:
     """What the captured program answers; its state is put back."""
     module, program = capture.program.module(), capture.program
     held = (*program.state_dict.values(), *program.constants.values())
-    with unchanged(module, [tensor for tensor in held if type(tensor) in (torch.Tensor, torch.nn.Parameter)]):
+    with preserve_module(module, [tensor for tensor in held if type(tensor) in (torch.Tensor, torch.nn.Parameter)]):
         return answers(module, calls)
 
 

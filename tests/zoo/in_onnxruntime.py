@@ -16,8 +16,8 @@ import stagepack
 from stagepack.capture.programs import Capture
 from stagepack.errors import OperatorError
 from stagepack.exporter import export_capture
-from stagepack.partition.cut_options import Where
-from stagepack_loaders.example import difference
+from stagepack.partition.cut_options import CutOptions
+from stagepack_loaders.example import compare_arrays
 from stagepack_loaders.onnxruntime.values import to_ort, to_torch
 from stagepack_loaders.torch import arrays
 from tests.zoo.case import Case, answers, captured_answers, other_size
@@ -72,7 +72,7 @@ def cut(case: Case, capture: Capture, folder: Path) -> Found:
 
     Stages that have no ONNX form, or that this machine's onnxruntime does not run, run in torch.
     """
-    bundle = export_capture(capture, out=folder / "m.stagepack", where=Where(stages=3))
+    bundle = export_capture(capture, out=folder / "m.stagepack", cut_options=CutOptions(stages=3))
     needed = {name for stage in bundle.stages for name in stage.namespaces}
     added = stagepack.add_onnx(bundle, allow_ops=needed)
     added.bundle.verify()
@@ -102,7 +102,7 @@ def compare(found: Sequence[Any], wanted: Sequence[Any]) -> str:
             continue
         expected = torch.as_tensor(other)
         ours = torch.as_tensor(to_torch(mine, _dtype(other)))
-        apart = difference(arrays, ours if isinstance(other, torch.Tensor) else ours.to(expected.dtype), expected)
+        apart = compare_arrays(arrays, ours if isinstance(other, torch.Tensor) else ours.to(expected.dtype), expected)
         if not apart.within:
             return f"off by {apart.largest:.3g}"
     return RIGHT

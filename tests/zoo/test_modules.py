@@ -9,7 +9,7 @@ import stagepack
 from stagepack.capture.source import capture_source
 from stagepack.errors import InputError
 from stagepack.exporter import export_capture
-from stagepack.partition.cut_options import Where
+from stagepack.partition.cut_options import CutOptions
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case
 from tests.zoo.cases import ARCHITECTURES
@@ -22,7 +22,9 @@ from tests.zoo.test_zoo import name_of, namespaces
 def test_every_module_answers_alone(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, inputs = case.build()
-    bundle = export_capture(capture_source(model, inputs), out=tmp_path / "m.stagepack", where=Where(stages=1))
+    bundle = export_capture(
+        capture_source(model, inputs), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=1)
+    )
     stage = stagepack.load_stage(bundle, 0, modules=True, types=case.classes(), allow_ops=namespaces(bundle))
     answered, refused = set(), set()
     for call in calls_of(model, *inputs.args, **inputs.kwargs):

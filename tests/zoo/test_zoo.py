@@ -11,10 +11,10 @@ from stagepack.errors import CaptureError, CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
-from stagepack.format.traversal import values_made, values_used
-from stagepack.graph.aliasing import bonds
-from stagepack.graph.joining import join
-from stagepack.partition.cut_options import Where
+from stagepack.format.traversal import input_names, output_names
+from stagepack.graph.aliasing import colocation_groups
+from stagepack.graph.joining import join_stages
+from stagepack.partition.cut_options import CutOptions
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
@@ -40,16 +40,18 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
     wanted, others_wanted = captured_answers(capture, calls), captured_answers(capture, others)
     bundles = []
     for stages in STAGES:
-        bundle = export_capture(capture, out=tmp_path / f"{stages}.stagepack", where=Where(stages=stages))
+        bundle = export_capture(capture, out=tmp_path / f"{stages}.stagepack", cut_options=CutOptions(stages=stages))
         pipe = stagepack.load(bundle, types=case.classes(), allow_ops=namespaces(bundle))
         assert_equal(answers(pipe, calls), wanted)
         pipe.reset_state()
         assert_equal(answers(pipe, others), others_wanted)
         assert not needless_sizes(bundle)
         bundles.append(bundle)
-    stage_of = even(join(bundles[0].manifest, [bundles[0].graph(number) for number in range(STAGES[0])]), stages=3)
-    where = Where(policy=lambda node: stage_of[node.index])
-    bundle = export_capture(capture, out=tmp_path / "even.stagepack", where=where)
+    stage_of = even(
+        join_stages(bundles[0].manifest, [bundles[0].graph(number) for number in range(STAGES[0])]), stages=3
+    )
+    where = CutOptions(policy=lambda node: stage_of[node.index])
+    bundle = export_capture(capture, out=tmp_path / "even.stagepack", cut_options=where)
     assert not needless_sizes(bundle)
     apart = load_apart(bundle, types=case.classes(), allow_ops=namespaces(bundle), modules=True)
     assert_equal(answers(apart, calls), wanted)
@@ -63,12 +65,12 @@ def test_back_and_forth(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     calls = [capture.inputs] * 2
     wanted = captured_answers(capture, calls)
-    uncut = export_capture(capture, out=tmp_path / "1.stagepack", where=Where(stages=1)).graph(0)
+    uncut = export_capture(capture, out=tmp_path / "1.stagepack", cut_options=CutOptions(stages=1)).graph(0)
     for seed in range(3):
         stage_of = scattered(uncut, stages=2 + seed % 2, seed=seed)
-        where = Where(policy=lambda node, stage_of=stage_of: stage_of[node.index])
+        where = CutOptions(policy=lambda node, stage_of=stage_of: stage_of[node.index])
         try:
-            bundle = export_capture(capture, out=tmp_path / f"cut-{seed}.stagepack", where=where)
+            bundle = export_capture(capture, out=tmp_path / f"cut-{seed}.stagepack", cut_options=where)
         except CutError as error:
             assert "must stay in one stage" in str(error) or "random numbers" in str(error)  # noqa: PT017 - both ends are right
             continue
@@ -90,7 +92,7 @@ def test_functional_programs_write_their_state_back(case: Case, tmp_path: Path) 
     capture = case.capture()
     functional = capture_program(capture.program.run_decompositions({}), capture.inputs)
     calls = [capture.inputs] * 3
-    bundle = export_capture(functional, out=tmp_path / "m.stagepack", where=Where(stages=1))
+    bundle = export_capture(functional, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=1))
     wanted = captured_answers(functional, calls)
     assert_equal(answers(stagepack.load(bundle), calls), wanted)
 
@@ -120,7 +122,7 @@ def needless_sizes(bundle: Bundle) -> list[str]:
 
 def even(graph: Graph, *, stages: int) -> list[int]:
     """A stage for each node: parts of as equal length as state, which must not be torn, allows."""
-    found = bonds(graph)
+    found = colocation_groups(graph)
     places = [
         place
         for place in range(len(graph.nodes) + 1)
@@ -134,8 +136,8 @@ def even(graph: Graph, *, stages: int) -> list[int]:
 def scattered(graph: Graph, *, stages: int, seed: int) -> list[int]:
     """A stage for each node: a random order in which values flow forward, cut into equal parts."""
     chance = random.Random(seed)  # noqa: S311 - no secret
-    maker = {name: number for number, node in enumerate(graph.nodes) for name in values_made(node)}
-    needs = [{maker[name] for name in values_used(node) if name in maker} for node in graph.nodes]
+    maker = {name: number for number, node in enumerate(graph.nodes) for name in output_names(node)}
+    needs = [{maker[name] for name in input_names(node) if name in maker} for node in graph.nodes]
     order: list[int] = []
     left = set(range(len(graph.nodes)))
     while left:

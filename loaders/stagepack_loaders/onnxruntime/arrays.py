@@ -10,7 +10,7 @@ import numpy
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from stagepack.format.dtypes import SCALARS, STORED_AS
+from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS
 from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
 from stagepack_loaders.onnxruntime.values import dtype_of, to_numpy
@@ -64,7 +64,7 @@ def difference(found: Array, expected: Array, rtol: float, atol: float) -> tuple
 
 def from_elements(array: Array, edge: Edge) -> Any:
     """The value of an edge, as its elements travelled: on their memory; a number for a number."""
-    if edge.dtype in SCALARS:
+    if edge.dtype in SCALAR_DTYPES:
         return array.item()
     if edge.dtype in COMPLEX:
         return array.view(dtype_of(edge.dtype))[..., 0]
@@ -73,7 +73,7 @@ def from_elements(array: Array, edge: Edge) -> Any:
 
 def to_elements(value: Any, dtype: str) -> Array:
     """The elements of a value as they travel, on the host."""
-    if dtype in SCALARS:
+    if dtype in SCALAR_DTYPES:
         return numpy.array([value], ELEMENT_DTYPES[dtype])
     found = to_numpy(value, dtype)
     array = numpy.ascontiguousarray(found).reshape(found.shape)

@@ -11,14 +11,14 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from stagepack.errors import DeviceError, InputError, OperatorError
-from stagepack.format.contract import Given, check_values
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import Edge
 from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.onnx import NEXT, STATE, WRITTEN
 from stagepack.format.reader import Bundle, OnnxFile, read_graph
-from stagepack.format.upgrade import is_newer
+from stagepack.format.upgrade import is_newer_minor
 from stagepack_loaders.onnxruntime.values import is_torch, to_numpy, to_ort, to_torch
 from stagepack_loaders.onnxruntime.weights import Array, map_tensors, read_weight
 from stagepack_loaders.onnxruntime.written import check_written, write
@@ -53,7 +53,7 @@ def parse_device(device: object) -> Device:
     return Device(kind, int(index or 0))
 
 
-class Stage:
+class OnnxRuntimeStage:
     """One stage of a bundle: called with its inputs, by position or by edge name, it returns a tuple of its outputs.
 
     Inputs are numpy arrays or torch tensors, on whose memory the stage works. Outputs are numpy arrays; torch tensors if an input is one.
@@ -96,7 +96,7 @@ class Stage:
             raise InputError(
                 f"expected the inputs {', '.join(names)}, found {len(args)} by position and {sorted(kwargs)} by name"
             )
-        bound = {name: Given(name, value) for name, value in given.items()}
+        bound = {name: BoundArgument(name, value) for name, value in given.items()}
         check_values(self._inputs, bound, self._prepared.bundle.manifest.symbols)
         found = self.run([given[name] for name in names])
         convert = to_torch if any(map(is_torch, given.values())) else to_numpy
@@ -125,7 +125,7 @@ class Stage:
         for name, value in self.state.items():
             binding.bind_ortvalue_input(STATE + name, value)
         for edge in outputs:
-            on_host = edge.dtype in SCALARS
+            on_host = edge.dtype in SCALAR_DTYPES
             binding.bind_output(edge.name, *(("cpu", 0) if on_host else (self.device.type, self.device.index)))
         for name in (*(NEXT + name for name in self.state), *(WRITTEN + name for name in self._written)):
             binding.bind_output(name, self.device.type, self.device.index)
@@ -137,7 +137,7 @@ class Stage:
         for name, value in zip(self._written, found[len(outputs) + len(self.state) :], strict=True):
             write(given[name], value, dtypes[name])
         return tuple(
-            to_numpy(value, edge.dtype) if edge.dtype in SCALARS else value
+            to_numpy(value, edge.dtype) if edge.dtype in SCALAR_DTYPES else value
             for value, edge in zip(found, outputs, strict=False)
         )
 
@@ -182,7 +182,7 @@ class Stage:
     @cached_property
     def _table(self) -> tuple[Weight, ...]:
         bundle, name = self._prepared.bundle, self._prepared.entry.graph
-        newer = is_newer(bundle.manifest.version)
+        newer = is_newer_minor(bundle.manifest.version)
         return read_graph(self._prepared.graph, name, newer=newer, calls=False).graph.weights
 
 
@@ -203,7 +203,7 @@ class Prepared:
     onnx: OnnxFile
     takes_turns: bool
 
-    def finish(self, *, verify: bool) -> Stage:
+    def finish(self, *, verify: bool) -> OnnxRuntimeStage:
         """Make the session of the stage, which reads its weights.
 
         Raises:
@@ -215,7 +215,7 @@ class Prepared:
         if verify:
             self.bundle.check_digests((*self.entry.weights, *self.entry.onnx.weights))
         if not self.onnx.model.outputs:  # ONNX Runtime takes no model without outputs
-            return Stage(self, None, tensors)
+            return OnnxRuntimeStage(self, None, tensors)
         providers: list[Any] = [_PROVIDERS["cpu"]]
         if self.device.type != "cpu":
             providers.insert(0, (_PROVIDERS[self.device.type], {"device_id": self.device.index}))
@@ -232,7 +232,7 @@ class Prepared:
             raise OperatorError(
                 f"stage {self.number}: ONNX Runtime {onnxruntime.__version__} cannot run it: {message}"
             ) from None
-        return Stage(self, session, tensors)
+        return OnnxRuntimeStage(self, session, tensors)
 
     @property
     def entry(self) -> StageEntry:

@@ -8,7 +8,7 @@ import numpy
 from onnxruntime import OrtValue
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.onnx import ELEMENT_TYPES, PAIRS, SCALAR_TYPES
 
 _NOT_IN_DLPACK: Final = frozenset(
@@ -37,7 +37,7 @@ def to_ort(value: Any, dtype: str, where: str, device: str = "cpu") -> OrtValue:
     """
     if isinstance(value, OrtValue):
         return value
-    if dtype in SCALARS:
+    if dtype in SCALAR_DTYPES:
         return OrtValue.ortvalue_from_numpy(numpy.array(value, dtype=SCALAR_TYPES[dtype]))
     if is_torch(value):
         return _from_torch(value, device, where)
@@ -58,7 +58,7 @@ def to_numpy(value: Any, dtype: str) -> Any:
         value = _from_torch(value, "cpu", "")
     if not isinstance(value, OrtValue):
         return value
-    if dtype in SCALARS:
+    if dtype in SCALAR_DTYPES:
         return value.numpy().item()
     if value.device_name().lower() != "cpu":
         value = OrtValue.ortvalue_from_numpy(value.numpy())
@@ -84,7 +84,7 @@ def to_torch(value: Any, dtype: str) -> Any:
         return torch.from_numpy(value)
     if not isinstance(value, OrtValue):
         return value
-    if dtype in SCALARS:
+    if dtype in SCALAR_DTYPES:
         return value.numpy().item()
     if dtype in _NOT_IN_DLPACK:
         return to_torch(to_numpy(value, dtype), dtype)

@@ -8,7 +8,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from stagepack.format.graph import Weight
 from stagepack.format.reader import Bundle
-from stagepack.format.weights import read_index
+from stagepack.format.weights import read_weight_header
 from stagepack_loaders.onnxruntime.values import dtype_of
 
 Array = numpy.ndarray[Any, Any]
@@ -19,7 +19,7 @@ def map_tensors(bundle: Bundle, stage: int) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for name in bundle.stages[stage].weights:
         octets = numpy.memmap(bundle.path / name, numpy.uint8, "r")
-        index = read_index(bundle.path / name)
+        index = read_weight_header(bundle.path / name)
         found.update((tensor, octets[place.start : place.end]) for tensor, place in index.items())
     return found
 

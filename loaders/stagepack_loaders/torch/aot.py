@@ -23,9 +23,9 @@ from stagepack.errors import CompiledError, OutputExistsError, WriteError
 from stagepack.format.digest import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Symbol, evaluate
+from stagepack.format.shapes import Symbol, evaluate_dim
 from stagepack_loaders.torch.build import INPUTS, named
-from stagepack_loaders.torch.compile import Part, key, parts, replace_parts
+from stagepack_loaders.torch.compile import CompilationUnit, key, parts, replace_parts
 
 _LIST = "compiled.json"
 _ALIGNMENT = 16  # bytes, on which vectorized code relies
@@ -95,7 +95,7 @@ def compile_parts(
     path = Path(out)
     if path.exists():
         raise OutputExistsError(f"{path} exists: choose another name, or remove it")
-    distinct: dict[tuple[Any, ...], list[tuple[int, Part, Graph]]] = {}
+    distinct: dict[tuple[Any, ...], list[tuple[int, CompilationUnit, Graph]]] = {}
     for number, (module, graph) in enumerate(stages):
         for part in parts(module, graph):
             distinct.setdefault(key(part.module), []).append((number, part, graph))
@@ -252,7 +252,7 @@ def _tensor(value: Value | Weight, sizes: dict[str, int], device: torch.device) 
     if isinstance(value, Weight):
         strides = value.strides if value.strides is not None else torch.empty(value.shape, device="meta").stride()
         return torch.empty_strided(value.shape, strides, dtype=dtype, device=device).zero_()
-    return torch.zeros([evaluate(dim, sizes) for dim in value.shape], dtype=dtype, device=device)
+    return torch.zeros([evaluate_dim(dim, sizes) for dim in value.shape], dtype=dtype, device=device)
 
 
 def _dims(value: Value | Weight, dims: dict[str, Any]) -> dict[int, Any]:

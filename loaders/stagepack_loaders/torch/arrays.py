@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
 
@@ -59,7 +59,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: f
 
 def from_elements(array: Array | torch.Tensor, edge: Edge) -> Any:
     """The value of an edge, as its elements travelled: on their memory; a number for a number."""
-    if edge.dtype in SCALARS:
+    if edge.dtype in SCALAR_DTYPES:
         return array.item()
     tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
     if edge.dtype in COMPLEX:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from stagepack.errors import OperatorError
-from stagepack.format.folded import Folded
+from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -39,14 +39,16 @@ from stagepack.format.graph import (
     Weight,
 )
 from stagepack.format.shapes import Dim
-from stagepack.format.traversal import leaves, values_made, values_used
-from stagepack.graph.region_functions import CallAt, Item, RegionFunction, functions
+from stagepack.format.traversal import input_names, leaf_arguments, output_names
+from stagepack.graph.region_functions import BodyItem, RegionCallSite, RegionFunction, region_functions
 from stagepack_loaders.torch.contexts import run_with_autocast, run_with_grad_mode
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.ops import check_call
 
 
-def build(folded: Folded, graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device) -> GraphModule:
+def build(
+    folded: FoldedGraph, graph: Graph, targets: Sequence[Callable[..., Any]], device: torch.device
+) -> GraphModule:
     """Make a module of a graph: called with the inputs and then the weights, it returns a tuple of the outputs.
 
     Each region becomes one module, `region_0` and so on, that all its calls share.
@@ -61,7 +63,7 @@ def build(folded: Folded, graph: Graph, targets: Sequence[Callable[..., Any]], d
         OperatorError: a dtype, layout or memory format does not exist in this torch, or a call does not fit its operator.
         DeviceError: the graph names a device that this machine does not have.
     """
-    items, regions = functions(folded, graph)
+    items, regions = region_functions(folded, graph)
     builder = Builder(graph, regions, targets, device)
     names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
     module = builder.module(names, builder.steps(items), values_of(graph.outputs), None, "Stage")
@@ -157,11 +159,13 @@ class Builder:
     def _less_sizes(self, number: int, names: Sequence[str]) -> list[str]:
         return [name for place, name in enumerate(names) if place not in self.sizes[number]]
 
-    def steps(self, items: Iterable[Item]) -> list[Step]:
+    def steps(self, items: Iterable[BodyItem]) -> list[Step]:
         """What a body consists of: nodes, and calls of regions with the names at their places."""
-        return [self._region_call(item) if isinstance(item, CallAt) else self.graph.nodes[item] for item in items]
+        return [
+            self._region_call(item) if isinstance(item, RegionCallSite) else self.graph.nodes[item] for item in items
+        ]
 
-    def _region_call(self, call: CallAt) -> _RegionCall:
+    def _region_call(self, call: RegionCallSite) -> _RegionCall:
         region = self.functions[call.region]
         taken = self._less_sizes(call.region, region.taken(self.graph, call.start))
         return _RegionCall(call.region, taken, region.given(self.graph, call.start))
@@ -257,7 +261,7 @@ class _Body:
         check_call(self.builder.graph.ops[node.op].name, target, len(node.args), [name for name, _ in node.kwargs])
         args = tuple(map(self.argument, node.args))
         kwargs = {name: self.argument(argument) for name, argument in node.kwargs}
-        name = next(iter(values_made(node)), None) if not node.unpack else None
+        name = next(iter(output_names(node)), None) if not node.unpack else None
         result = self._node("call_function", target, args, kwargs, name)
         result.meta["nn_module_stack"] = self.builder.stacks[node.scope]
         for index, output in enumerate(node.outputs):
@@ -346,12 +350,12 @@ def _runs(
 
 def used_by(step: Step) -> Sequence[str]:
     """The names of the values that a step is given, with repeats."""
-    return values_used(step) if isinstance(step, Node) else step.inputs
+    return input_names(step) if isinstance(step, Node) else step.inputs
 
 
 def made_by(step: Step) -> Iterable[str]:
     """The names of the values that a step makes."""
-    return values_made(step) if isinstance(step, Node) else step.outputs
+    return output_names(step) if isinstance(step, Node) else step.outputs
 
 
 def _uses(steps: Iterable[Step]) -> Counter[str]:
@@ -365,7 +369,7 @@ def values_of(names: Iterable[str]) -> TupleArg:
 
 
 def _names(argument: Argument) -> Iterator[str]:
-    return (leaf.name for leaf in leaves(argument) if isinstance(leaf, ValueArg))
+    return (leaf.name for leaf in leaf_arguments(argument) if isinstance(leaf, ValueArg))
 
 
 def _opener(context: Context, device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -8,14 +8,14 @@ import torch
 from msgspec.structs import replace
 from torch.fx import GraphModule
 
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, ValueArg
-from stagepack.format.renaming import node_texts, renamed
+from stagepack.format.renaming import names_in_node, rename_node
 from stagepack.format.signature import Parameter, Signature
-from stagepack.format.traversal import given, in_order, split_call, values_made, values_used
+from stagepack.format.traversal import input_names, output_names, parameter_argument, sort_module_calls, split_call_path
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf, value_names
 from stagepack_loaders.torch.build import Builder, FunctionCall, Step, made_by, used_by, values_of
-from stagepack_loaders.torch.modules import Body, enter
+from stagepack_loaders.torch.modules import ModuleCallBody, enter
 
 
 def build_modules(
@@ -24,7 +24,7 @@ def build_modules(
     targets: Sequence[Callable[..., Any]],
     device: torch.device,
     types: Collection[type],
-) -> tuple[GraphModule, list[Body]]:
+) -> tuple[GraphModule, list[ModuleCallBody]]:
     """Make a module of a graph, called as that of `build.build`, and the calls of modules that it makes.
 
     Args:
@@ -56,12 +56,12 @@ def _with_weights_by_name(graph: Graph) -> Graph:
     name_of = {weight.value: weight.value for weight in graph.weights}
     nodes = []
     for node in graph.nodes:
-        new = (name_of.get(text, text) for text in node_texts(node))
-        nodes.append(replace(renamed(node, new), outputs=node.outputs))
+        new = (name_of.get(text, text) for text in names_in_node(node))
+        nodes.append(replace(rename_node(node, new), outputs=node.outputs))
         op = graph.ops[node.op]
         for index, parameter in op.aliases:
             written = parameter in op.mutates and index < len(node.outputs) and not node.unpack
-            whole = given(node, op, parameter) if written else None
+            whole = parameter_argument(node, op, parameter) if written else None
             output = node.outputs[index] if written else None
             if output is not None and isinstance(whole, ValueArg) and whole.name in name_of:
                 name_of[output.name] = name_of[whole.name]
@@ -84,16 +84,16 @@ class _Building:
         self.types = {value.name: value for value in (*graph.inputs, *(value for _, value in made))}
         self.made_at = dict.fromkeys((*self.weights, *(value.name for value in graph.inputs)), -1)
         self.made_at |= {value.name: number for number, value in made}
-        self.last_use = {name: number for number, node in enumerate(graph.nodes) for name in values_used(node)}
+        self.last_use = {name: number for number, node in enumerate(graph.nodes) for name in input_names(node)}
         self.last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
         self.owners: dict[tuple[str, bytes], str] = {}
-        self.bodies: list[Body] = []
+        self.bodies: list[ModuleCallBody] = []
 
-    def build(self, places: Sequence[int]) -> tuple[GraphModule, list[Body]]:
+    def build(self, places: Sequence[int]) -> tuple[GraphModule, list[ModuleCallBody]]:
         """The module of the whole graph."""
         graph, at = self.graph, {place: number for number, place in enumerate(places)}
         spans = []
-        for call in in_order(graph.calls):
+        for call in sort_module_calls(graph.calls):
             first, last = at.get(int(call.first)), at.get(int(call.first) + call.nodes - 1)
             if first is not None and last is not None and last - first == call.nodes - 1:
                 spans.append(_Span(first, last + 1, call))
@@ -101,7 +101,7 @@ class _Building:
         steps = self._steps(0, len(graph.nodes), spans, None)
         return self.builder.module(names, steps, values_of(graph.outputs), None, "Stage"), self.bodies
 
-    def _steps(self, start: int, end: int, spans: Sequence[_Span], around: Body | None) -> list[Step]:
+    def _steps(self, start: int, end: int, spans: Sequence[_Span], around: ModuleCallBody | None) -> list[Step]:
         """Nodes, and calls in their place; `spans` are those inside, in order."""
         steps: list[Step] = []
         known = self.weights.union((value.name for value in self.graph.inputs) if around is None else around.inputs)
@@ -120,13 +120,15 @@ class _Building:
             known.update(made_by(steps[-1]))
         return steps
 
-    def _call(self, span: _Span, inside: Sequence[_Span], around: Body | None, known: Collection[str]) -> FunctionCall:
+    def _call(
+        self, span: _Span, inside: Sequence[_Span], around: ModuleCallBody | None, known: Collection[str]
+    ) -> FunctionCall:
         """A call of a module, with those `inside` it; `known` are the values that there are before it."""
         start, end, call = span
         nodes = self.graph.nodes[start:end]
-        used = dict.fromkeys(name for node in nodes for name in values_used(node) if self.made_at[name] < start)
+        used = dict.fromkeys(name for node in nodes for name in input_names(node) if self.made_at[name] < start)
         needs = [name for name in used if name not in self.weights]
-        made = [name for node in nodes for name in values_made(node)]
+        made = [name for node in nodes for name in output_names(node)]
         used_after = [name for name in made if self.last_use.get(name, -1) >= end]
         signature = call.signature or self._plain_signature(needs, used_after)
         given_back = list(value_names(signature.result))
@@ -134,7 +136,7 @@ class _Building:
         leaves = (*arguments, *(name for name in given_back if name not in self.weights))
         inputs = list(dict.fromkeys((*needs, *(name for name in leaves if name in known))))
         results = {*used_after, *given_back, *(() if around is None else around.outputs)}
-        body = Body(
+        body = ModuleCallBody(
             call=call,
             around=around,
             owner=self._owner(call, signature, nodes),
@@ -158,7 +160,7 @@ class _Building:
 
     def _plain_signature(self, needs: Sequence[str], used_after: Sequence[str]) -> Signature:
         """The signature of a call of which the capture did not tell: tensors one by one, as ``torch.export.unflatten`` has it."""
-        tensors = [name for name in needs if self.types[name].dtype not in SCALARS]
+        tensors = [name for name in needs if self.types[name].dtype not in SCALAR_DTYPES]
         parameters = (
             Parameter(name=f"arg_{number}", tree=ValueLeaf(name), positional=True, keyword=False)
             for number, name in enumerate(tensors)
@@ -169,7 +171,7 @@ class _Building:
 
     def _owner(self, call: ModuleCall, signature: Signature, nodes: Sequence[Node]) -> str:
         """The path of the module that runs a call: that of the first call with the same graph."""
-        path, _ = split_call(call.path)
+        path, _ = split_call_path(call.path)
         numbers: dict[str, str] = {}
 
         def plain(name: str) -> str:
@@ -179,7 +181,7 @@ class _Building:
         for node in nodes:
             outputs = [None if value is None else plain(value.name) for value in node.outputs]
             bare = replace(node, outputs=(), scope=0, cost=Cost())
-            same.append((renamed(bare, map(plain, node_texts(bare))), outputs))
+            same.append((rename_node(bare, map(plain, names_in_node(bare))), outputs))
         key = (path, msgspec.msgpack.encode(same))
         known = any(other == path for other, _ in self.owners)
         return self.owners.setdefault(key, call.path if known else path)

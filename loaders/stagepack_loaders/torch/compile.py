@@ -17,7 +17,7 @@ Compile = bool | Literal["regions", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CompilationUnit:
     """A part of a stage that is compiled for itself: a region, or the whole stage.
 
     Attributes:
@@ -36,12 +36,12 @@ class Part:
         return found
 
 
-def parts(module: GraphModule, graph: Graph) -> list[Part]:
+def parts(module: GraphModule, graph: Graph) -> list[CompilationUnit]:
     """The parts of a stage: the regions that it calls several times; the stage itself when most of its nodes lie outside of them."""
     calls = Counter(str(node.target) for node in module.graph.nodes if node.op == "call_module")
-    found = {Part(module, name): count for name, count in calls.items() if count > 1}
+    found = {CompilationUnit(module, name): count for name, count in calls.items() if count > 1}
     inside = sum(part.module.meta[NODES] * count for part, count in found.items())
-    return list(found) if 2 * inside >= len(graph.nodes) else [Part(module, "")]
+    return list(found) if 2 * inside >= len(graph.nodes) else [CompilationUnit(module, "")]
 
 
 def key(module: GraphModule) -> tuple[Any, ...]:
@@ -71,11 +71,11 @@ class Compiler:
         """The module of a stage that runs compiled; compiling itself happens at the first call."""
         if not self._how:
             return module
-        chosen = [Part(module, "")] if self._how == "whole" else parts(module, graph)
+        chosen = [CompilationUnit(module, "")] if self._how == "whole" else parts(module, graph)
         dynamic = bool(graph.symbols)
         return replace_parts(module, {part: self._compiled(part, dynamic=dynamic) for part in chosen})
 
-    def _compiled(self, part: Part, *, dynamic: bool) -> torch.nn.Module:
+    def _compiled(self, part: CompilationUnit, *, dynamic: bool) -> torch.nn.Module:
         found = key(part.module), dynamic
         if found not in self._done:
             self._done[found] = torch.compile(part.module, dynamic=dynamic)
@@ -83,7 +83,7 @@ class Compiler:
         return compiled
 
 
-def replace_parts(module: GraphModule, by: Mapping[Part, torch.nn.Module]) -> torch.nn.Module:
+def replace_parts(module: GraphModule, by: Mapping[CompilationUnit, torch.nn.Module]) -> torch.nn.Module:
     """A stage whose parts are others."""
     for part, other in by.items():
         if not part.name:

@@ -13,20 +13,20 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.errors import InputError
-from stagepack.format.contract import Given, bind, check_constant, check_values
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.contract import BoundArgument, bind_call, check_constant, check_values
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Graph, ModuleCall, Value
-from stagepack.format.shapes import evaluate, symbols_in
+from stagepack.format.shapes import evaluate_dim, symbol_names
 from stagepack.format.signature import Signature
-from stagepack.format.traversal import split_call
+from stagepack.format.traversal import split_call_path
 from stagepack.format.tree import (
     ConstantLeaf,
     NonFiniteLeaf,
     Tree,
     ValueLeaf,
-    constant,
-    flatten,
-    unflatten,
+    constant_value,
+    flatten_tree,
+    unflatten_tree,
 )
 from stagepack_loaders.torch.slots import Slot
 
@@ -70,8 +70,8 @@ class Container(torch.nn.Module):
     def settle(self) -> None:
         """Put the modules inside in order, now that they are all there, and know which of them are called."""
         self._called = frozenset(name for name, child in self._modules.items() if isinstance(child, Module))
-        if all(split_call(name)[0].isdecimal() for name in self._modules):
-            for name in sorted(self._modules, key=lambda name: (int(split_call(name)[0]), name)):
+        if all(split_call_path(name)[0].isdecimal() for name in self._modules):
+            for name in sorted(self._modules, key=lambda name: (int(split_call_path(name)[0]), name)):
                 self._modules[name] = self._modules.pop(name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -88,7 +88,7 @@ class Module(Container):
     Inside of its stage it is also given what it uses and was not given at export; on its own it runs without where it can.
     """
 
-    def __init__(self, bodies: list["Body"]) -> None:
+    def __init__(self, bodies: list["ModuleCallBody"]) -> None:
         """`bodies` are its calls, which have equal graphs."""
         super().__init__()
         self._bodies = bodies
@@ -112,7 +112,7 @@ class Module(Container):
         entry.made, result = entry.body.run(entry.body.values(args, kwargs, entry.given))
         return result
 
-    def _fitting(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Body":
+    def _fitting(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "ModuleCallBody":
         """The first call that took such arguments, else the first one: they may differ in sizes that are fixed."""
         for body in self._bodies[1:] and self._bodies:
             try:
@@ -124,7 +124,7 @@ class Module(Container):
 
 
 @dataclass(slots=True, eq=False)
-class Body:
+class ModuleCallBody:
     """One call of a module in a stage.
 
     Attributes:
@@ -147,7 +147,7 @@ class Body:
     """
 
     call: ModuleCall
-    around: "Body | None"
+    around: "ModuleCallBody | None"
     owner: str
     signature: Signature
     inputs: list[str]
@@ -190,22 +190,22 @@ class Body:
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], around: Mapping[str, Any]) -> dict[str, Any]:
         """The values that a call gives, checked: of its arguments, sizes that these tell, and else what is known around it."""
-        bound = bind(self.signature, args, kwargs)
+        bound = bind_call(self.signature, args, kwargs)
         sizes = self._check(bound)
         hidden = {}
         for name in self.needs:
             expr = self.types[name].expr
             if name in bound:
                 continue
-            if expr is not None and set(symbols_in(expr)) <= sizes.keys():
-                hidden[name] = Given(name, evaluate(expr, sizes))
+            if expr is not None and set(symbol_names(expr)) <= sizes.keys():
+                hidden[name] = BoundArgument(name, evaluate_dim(expr, sizes))
             elif name in around:
-                hidden[name] = Given(name, around[name])
+                hidden[name] = BoundArgument(name, around[name])
         if hidden:
             self._check(bound | hidden)
         return {**around, **{name: given.value for name, given in (bound | hidden).items()}}
 
-    def _check(self, given: Mapping[str, Given]) -> dict[str, int]:
+    def _check(self, given: Mapping[str, BoundArgument]) -> dict[str, int]:
         """Check values that it needs, and others that there are, against their types; return the sizes of symbols."""
         names = [name for name in given if name in self.types and (name in self.needs or given[name].value is not None)]
         return check_values([self.types[name] for name in names], given, self.stage.symbols)
@@ -232,32 +232,34 @@ class Body:
             InputError: it is not what the original gives back.
         """
         found = {}
-        for place, leaf, part in flatten(self.signature.result, result, f"the result of {self.owner}"):
+        for place, leaf, part in flatten_tree(self.signature.result, result, f"the result of {self.owner}"):
             if not isinstance(leaf, ValueLeaf):
-                if constant(leaf) is not None:
+                if constant_value(leaf) is not None:
                     check_constant(leaf, part, place)
             elif leaf.name in self.outputs:
-                found[leaf.name] = Given(place, part)
+                found[leaf.name] = BoundArgument(place, part)
             elif leaf.name in self.passed and part is not {**given, **self._held()}[leaf.name]:
                 raise InputError(
                     f"{place}: expected the very value that was given, which others use too: the stage runs on with it"
                 )
-        around = {name: Given(name, given[name]) for name in self.needs if self.types[name].dtype not in SCALARS}
+        around = {
+            name: BoundArgument(name, given[name]) for name in self.needs if self.types[name].dtype not in SCALAR_DTYPES
+        }
         check_values([self.types[name] for name in (*around, *found)], around | found, ())
         return {name: part.value for name, part in found.items()}
 
     def _build(self, tree: Tree, known: Mapping[str, Any]) -> Any:
         def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return known.get(found.name) if isinstance(found, ValueLeaf) else constant(found)
+            return known.get(found.name) if isinstance(found, ValueLeaf) else constant_value(found)
 
-        return unflatten(tree, leaf, self.classes)
+        return unflatten_tree(tree, leaf, self.classes)
 
 
 @dataclass(slots=True)
 class _Entry:
     """A call of a module on its way from the stage to the module."""
 
-    body: Body
+    body: ModuleCallBody
     given: dict[str, Any]
     made: dict[str, Any] | None = None
 
@@ -265,7 +267,7 @@ class _Entry:
 _entered: ContextVar[_Entry | None] = ContextVar("entered", default=None)
 
 
-def enter(body: Body, *values: Any) -> tuple[Any, ...]:
+def enter(body: ModuleCallBody, *values: Any) -> tuple[Any, ...]:
     """Call the module that stands where a call goes to, with the values of the graph; return those that it makes."""
     entry = _Entry(body, dict(zip(body.inputs, values, strict=True)))
     args, kwargs = body.arguments(entry.given)
@@ -283,7 +285,7 @@ def enter(body: Body, *values: Any) -> tuple[Any, ...]:
     return tuple(made[name] for name in body.outputs)
 
 
-def attach(stage: Container, bodies: Sequence[Body], slots: Mapping[str, Slot]) -> None:
+def attach(stage: Container, bodies: Sequence[ModuleCallBody], slots: Mapping[str, Slot]) -> None:
     """Tell calls where the modules and the weights of their stage are, and modules which of those inside them are called."""
     for body in bodies:
         body.root = stage
@@ -293,9 +295,9 @@ def attach(stage: Container, bodies: Sequence[Body], slots: Mapping[str, Slot]) 
             module.settle()
 
 
-def module_tree(bodies: Iterable[Body]) -> list[tuple[str, Module]]:
+def module_tree(bodies: Iterable[ModuleCallBody]) -> list[tuple[str, Module]]:
     """The modules that run calls, with their paths; one that others stand in comes before these."""
-    of: dict[str, list[Body]] = {}
+    of: dict[str, list[ModuleCallBody]] = {}
     for body in bodies:
         of.setdefault(body.owner, []).append(body)
     return [(path, Module(of[path])) for path in sorted(of, key=lambda path: path.count("."))]

@@ -14,7 +14,7 @@ import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.graph import Op
-from stagepack.format.operators import NAMESPACES, is_denied, namespace
+from stagepack.format.operators import ALLOWED_NAMESPACES, is_denied_operator, operator_namespace
 
 _MODULES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
 
@@ -82,10 +82,10 @@ def _parameters(target: Callable[..., Any]) -> list[_Parameter]:
 
 
 def _find(op: Op, allow: Collection[str]) -> Callable[..., Any]:
-    space = namespace(op.name)
-    if is_denied(op.name):
+    space = operator_namespace(op.name)
+    if is_denied_operator(op.name):
         raise OperatorError(f"the operator {op.name} is not allowed in a bundle [G11]")
-    if space not in NAMESPACES and space not in allow:
+    if space not in ALLOWED_NAMESPACES and space not in allow:
         raise OperatorError(
             f"the operator {op.name} is of the namespace {space!r}: allow it with allow_ops=[{space!r}] (--allow-ops {space})"
         )
@@ -108,7 +108,7 @@ def _overload(op: Op) -> torch._ops.OpOverload:
     packet = getattr(getattr(torch.ops, space), name, None)
     target = getattr(packet, overload, None)
     if not isinstance(target, torch._ops.OpOverload):
-        hint = "" if space in NAMESPACES else ": import the library that registers it"
+        hint = "" if space in ALLOWED_NAMESPACES else ": import the library that registers it"
         raise OperatorError(f"the operator {op.name} does not exist in torch {torch.__version__}{hint}")
     schema = target._schema
     if str(schema) != op.schema and not _compatible(schema, op.schema):

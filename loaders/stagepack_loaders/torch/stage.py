@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stagepack.errors import DeviceError, InputError, OperatorError
-from stagepack.format.contract import Given, check_values
+from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.reader import Bundle
@@ -17,13 +17,13 @@ from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.build_modules import build_modules
 from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.modules import Body, Container, attach, module_tree
+from stagepack_loaders.torch.modules import Container, ModuleCallBody, attach, module_tree
 from stagepack_loaders.torch.ops import resolve
 from stagepack_loaders.torch.slots import Slot
 from stagepack_loaders.torch.weights import WeightCache
 
 
-class Stage(Container):
+class TorchStage(Container):
     """One stage of a bundle: called with its inputs, by position or by edge name, it returns a tuple of its outputs.
 
     Its parameters and buffers have the names that they have in the model, so `state_dict` is a part of the model's.
@@ -44,7 +44,7 @@ class Stage(Container):
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         state: Collection[str] = (),
-        calls: Sequence[Body] = (),
+        calls: Sequence[ModuleCallBody] = (),
     ) -> None:
         """`run` is `graph_module`, or the same compiled.
 
@@ -91,7 +91,9 @@ class Stage(Container):
         given = self._given(args, kwargs)
         if not torch.compiler.is_compiling():
             check_values(
-                self.graph.inputs, {name: Given(name, value) for name, value in given.items()}, self.graph.symbols
+                self.graph.inputs,
+                {name: BoundArgument(name, value) for name, value in given.items()},
+                self.graph.symbols,
             )
         return self.run([given[name] for name in self._inputs])
 
@@ -101,7 +103,7 @@ class Stage(Container):
         outputs: tuple[Any, ...] = self._held[1](*moved, *(slot.get() for slot in self._slots))
         return outputs
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Stage":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TorchStage":
         """A copy with weights of its own."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
@@ -177,9 +179,9 @@ class Prepared:
     places: Mapping[str, tuple[Path, StoredTensor]]
     device: torch.device
     cache: WeightCache
-    calls: Sequence[Body] = ()
+    calls: Sequence[ModuleCallBody] = ()
 
-    def finish(self, *, verify: bool) -> Stage:
+    def finish(self, *, verify: bool) -> TorchStage:
         """Read the weights of the stage, and nothing of other stages.
 
         Raises:
@@ -188,7 +190,7 @@ class Prepared:
         if verify:
             self.bundle.check_digests(self.entry.weights)
         tensors = {weight.value: self.cache.read(weight, self.places, self.device) for weight in self.graph.weights}
-        return Stage(self.graph, self.module, self.run, tensors, self.device, self.entry.state, self.calls)
+        return TorchStage(self.graph, self.module, self.run, tensors, self.device, self.entry.state, self.calls)
 
 
 def prepare(
@@ -236,7 +238,7 @@ def _prepare(
     if dense:  # a view that was possible may not be; where it is, both are the same
         aten = torch.ops.aten
         targets = [aten.reshape.default if target is aten.view.default else target for target in targets]
-    calls: Sequence[Body] = ()
+    calls: Sequence[ModuleCallBody] = ()
     try:
         if modules:
             module, calls = build_modules(graph, entry.numbers, targets, device, types)

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
-from stagepack_serving.protocol.interface import TensorSpec
+from stagepack_serving.protocol.interface import InterfaceTensor
 
 
-def config_of(name: str, inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], *, max_batch: int) -> ModelConfig:
+def config_of(
+    name: str, inputs: Iterable[InterfaceTensor], outputs: Iterable[InterfaceTensor], *, max_batch: int
+) -> ModelConfig:
     """The configuration of a model with these inputs and outputs.
 
     `max_batch`: the rows of one run, if the first dimension of all of them counts rows, which Triton then leaves out of their

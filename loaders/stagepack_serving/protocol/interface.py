@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from stagepack.errors import InputError
-from stagepack.format.contract import Given, check_values
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge, Manifest
 from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf
 from stagepack_loaders.elements import COMPLEX
@@ -16,7 +16,7 @@ ANY_SIZE: Final = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
+class InterfaceTensor:
     """An input or an output.
 
     Attributes:
@@ -51,7 +51,7 @@ class TensorSpec:
                     f"{self.name}: complex numbers come in pairs: expected a last dimension of 2, found {list(shape)}"
                 )
             return shape[:-1]
-        if self.edge.dtype in SCALARS or not self.edge.shape:
+        if self.edge.dtype in SCALAR_DTYPES or not self.edge.shape:
             if shape not in ((), (1,)):
                 raise InputError(f"{self.name}: expected one number, of the shape [1], found {list(shape)}")
             return ()
@@ -78,17 +78,17 @@ class Interface:
         """Read them off the manifest."""
         self._symbols = manifest.symbols
         edges = {edge.name: edge for edge in manifest.edges}
-        self.inputs: Mapping[str, TensorSpec] = {
-            edge.name: TensorSpec(name=edge.name, edge=edge) for edge in manifest.edges if edge.producer is None
+        self.inputs: Mapping[str, InterfaceTensor] = {
+            edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in manifest.edges if edge.producer is None
         }
-        outputs: dict[str, TensorSpec] = {}
+        outputs: dict[str, InterfaceTensor] = {}
         for path, leaf in _leaves(manifest.signature.result, ()):
             begin = () if path and isinstance(path[0], str) else ("output",)
             name = ".".join(map(str, (*begin, *path)))
             while name in outputs or name in self.inputs:
                 name = f"output.{name}"
-            outputs[name] = TensorSpec(name=name, edge=edges[leaf.name])
-        self.outputs: Mapping[str, TensorSpec] = outputs
+            outputs[name] = InterfaceTensor(name=name, edge=edges[leaf.name])
+        self.outputs: Mapping[str, InterfaceTensor] = outputs
 
     def check(self, name: str, datatype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Check one input as a client states it; return the shape of the model's value.
@@ -113,8 +113,8 @@ class Interface:
             raise InputError(f"the input {missing[0]!r} is missing: the model takes {', '.join(self.inputs)}")
         edges = [spec.edge for spec in self.inputs.values()]
         given = {
-            edge.name: Given(
-                edge.name, numbers[edge.name] if edge.dtype in SCALARS else _Shaped(shapes[edge.name], edge.dtype)
+            edge.name: BoundArgument(
+                edge.name, numbers[edge.name] if edge.dtype in SCALAR_DTYPES else _Shaped(shapes[edge.name], edge.dtype)
             )
             for edge in edges
         }

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Symbol, symbols_in
+from stagepack.format.shapes import Symbol, symbol_names
 from stagepack_loaders import example
 from stagepack_loaders.pipeline import Pipeline
 
@@ -36,7 +36,7 @@ def row_symbol(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     symbols = {symbol.name: symbol for symbol in bundle.manifest.symbols}
     first: Symbol | None = None
     for edge in edges:
-        dim = edge.shape[0] if edge.shape and edge.dtype not in SCALARS else None
+        dim = edge.shape[0] if edge.shape and edge.dtype not in SCALAR_DTYPES else None
         if not isinstance(dim, str):
             return f"{edge.name} has no first dimension that varies"
         if first is not None and dim != first.name:
@@ -44,7 +44,7 @@ def row_symbol(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
         first = symbols[dim]
     if first is None:
         return "nothing goes in or out"
-    if any(first.name in symbols_in(dim) for edge in edges for dim in edge.shape[1:]):
+    if any(first.name in symbol_names(dim) for edge in edges for dim in edge.shape[1:]):
         return f"{first.name} is not the first dimension alone"
     return first
 
@@ -59,11 +59,11 @@ def _why_rows_meet(pipeline: Pipeline, bundle: Bundle, most: int | None) -> str:
     if rows == 0:
         return "it has no example with rows, to see whether they keep apart"
     among = [rows - 1, *range(1, rows), 0, *range(rows)]
-    whole = example.call(pipeline, given)
+    whole = example.run_on_inputs(pipeline, given)
     for order in (among if most is None else among[-most:], [0]):
         first_is_zeros = rows == 1 and len(order) > 1  # there is no other row to put there
         try:
-            found = example.call(pipeline, _rows(given, order, first_is_zeros=first_is_zeros))
+            found = example.run_on_inputs(pipeline, _rows(given, order, first_is_zeros=first_is_zeros))
         except InputError as error:
             return f"its example is refused with {len(order)} rows: {error}"
         start = int(first_is_zeros)

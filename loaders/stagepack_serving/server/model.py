@@ -11,7 +11,7 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALARS
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.elements import Array
@@ -60,7 +60,7 @@ class Model:
         self.batch, self.alone = rows_at_once(bundle, ends, limits.batch, pipeline)
         if bundle.example is not None:
             given, _ = example.read_example(pipeline, bundle)
-            example.call(pipeline, given)
+            example.run_on_inputs(pipeline, given)
             pipeline.reset_state()
         self._runner = StageRunner(name, pipeline, self.interface, metrics)
         stateful = any(stage.state for stage in bundle.stages)
@@ -143,7 +143,7 @@ class Model:
                 for tensor in request.inputs
             }
             numbers = {
-                name: inputs[name].item() for name in shapes if self.interface.inputs[name].edge.dtype in SCALARS
+                name: inputs[name].item() for name in shapes if self.interface.inputs[name].edge.dtype in SCALAR_DTYPES
             }
             self.interface.check_all(shapes, numbers)
             self.interface.check_outputs(request.outputs or ())

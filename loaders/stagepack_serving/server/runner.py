@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagepack_loaders.elements import Array
-from stagepack_loaders.example import arrays_of
+from stagepack_loaders.example import array_ops
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.metrics import Metrics
@@ -19,7 +19,7 @@ class StageRunner:
         """`name` is that of the model, for the metrics."""
         self._pipeline = pipeline
         self._interface = interface
-        self._arrays = arrays_of(pipeline)
+        self._arrays = array_ops(pipeline)
         self._seconds = [metrics.stage.labels(name, str(number)) for number in range(len(pipeline.stages))]
 
     def begin(self, inputs: Mapping[str, Array]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.load import Runtime
 from stagepack_loaders.placement import place
 from stagepack_serving.protocol.config import config_of
-from stagepack_serving.protocol.interface import Interface, TensorSpec
+from stagepack_serving.protocol.interface import Interface, InterfaceTensor
 from stagepack_serving.protocol.rows import row_symbol
 
 Backend = Literal["python", "onnxruntime"]
@@ -126,10 +126,10 @@ class _Wiring:
             else:
                 yield self._in_onnxruntime(number, stage, config)
 
-    def _specs(self, names: Sequence[str]) -> list[TensorSpec]:
-        return [TensorSpec(name=name, edge=self._edges[name]) for name in names]
+    def _specs(self, names: Sequence[str]) -> list[InterfaceTensor]:
+        return [InterfaceTensor(name=name, edge=self._edges[name]) for name in names]
 
-    def _config(self, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> ModelConfig:
+    def _config(self, name: str, inputs: Sequence[InterfaceTensor], outputs: Sequence[InterfaceTensor]) -> ModelConfig:
         config = config_of(f"{self._options.name}_{name}", inputs, outputs, max_batch=self._options.batch)
         if self._options.batch:
             config.dynamic_batching.max_queue_delay_microseconds = round(self._options.delay * 1e6)

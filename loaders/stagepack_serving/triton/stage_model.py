@@ -15,10 +15,10 @@ from typing import Any
 import triton_python_backend_utils as triton
 
 from stagepack.errors import InputError, StagepackError
-from stagepack.format.contract import Given, check_values
+from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.reader import Bundle
 from stagepack_loaders.load import Runtime, prepare
-from stagepack_serving.protocol.interface import TensorSpec
+from stagepack_serving.protocol.interface import InterfaceTensor
 
 
 class TritonPythonModel:
@@ -42,8 +42,8 @@ class TritonPythonModel:
         edges = {edge.name: edge for edge in bundle.edges}
         entry = bundle.stages[number]
         self._symbols = bundle.manifest.symbols
-        self._inputs = [TensorSpec(name=name, edge=edges[name]) for name in entry.inputs]
-        self._outputs = [TensorSpec(name=name, edge=edges[name]) for name in entry.outputs]
+        self._inputs = [InterfaceTensor(name=name, edge=edges[name]) for name in entry.inputs]
+        self._outputs = [InterfaceTensor(name=name, edge=edges[name]) for name in entry.outputs]
         self._batches = config["max_batch_size"] > 0
         self._stateful = bool(entry.state)
         oldest = config.get("sequence_batching", {}).get("oldest", {})
@@ -83,7 +83,7 @@ class TritonPythonModel:
             spec.shape_of_edge(tuple(tensor.shape()))
             # A copy lies where tensors do, so that each kernel adds in the order in which it does elsewhere.
             values.append(self._arrays.from_elements(self._arrays.copy(self._arrays.from_dlpack(tensor)), spec.edge))
-            bound[spec.name] = Given(spec.name, values[-1])
+            bound[spec.name] = BoundArgument(spec.name, values[-1])
         check_values([spec.edge for spec in self._inputs], bound, self._symbols)
         return values
 

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.folded import Folded, Region
+from stagepack.format.folded import FoldedGraph, Region
 from stagepack.format.graph import Argument, Node
-from stagepack.format.renaming import region_texts
-from stagepack.format.template import Hole, TemplateError, parse
-from stagepack.format.traversal import parts
-from stagepack.format.tree import Tree, children
+from stagepack.format.renaming import names_in_region
+from stagepack.format.template import Hole, TemplateError, parse_template
+from stagepack.format.traversal import child_arguments
+from stagepack.format.tree import Tree, child_trees
 from stagepack.format.validate.problems import Fault
 from stagepack.format.validate.signature import check_depth
 
 
-def check_folded(folded: Folded, where: str) -> Iterator[Problem]:
+def check_folded(folded: FoldedGraph, where: str) -> Iterator[Problem]:
     """Yield the rules F that a graph breaks as its file holds it; `where` is the name of the file.
 
     When there are none it can be unfolded, in memory within the limits.
@@ -23,7 +23,7 @@ def check_folded(folded: Folded, where: str) -> Iterator[Problem]:
         yield Problem(rule=rule, where=f"{where}: {place}", message=message)
 
 
-def _folded(folded: Folded) -> Iterator[Fault]:
+def _folded(folded: FoldedGraph) -> Iterator[Fault]:
     holes: list[int] = []
     depths: list[int] = []
     sizes: list[int] = []
@@ -31,9 +31,9 @@ def _folded(folded: Folded) -> Iterator[Fault]:
     for number, region in enumerate(folded.regions):
         where = f"region {number}"
         holes.append(0)
-        for template in dict.fromkeys(region_texts(region)):
+        for template in dict.fromkeys(names_in_region(region)):
             try:
-                used = [part.number for part in parse(template) if isinstance(part, Hole)]
+                used = [part.number for part in parse_template(template) if isinstance(part, Hole)]
             except TemplateError as error:
                 yield "F2", where, str(error)
             else:
@@ -65,11 +65,11 @@ def _folded(folded: Folded) -> Iterator[Fault]:
         yield "G4", "nodes", "the scope of a node is not in the table"
 
 
-def _scopes(folded: Folded) -> Iterator[int]:
+def _scopes(folded: FoldedGraph) -> Iterator[int]:
     return (item.scope for item in folded.nodes if isinstance(item, Node))
 
 
-def _calls(body: Folded | Region, holes: list[int], where: str) -> Iterator[Fault]:
+def _calls(body: FoldedGraph | Region, holes: list[int], where: str) -> Iterator[Fault]:
     """The rules on the calls of a body, which may call regions as many as there are `holes`."""
     for call in body.nodes:
         if isinstance(call, Node):
@@ -87,12 +87,12 @@ def _size(region: Region) -> int:
     given = (argument for node in nodes for argument in (*node.args, *(argument for _, argument in node.kwargs)))
     signatures = (call.signature for call in region.calls if call.signature is not None)
     trees = sum(_count_tree(tree) for signature in signatures for tree in signature.trees)
-    return len(region.nodes) + sum(map(_count, given)) + sum(1 for _ in region_texts(region)) + trees
+    return len(region.nodes) + sum(map(_count, given)) + sum(1 for _ in names_in_region(region)) + trees
 
 
 def _count_tree(tree: Tree) -> int:
-    return 1 + sum(map(_count_tree, children(tree)))
+    return 1 + sum(map(_count_tree, child_trees(tree)))
 
 
 def _count(argument: Argument) -> int:
-    return 1 + sum(map(_count, parts(argument)))
+    return 1 + sum(map(_count, child_arguments(argument)))

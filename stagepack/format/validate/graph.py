@@ -27,8 +27,8 @@ from stagepack.format.graph import (
     ValueArg,
     Weight,
 )
-from stagepack.format.operators import is_denied, is_well_formed
-from stagepack.format.traversal import in_order, parts, subgraphs_used
+from stagepack.format.operators import is_denied_operator, is_operator_name
+from stagepack.format.traversal import child_arguments, sort_module_calls, subgraph_indices
 from stagepack.format.validate.names import PLACE, WORD, is_identifier, is_tensor_name
 from stagepack.format.validate.problems import Fault
 from stagepack.format.validate.signature import check_depth, check_signature
@@ -83,7 +83,7 @@ def _calls(calls: tuple[ModuleCall, ...]) -> Iterator[Fault]:
         if call.signature is not None:
             deep = list(check_depth(call.signature, where))
             yield from deep or check_signature(call.signature, where)
-    for call in in_order(calls) if sound else ():
+    for call in sort_module_calls(calls) if sound else ():
         first, end = int(call.first), int(call.first) + call.nodes
         while open_ and open_[-1] <= first:
             open_.pop()
@@ -114,7 +114,7 @@ def _subgraph_depths(graph: Graph) -> Iterator[Fault]:
     """The depth of subgraphs that call subgraphs; an index that is not one is told elsewhere."""
     depths: list[int] = []
     for number, subgraph in enumerate(graph.subgraphs):
-        called = (index for node in subgraph.nodes for index in subgraphs_used(node) if 0 <= index < number)
+        called = (index for node in subgraph.nodes for index in subgraph_indices(node) if 0 <= index < number)
         depths.append(1 + max((depths[index] for index in called), default=0))
         if depths[-1] > limits.DEPTH:
             yield "L2", f"subgraph {number}", f"calls of subgraphs are nested deeper than {limits.DEPTH}"
@@ -130,9 +130,9 @@ def _ops(ops: tuple[Op, ...]) -> Iterator[Fault]:
 
 
 def _op(op: Op, where: str) -> Iterator[Fault]:
-    if not is_well_formed(op.name) or len(op.name) > limits.NAME_CHARACTERS:
+    if not is_operator_name(op.name) or len(op.name) > limits.NAME_CHARACTERS:
         yield "G10", where, f"{op.name[:80]!r} is not the name of an operator"
-    elif is_denied(op.name):
+    elif is_denied_operator(op.name):
         yield "G11", where, f"{op.name} is not allowed in a bundle"
     known = set(op.parameters)
     if len(known) != len(op.parameters) or not known.issuperset(
@@ -249,7 +249,7 @@ def _argument(argument: Argument, made: set[str], callable_below: int, where: st
     elif isinstance(argument, ListArg | TupleArg | DictArg | SliceArg):
         if isinstance(argument, DictArg) and len({key for key, _ in argument.items}) != len(argument.items):
             yield "G8", where, "a key of a dict stands twice"
-        for part in parts(argument):
+        for part in child_arguments(argument):
             yield from _argument(part, made, callable_below, where, depth + 1)
     elif isinstance(argument, SubgraphArg):
         if not 0 <= argument.index < callable_below:

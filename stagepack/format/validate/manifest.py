@@ -17,7 +17,7 @@ from stagepack.format.validate.names import (
     WORD,
     is_identifier,
 )
-from stagepack.format.validate.problems import Fault, few
+from stagepack.format.validate.problems import Fault, format_names
 from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
 
@@ -134,7 +134,7 @@ def _edges(manifest: Manifest, symbols: set[str]) -> Iterator[Fault]:
         yield from check_type(edge, symbols, "M8", where)
         ends = (*(() if edge.producer is None else (edge.producer,)), *edge.consumers)
         if any(end not in stages for end in ends) or any(a >= b for a, b in itertools.pairwise(ends)):
-            yield "M9", where, f"goes from {edge.producer} to {few(edge.consumers)}: not later stages in order"
+            yield "M9", where, f"goes from {edge.producer} to {format_names(edge.consumers)}: not later stages in order"
             continue
         if edge.producer is not None:
             outputs[edge.producer].append(edge.name)
@@ -153,7 +153,11 @@ def _carried(manifest: Manifest) -> Iterator[Fault]:
     given = list(value_names(*(parameter.tree for parameter in manifest.signature.parameters)))
     inputs = [edge.name for edge in manifest.edges if edge.producer is None]
     if sorted(given) != sorted(inputs):
-        yield "T2", "signature", f"its parameters hold {few(given)}, the edges into the model are {few(inputs)}"
+        yield (
+            "T2",
+            "signature",
+            f"its parameters hold {format_names(given)}, the edges into the model are {format_names(inputs)}",
+        )
     made = {edge.name for edge in manifest.edges}
     for name in value_names(manifest.signature.result):
         if name not in made:

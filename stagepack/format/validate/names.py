@@ -4,7 +4,7 @@ import keyword
 import re
 
 from stagepack.format import limits
-from stagepack.format.weights import METADATA, PADDING
+from stagepack.format.weights import METADATA, PADDING_PREFIX
 
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "model.sig"
@@ -25,4 +25,4 @@ def is_identifier(name: str) -> bool:
 
 def is_tensor_name(name: str) -> bool:
     """Whether a tensor may have this name in a weight file (G9)."""
-    return 0 < len(name) <= limits.NAME_CHARACTERS and not name.startswith(PADDING) and name != METADATA
+    return 0 < len(name) <= limits.NAME_CHARACTERS and not name.startswith(PADDING_PREFIX) and name != METADATA

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from stagepack.errors import Problem
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import Edge, Stage
-from stagepack.format.onnx import NEXT, PAIRS, STATE, WRITTEN, OnnxModel, OnnxValue, onnx_type
+from stagepack.format.onnx import NEXT, PAIRS, STATE, WRITTEN, OnnxModel, OnnxValue, onnx_element_type
 from stagepack.format.shapes import format_dim
-from stagepack.format.validate.problems import few
+from stagepack.format.validate.problems import format_names
 from stagepack.format.weights import StoredTensor
 
 
@@ -50,10 +50,10 @@ def _boundary(model: OnnxModel, stage: Stage, values: Mapping[str, Edge | Weight
     made = [*stage.outputs, *(NEXT + name for name in stage.state)]
     inputs, outputs = [value.name for value in model.inputs], [value.name for value in model.outputs]
     if inputs != given:
-        yield f"expected the inputs {few(given)}, found {few(inputs)}"
+        yield f"expected the inputs {format_names(given)}, found {format_names(inputs)}"
     written = {WRITTEN + name for name in stage.inputs}
     if outputs[: len(made)] != made or len(set(outputs)) < len(outputs) or not written.issuperset(outputs[len(made) :]):
-        yield f"expected the outputs {few(made)}, found {few(outputs)}"
+        yield f"expected the outputs {format_names(made)}, found {format_names(outputs)}"
     for value in (*model.inputs, *model.outputs):
         expected = values.get(value.name.removeprefix(WRITTEN))
         if expected is not None and not _fits(value, expected):
@@ -63,4 +63,4 @@ def _boundary(model: OnnxModel, stage: Stage, values: Mapping[str, Edge | Weight
 def _fits(value: OnnxValue, expected: Edge | Weight) -> bool:
     pair = (2,) if expected.dtype in PAIRS else ()
     shape = tuple(dim if isinstance(dim, int) else format_dim(dim) for dim in expected.shape)
-    return value.element_type == onnx_type(expected.dtype) and value.shape == shape + pair
+    return value.element_type == onnx_element_type(expected.dtype) and value.shape == shape + pair

@@ -22,6 +22,6 @@ def raise_problems(problems: Iterable[Problem]) -> None:
         raise (LimitError if all(problem.rule.startswith("L") for problem in found) else FormatError)(found)
 
 
-def few(names: Sequence[object]) -> str:
+def format_names(names: Sequence[object]) -> str:
     """The first of some names, for a message."""
     return ", ".join(str(name)[:80] for name in names[:9]) or "none"

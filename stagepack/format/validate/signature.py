@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from stagepack.format import limits
 from stagepack.format.signature import Signature
-from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, children
-from stagepack.format.validate.problems import Fault, few
+from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, child_trees
+from stagepack.format.validate.problems import Fault, format_names
 
 
 def check_depth(signature: Signature, where: str) -> Iterator[Fault]:
@@ -35,14 +35,14 @@ def _containers(tree: Tree, where: str) -> Iterator[Fault]:
     elif isinstance(tree, DictTree | ObjectTree):
         keys = [key for key, _ in (tree.items if isinstance(tree, DictTree) else tree.fields)]
         if len(set(keys)) != len(keys):
-            yield "T4", where, f"a key of a container stands twice: {few(keys)}"
+            yield "T4", where, f"a key of a container stands twice: {format_names(keys)}"
     if isinstance(tree, DictTree) and tree.factory is not None and tree.kind != "defaultdict":
         yield "T4", where, f"a {tree.kind} has a factory"
     if isinstance(tree, ObjectTree) and len(tree.class_name) > limits.NAME_CHARACTERS:
         yield "T4", where, "the name of a class is too long"
-    for child in children(tree):
+    for child in child_trees(tree):
         yield from _containers(child, where)
 
 
 def _too_deep(tree: Tree, depth: int = 0) -> bool:
-    return depth > limits.DEPTH or any(_too_deep(child, depth + 1) for child in children(tree))
+    return depth > limits.DEPTH or any(_too_deep(child, depth + 1) for child in child_trees(tree))

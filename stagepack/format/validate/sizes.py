@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from stagepack.format import limits
-from stagepack.format.dtypes import ITEM_SIZE, SCALARS
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.graph import (
     Value,
 )
 from stagepack.format.manifest import Edge
-from stagepack.format.shapes import OPERATIONS, Dim, Expr, Symbol, format_range, is_within
+from stagepack.format.shapes import OPERATIONS, Dim, Expr, Symbol, format_range, size_in_range
 from stagepack.format.validate.names import WORD, is_identifier
 from stagepack.format.validate.problems import Fault
 
@@ -24,7 +24,7 @@ def check_symbols(symbols: tuple[Symbol, ...]) -> Iterator[Fault]:
         seen.add(symbol.name)
         if symbol.min is not None and symbol.max is not None and symbol.min > symbol.max:
             yield "S1", f"symbol {symbol.name[:80]}", f"min {symbol.min} is over max {symbol.max}"
-        if symbol.example is not None and not is_within(symbol, symbol.example):
+        if symbol.example is not None and not size_in_range(symbol, symbol.example):
             message = f"the example's {symbol.example} is not {format_range(symbol)}"
             yield "S1", f"symbol {symbol.name[:80]}", message
 
@@ -50,9 +50,9 @@ def check_dim(dim: Dim, symbols: set[str], where: str, depth: int = 0) -> Iterat
 
 def check_type(value: Value | Edge, symbols: set[str], rule: str, where: str) -> Iterator[Fault]:
     """The rules on a dtype and a shape, which values and edges share."""
-    if value.dtype not in ITEM_SIZE and value.dtype not in SCALARS and not WORD.fullmatch(value.dtype):
+    if value.dtype not in ITEM_SIZE and value.dtype not in SCALAR_DTYPES and not WORD.fullmatch(value.dtype):
         yield rule, where, f"{value.dtype[:80]!r} is not a dtype"
-    if (value.dtype in SCALARS and value.shape) or (value.dtype != "symint" and value.expr is not None):
+    if (value.dtype in SCALAR_DTYPES and value.shape) or (value.dtype != "symint" and value.expr is not None):
         yield rule, where, f"a {value.dtype[:80]} has no shape, or no expr"
     if len(value.shape) > limits.RANK:
         yield "L1", where, f"{len(value.shape)} dimensions are over the limit of {limits.RANK}"

@@ -1,0 +1,95 @@
+"""Measure the identifiers of Python files: how many words they have, and how many of them say nothing.
+
+A binding is one place where an identifier gets its meaning: a function, a class, a parameter, the target of an assignment, a loop, a
+comprehension, a ``with`` or an ``except``. The words of an identifier are separated by underscores and capitals. The names that say
+nothing are listed in ``docs/glossary.md``; the field `name` of a class says something, since the class stands before it.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+GLOSSARY = Path("docs/glossary.md")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_UNCOUNTED = frozenset({"self", "cls", "_"})
+
+
+def bindings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the identifier of each binding of a syntax tree; a field or attribute begins with a dot.
+
+    Special names such as ``__init__`` are left out.
+    """
+    fields = {
+        statement.target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                identifier = node.name
+            case ast.arg():
+                identifier = node.arg
+            case ast.Name(ctx=ast.Store()):
+                identifier = f".{node.id}" if node in fields else node.id
+            case ast.Attribute(ctx=ast.Store()):
+                identifier = f".{node.attr}"
+            case ast.ExceptHandler() if node.name is not None:
+                identifier = node.name
+            case _:
+                continue
+        if identifier not in _UNCOUNTED and not identifier.lstrip(".").startswith("__"):
+            yield node.lineno, identifier
+
+
+def word_count(identifier: str) -> int:
+    """The number of words of an identifier, at least 1."""
+    return max(1, len(_WORD.findall(identifier)))
+
+
+def is_vague(identifier: str, vague: frozenset[str]) -> bool:
+    """Whether an identifier of `bindings` says nothing."""
+    return identifier.lstrip("._") in vague and identifier not in (".name", ".names")
+
+
+def vague_names(glossary: str) -> frozenset[str]:
+    """The names that the glossary lists as saying nothing."""
+    section = glossary.partition("## Names that say nothing")[2]
+    return frozenset(re.findall(r"`([a-z]+)`", section.rpartition("\n\n")[2]))
+
+
+def main() -> None:
+    """Print the figures of the given folders, and exit with status 1 when they miss the bounds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--least-words", type=float, default=1.3, help="mean number of words of a binding")
+    parser.add_argument("--most-vague", type=float, default=2.0, help="share of bindings that say nothing, in percent")
+    parser.add_argument("--list", action="store_true", help="print every binding that says nothing, with its place")
+    parser.add_argument("--common", type=int, default=0, help="print so many of the most common one-word names")
+    options = parser.parse_args()
+    vague = vague_names(GLOSSARY.read_text())
+    counts: Counter[str] = Counter()
+    for path in sorted(path for folder in options.folders for path in folder.rglob("*.py")):
+        for line, identifier in bindings(ast.parse(path.read_text())):
+            counts[identifier] += 1
+            if options.list and is_vague(identifier, vague):
+                print(f"{path}:{line}: {identifier}")
+    total = counts.total()
+    words = sum(word_count(identifier) * count for identifier, count in counts.items()) / total
+    share = 100 * sum(count for identifier, count in counts.items() if is_vague(identifier, vague)) / total
+    print(f"{total} bindings, {words:.2f} words each, {share:.1f} % say nothing")
+    single = [(identifier, count) for identifier, count in counts.most_common() if word_count(identifier) == 1]
+    for identifier, count in single[: options.common]:
+        print(f"{count:5d} {identifier.lstrip('.')}")
+    if words < options.least_words or share > options.most_vague:
+        sys.exit(f"expected at least {options.least_words} words and at most {options.most_vague} % that say nothing")
+
+
+if __name__ == "__main__":
+    main()
