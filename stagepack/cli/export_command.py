@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from stagepack.cli.cutting import cut_options
-from stagepack.cli.facts import bundle_facts, print_stages
+from stagepack.cli.bundle_facts import bundle_facts, print_stages
+from stagepack.cli.cut_option_flags import cut_options
 from stagepack.cli.onnx_command import onnx_facts, print_onnx
 from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
-from stagepack.cli.running import namespaces, replayed
+from stagepack.cli.run_options import namespaces, replayed
 from stagepack.format.writer import check_output_path
 from stagepack.partition.quantities import format_bytes
 

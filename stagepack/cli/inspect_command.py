@@ -4,8 +4,8 @@ from typing import Any
 
 import click
 
-from stagepack.cli.code import code
-from stagepack.cli.facts import bundle_facts, print_facts
+from stagepack.cli.bundle_facts import bundle_facts, print_facts
+from stagepack.cli.graph_listing import code
 from stagepack.cli.output import fail, print_json, print_line, print_table, reports_errors
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph

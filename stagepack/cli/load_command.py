@@ -18,7 +18,8 @@ from stagepack.cli.output import (
     progress,
     reports_errors,
 )
-from stagepack.cli.running import chosen, operator_options, runtime_option
+from stagepack.cli.phase_timer import PhaseTimer
+from stagepack.cli.run_options import chosen, operator_options, runtime_option
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
 from stagepack.partition.quantities import format_bytes
@@ -61,9 +62,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Load BUNDLE, say what was read, and run its example, or the inputs of a file."""
-    laps = _Laps()
+    phases = PhaseTimer()
     opened = Bundle(bundle)
-    laps.end("open")
+    phases.end("open")
     if number is not None and not 0 <= number < len(opened.stages):
         fail(f"--stage: expected 0 to {len(opened.stages) - 1}, found {number}")
     if number is not None and (inputs or outputs):
@@ -79,11 +80,11 @@ def command(
         fail(f"--outputs: {bundle} has no example to run: pass --inputs")
     import_modules(imports)
     speed = (how or False, compiled)
-    rows, pipeline = _load(opened, number, kinds, list(devices) or ["cpu"], allow_ops, not no_verify, speed, laps)
+    rows, pipeline = _load(opened, number, kinds, list(devices) or ["cpu"], allow_ops, not no_verify, speed, phases)
     facts: dict[str, Any] = {"bundle": bundle, "stages": rows}
     if pipeline is not None:
-        facts |= _run(opened, pipeline, inputs, outputs, laps)
-    facts["start"] = laps.seconds
+        facts |= _run(opened, pipeline, inputs, outputs, phases)
+    facts["start"] = phases.seconds
     if as_json:
         print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
         return
@@ -103,31 +104,11 @@ def command(
         print_line(f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}")
     elif inputs is not None:
         print_line(f"{inputs}: {facts['outputs']} outputs")
-    goal = "first answer" if "first call" in laps.seconds else "loaded"
-    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in laps.seconds.items())
-    print_line(f"{goal} after {sum(laps.seconds.values()):.3f} s: {parts}")
+    goal = "first answer" if "first call" in phases.seconds else "loaded"
+    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.seconds.items())
+    print_line(f"{goal} after {sum(phases.seconds.values()):.3f} s: {parts}")
     if outputs:
         print_line(f"wrote {outputs}")
-
-
-class _Laps:
-    """What the time to the first answer was spent on, in seconds."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def end(self, name: str) -> None:
-        """End a lap."""
-        now = time.perf_counter()
-        self.seconds[name] = round(now - self._last, 6)
-        self._last = now
-
-    def move(self, part: str, name: str, seconds: float) -> None:
-        """Count a part of a lap as another; none of 0 seconds."""
-        if seconds:
-            self.seconds[part] = round(self.seconds[part] - seconds, 6)
-            self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 6)
 
 
 def _load(
@@ -138,13 +119,13 @@ def _load(
     allow_ops: tuple[str, ...],
     verify: bool,
     speed: tuple[Any, str | None],
-    laps: _Laps,
+    phases: PhaseTimer,
 ) -> tuple[list[dict[str, Any]], Any]:
     """Load the stages; return a row of facts for each, and the pipeline when it is whole."""
     for kind in dict.fromkeys(kinds):
         importlib.import_module(f"stagepack_loaders.{kind}.stage")
         importlib.import_module("stagepack_loaders.load")
-        laps.end(f"import {kind}")
+        phases.end(f"import {kind}")
     from stagepack_loaders.load import assemble, prepare, prepare_stages, speed_up  # noqa: PLC0415 - after the arguments are checked
 
     rows: list[dict[str, Any]] = []
@@ -154,10 +135,10 @@ def _load(
             prepared = prepare_stages(bundle, devices, runtime=kinds, allow_ops=allow_ops)
         else:
             prepared = list(prepare(bundle, {number: devices[0]}, kinds[0], allow_ops=allow_ops).values())
-        laps.end("graphs")
+        phases.end("graphs")
         ready = speed_up(bundle, prepared, *speed)
         if any(speed):
-            laps.end("compile")
+            phases.end("compile")
         started = time.perf_counter()
         for index, one in enumerate(ready, start=number or 0):
             stage = one.finish(verify=verify)
@@ -174,7 +155,7 @@ def _load(
             )
             stages.append(stage)
             started = time.perf_counter()
-    laps.end("weights")
+    phases.end("weights")
     return rows, None if number is not None else assemble(bundle, stages)
 
 
@@ -185,7 +166,9 @@ def _files(stage: Stage, runtime: str) -> list[str]:
     return [stage.graph, *stage.weights]
 
 
-def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None, laps: _Laps) -> dict[str, Any]:
+def _run(
+    bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None, phases: PhaseTimer
+) -> dict[str, Any]:
     """Run the inputs of a file, or the example; return facts about the result."""
     from stagepack_loaders import example  # noqa: PLC0415 - after the arguments are checked
 
@@ -196,11 +179,11 @@ def _run(bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | Non
             given, expected = example.read_example(pipeline, bundle)
         else:
             given, expected = example.read_inputs(pipeline, inputs), {}
-        laps.end("inputs")
+        phases.end("inputs")
         compiled_before = _compile_seconds()
         results = example.run_on_inputs(pipeline, given)
-        laps.end("first call")
-        laps.move("first call", "compile", _compile_seconds() - compiled_before)
+        phases.end("first call")
+        phases.reassign("first call", "compile", _compile_seconds() - compiled_before)
         if outputs is not None:
             example.write_outputs(pipeline, results, outputs)
     facts: dict[str, Any] = {"outputs": len(results)}

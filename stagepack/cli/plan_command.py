@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from stagepack.cli.cut_facts import DEVICES, cut_facts
-from stagepack.cli.cutting import cut_options
+from stagepack.cli.cut_option_flags import cut_options
 from stagepack.cli.diagram import dot, mermaid
 from stagepack.cli.output import fail, print_json, print_line, print_table, progress, reports_errors
 from stagepack.format.manifest import Edge

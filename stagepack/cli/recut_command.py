@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from stagepack.cli.cutting import cut_options
-from stagepack.cli.facts import bundle_facts, print_stages
+from stagepack.cli.bundle_facts import bundle_facts, print_stages
+from stagepack.cli.cut_option_flags import cut_options
 from stagepack.cli.output import print_json, print_line, progress, reports_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from stagepack.cli.output import print_line, reports_errors
-from stagepack.cli.report import page
+from stagepack.cli.report.page import page
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
 from stagepack.partition.quantities import format_bytes

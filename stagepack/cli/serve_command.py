@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from stagepack.cli.output import fail, import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.running import chosen, limit_option, operator_options, runtime_option
+from stagepack.cli.run_options import chosen, limit_option, operator_options, runtime_option
 from stagepack.format.reader import Bundle
 from stagepack_serving.server.limits import Limits
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from stagepack.cli.output import import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.running import limit_option, operator_options
+from stagepack.cli.run_options import limit_option, operator_options
 from stagepack.format.reader import Bundle
 
 

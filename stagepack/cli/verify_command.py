@@ -3,7 +3,7 @@
 import click
 
 from stagepack.cli.output import fail, finite, import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.running import chosen, operator_options, replayed, runtime_option
+from stagepack.cli.run_options import chosen, operator_options, replayed, runtime_option
 from stagepack.errors import FormatError
 from stagepack.format.reader import Bundle
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.cli.code import code
+from stagepack.cli.graph_listing import code
 from stagepack.exporter import export_capture
 from stagepack.format.folded import trivially_folded
 from stagepack.partition.cut_options import CutOptions

@@ -12,10 +12,10 @@ from importlib.resources import files
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
+from stagepack.cli.bundle_facts import bundle_facts
 from stagepack.cli.cut_facts import DEVICES, bubble, cut_facts
-from stagepack.cli.element import Child, element
-from stagepack.cli.facts import bundle_facts
-from stagepack.cli.picture import bar, columns, pipeline
+from stagepack.cli.report.html_element import Child, element
+from stagepack.cli.report.svg_drawing import bar, columns, pipeline
 from stagepack.errors import CutError
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
@@ -206,7 +206,7 @@ def _as_data(value: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return files("stagepack.cli").joinpath(name).read_text(encoding="utf-8")
+    return files("stagepack.cli.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(content: str) -> str:
