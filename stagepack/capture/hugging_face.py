@@ -17,12 +17,12 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from stagepack.capture.module_calls import TracedCalls
+from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import (
     Capture,
     Inputs,
     capture_module,
     format_torch_error,
-    preserve_module,
     run_model,
     suppress_stderr,
 )

@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from stagepack.capture.module_calls import TracedCalls
+from stagepack.capture.module_state import preserve_module
 from stagepack.errors import CaptureError
 
 _ADVICE = ("For more information", "For extended logs", "from user code", "Set TORCH", "The error above", "User Stack")
@@ -156,31 +157,6 @@ def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Ite
 def _copied(given: Any) -> Any:
     """A copy of tensors in containers, without their gradients' history."""
     return copy.deepcopy(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given))
-
-
-@contextlib.contextmanager
-def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Give a module back as it was: its attributes, and the content of its buffers and of the tensors `written`."""
-    attributes = [vars(module) for module in model.modules()]
-    held = [inner for outer in attributes for inner in (outer, *outer.values()) if isinstance(inner, dict)]
-    kept = [(inner, dict(inner)) for inner in held]
-    plain = [
-        tensor.untyped_storage()
-        for tensor in (*model.buffers(), *written)
-        if tensor.layout == torch.strided and not tensor.is_meta
-    ]
-    storages = {storage.data_ptr(): storage for storage in plain}
-    contents = [(storage, storage.clone()) for storage in storages.values()]
-    random = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(random)
-        for storage, content in contents:
-            storage.copy_(content)
-        for inner, before in kept:
-            inner.clear()
-            inner.update(before)
 
 
 def _required_parameters(model: torch.nn.Module) -> list[str]:

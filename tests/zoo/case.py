@@ -10,7 +10,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from stagepack.capture.programs import Capture, Inputs, preserve_module
+from stagepack.capture.module_state import preserve_module
+from stagepack.capture.programs import Capture, Inputs
 from stagepack.capture.source import capture_source
 
 Build = Callable[[], tuple[torch.nn.Module, Inputs]]

@@ -1,0 +1,163 @@
+"""Keep a module as it was while code of its author runs: its attributes, its buffers and the random state of torch.
+
+Only what changed is written back. A container of another class than the built-in ones may refuse its own methods, such as ``update`` of
+the configuration of a diffusers model, so containers are read and written by the methods of the built-in class that they derive from.
+"""
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from stagepack.errors import CaptureError
+
+# The classes that a container may derive from, the most derived first.
+_DICT_CLASSES = (OrderedDict, dict)
+_SEQUENCE_CLASSES = (list, deque)
+
+# A part of a module's state: its kind for the error message, and the function that restores it.
+_SavedState = tuple[str, Callable[[], None]]
+
+
+@contextlib.contextmanager
+def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Restore a module after the ``with`` block, whether the block succeeds or fails.
+
+    Covered are the attributes of the module and its submodules; the dicts, lists, deques and sets that these attributes hold, nested
+    ones included; the content of the buffers and of the tensors `written`; and the state of torch's random number generators. Nothing
+    is written that did not change. Attributes of other objects that the module holds are not covered.
+
+    Args:
+        model: the module to restore.
+        written: further tensors whose content is restored, such as constants that the module writes.
+
+    Raises:
+        CaptureError: a part of the state cannot be restored. All other parts are restored.
+    """
+    saved_states = [*_save_containers(model), *_save_storages((*model.buffers(), *written)), *_save_random_state()]
+    failures: list[str] = []
+    try:
+        yield
+    finally:
+        # The exit stack calls every function, also after an interrupt from the keyboard during one of them.
+        with contextlib.ExitStack() as stack:
+            for kind, restore in saved_states:
+                stack.callback(_try_restore, kind, restore, failures)
+        if failures:
+            raise CaptureError(f"{type(model).__name__} is changed, it cannot be restored: {'; '.join(failures)}")
+
+
+def _try_restore(kind: str, restore: Callable[[], None], failures: list[str]) -> None:
+    try:
+        restore()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other parts are restored, and the caller gets an error
+        failures.append(f"{kind}: {type(error).__name__}: {error}")
+
+
+def _save_containers(model: torch.nn.Module) -> Iterator[_SavedState]:
+    """Save the attributes of all modules, and the containers in them."""
+    pending: list[Any] = [vars(module) for module in model.modules()]
+    seen_ids: set[int] = set()
+    while pending:
+        container = pending.pop()
+        if id(container) in seen_ids:
+            continue
+        seen_ids.add(id(container))
+        match container:
+            case dict():
+                dict_content = _dict_content(container)
+                pending.extend(dict_content.values())
+                yield "attributes", partial(_restore_dict, container, dict_content)
+            case list() | deque():
+                items = list(_base_class(container, _SEQUENCE_CLASSES).__iter__(container))
+                pending.extend(items)
+                yield "a list", partial(_restore_sequence, container, items)
+            case set():
+                members = frozenset(set.__iter__(container))
+                yield "a set", partial(_restore_set, container, members)
+            case tuple():
+                pending.extend(tuple.__iter__(container))
+            case _:
+                pass
+
+
+def _base_class(container: Any, classes: tuple[type, ...]) -> Any:
+    """The first of some built-in classes that a container is an instance of."""
+    return next(cls for cls in classes if isinstance(container, cls))
+
+
+def _dict_content(container: dict[Any, Any]) -> dict[Any, Any]:
+    keys = _base_class(container, _DICT_CLASSES).__iter__(container)
+    # Not by `values`, which calls the item method of a class derived from OrderedDict.
+    return {key: dict.__getitem__(container, key) for key in keys}
+
+
+def _restore_dict(container: dict[Any, Any], content: dict[Any, Any]) -> None:
+    now = _dict_content(container)
+    if _are_same(now, content) and _are_same(now.values(), content.values()):
+        return
+    dict_class = _base_class(container, _DICT_CLASSES)
+    dict_class.clear(container)
+    for key, value in content.items():
+        dict_class.__setitem__(container, key, value)
+
+
+def _restore_sequence(container: Any, items: list[Any]) -> None:
+    sequence_class = _base_class(container, _SEQUENCE_CLASSES)
+    if not _are_same(list(sequence_class.__iter__(container)), items):
+        sequence_class.clear(container)
+        sequence_class.extend(container, items)
+
+
+def _restore_set(container: set[Any], members: frozenset[Any]) -> None:
+    if not set.__eq__(container, members):
+        set.clear(container)
+        set.update(container, members)
+
+
+def _are_same(items: Any, other_items: Any) -> bool:
+    """Whether two collections hold the same objects in the same order. Equality is not asked for: of tensors it is a tensor."""
+    return len(items) == len(other_items) and all(a is b for a, b in zip(items, other_items, strict=True))
+
+
+def _save_storages(tensors: Iterable[torch.Tensor]) -> Iterator[_SavedState]:
+    """Save the content of tensors, of each memory once."""
+    storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+    for tensor in _plain_tensors(tensors):
+        storage = tensor.untyped_storage()
+        # A fake tensor has another device than its storage.
+        if storage.device.type != "meta":
+            storages[storage.data_ptr(), storage.nbytes()] = storage
+    for storage in storages.values():
+        yield "the content of a buffer", partial(_restore_storage, storage, storage.clone())
+
+
+def _plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors, and those that tensors of other classes consist of."""
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            attribute_names, _ = tensor.__tensor_flatten__()
+            yield from _plain_tensors(getattr(tensor, attribute_name) for attribute_name in attribute_names)
+        elif tensor.layout == torch.strided:
+            yield tensor
+
+
+def _restore_storage(storage: torch.UntypedStorage, content: torch.UntypedStorage) -> None:
+    # Unchanged memory is not written: it may be mapped from a file for reading only.
+    if not torch.equal(_as_bytes(storage), _as_bytes(content)):
+        storage.copy_(content)
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _save_random_state() -> Iterator[_SavedState]:
+    cpu_state = torch.get_rng_state()
+    yield "the random state", partial(torch.set_rng_state, cpu_state)
+    if torch.cuda.is_initialized():
+        cuda_states = torch.cuda.get_rng_state_all()
+        yield "the random state of CUDA devices", partial(torch.cuda.set_rng_state_all, cuda_states)
