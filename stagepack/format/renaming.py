@@ -1,24 +1,13 @@
 """The names that stand in a part of a graph, in a fixed order: those that templates of a region may vary."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
 from stagepack.format.folded import Region
-from stagepack.format.graph import (
-    Argument,
-    DictArg,
-    ListArg,
-    ModuleCall,
-    Node,
-    SliceArg,
-    TupleArg,
-    Value,
-    ValueArg,
-    Weight,
-)
-from stagepack.format.shapes import Dim, Expr, symbol_names
-from stagepack.format.traversal import input_names
+from stagepack.format.graph import Argument, ModuleCall, Node, Value, ValueArg, Weight
+from stagepack.format.shapes import rename_symbols, symbol_names
+from stagepack.format.traversal import input_names, map_node_arguments
 from stagepack.format.tree import value_names
 
 
@@ -66,48 +55,48 @@ def names_in_region(region: Region) -> Iterator[str]:
         yield from names_in_call(call)
 
 
-def rename_node(node: Node, names: Iterator[str]) -> Node:
-    """A node with other names, which come in the order of `node_texts`."""
-    args = tuple([_argument(argument, names) for argument in node.args])
-    kwargs = tuple([(key, _argument(argument, names)) for key, argument in node.kwargs])
-    return replace(node, args=args, kwargs=kwargs, outputs=tuple([_value(value, names) for value in node.outputs]))
+def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
+    """Rebuild a value with renamed names; `rename` is called in the order of `names_in_value`."""
+    return replace(
+        value,
+        name=rename(value.name),
+        shape=tuple([rename_symbols(dim, rename) for dim in value.shape]),
+        expr=None if value.expr is None else rename_symbols(value.expr, rename),
+    )
 
 
-def rename_weight(weight: Weight, names: Iterator[str]) -> Weight:
-    """A weight with other names, which come in the order of `weight_texts`."""
-    value, own = next(names), tuple([next(names) for _ in weight.names])
-    return replace(weight, value=value, names=own, base=None if weight.base is None else next(names))
+def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
+    """Rebuild a node with renamed names; `rename` is called in the order of `names_in_node`."""
+
+    def rename_leaf(leaf: Argument) -> Argument:
+        return ValueArg(rename(leaf.name)) if isinstance(leaf, ValueArg) else leaf
+
+    renamed = map_node_arguments(node, rename_leaf)
+    outputs = [None if value is None else rename_value(value, rename) for value in node.outputs]
+    return replace(renamed, outputs=tuple(outputs))
 
 
-def rename_call(call: ModuleCall, names: Iterator[str]) -> ModuleCall:
-    """The call of a module with other names, which come in the order of `call_texts`."""
-    path, first = next(names), next(names)
-    signature = None if call.signature is None else call.signature.renamed(lambda _: next(names))
-    return replace(call, path=path, first=first, signature=signature)
+def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
+    """Rebuild a weight with renamed names; `rename` is called in the order of `names_in_weight`."""
+    return replace(
+        weight,
+        value=rename(weight.value),
+        names=tuple([rename(name) for name in weight.names]),
+        base=None if weight.base is None else rename(weight.base),
+    )
 
 
-def _argument(argument: Argument, names: Iterator[str]) -> Argument:
-    match argument:
-        case ValueArg():
-            return ValueArg(next(names))
-        case ListArg(items) | TupleArg(items):
-            return type(argument)(tuple([_argument(item, names) for item in items]))
-        case DictArg(items):
-            return DictArg(tuple([(key, _argument(item, names)) for key, item in items]))
-        case SliceArg(start, stop, step):
-            return SliceArg(*[_argument(part, names) for part in (start, stop, step)])
-        case _:
-            return argument
+def rename_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
+    """Rebuild a module call with renamed names; `rename` is called in the order of `names_in_call`."""
+    return replace(
+        call,
+        path=rename(call.path),
+        first=rename(call.first),
+        signature=None if call.signature is None else call.signature.renamed(rename),
+    )
 
 
-def _value(value: Value | None, names: Iterator[str]) -> Value | None:
-    if value is None:
-        return None
-    name, shape = next(names), tuple([_dim(dim, names) for dim in value.shape])
-    return replace(value, name=name, shape=shape, expr=None if value.expr is None else _dim(value.expr, names))
-
-
-def _dim(dim: Dim, names: Iterator[str]) -> Dim:
-    if isinstance(dim, Expr):
-        return Expr(op=dim.op, args=tuple([_dim(arg, names) for arg in dim.args]))
-    return next(names) if isinstance(dim, str) else dim
+def rename_in_order(new_names: Iterable[str]) -> Callable[[str], str]:
+    """A renaming for the functions above that gives one new name after another, whatever the old name is."""
+    remaining = iter(new_names)
+    return lambda _: next(remaining)

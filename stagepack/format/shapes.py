@@ -81,6 +81,13 @@ def symbol_names(dim: Dim) -> Iterator[str]:
             yield from symbol_names(arg)
 
 
+def rename_symbols(dim: Dim, rename: Callable[[str], str]) -> Dim:
+    """Rebuild a dimension with renamed symbols; `rename` is called in the order of `symbol_names`."""
+    if isinstance(dim, Expr):
+        return Expr(op=dim.op, args=tuple([rename_symbols(arg, rename) for arg in dim.args]))
+    return rename(dim) if isinstance(dim, str) else dim
+
+
 def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
     """Compute a dimension from the sizes of its symbols.
 

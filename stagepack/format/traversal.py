@@ -1,6 +1,8 @@
 """Small questions about graphs that several parts ask."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from msgspec.structs import replace
 
 from stagepack.format.graph import (
     Argument,
@@ -36,6 +38,31 @@ def leaf_arguments(argument: Argument) -> Iterator[Argument]:
             yield from leaf_arguments(part)
     else:
         yield argument
+
+
+def map_arguments(argument: Argument, function: Callable[[Argument], Argument]) -> Argument:
+    """Rebuild an argument with `function` applied to each of its leaves, in the order of `leaf_arguments`.
+
+    Law: ``map_arguments(argument, lambda leaf: leaf) == argument``.
+    """
+    match argument:
+        case ListArg(items) | TupleArg(items):
+            return type(argument)(tuple([map_arguments(item, function) for item in items]))
+        case DictArg(items):
+            return DictArg(tuple([(key, map_arguments(item, function)) for key, item in items]))
+        case SliceArg(start, stop, step):
+            return SliceArg(*[map_arguments(bound, function) for bound in (start, stop, step)])
+        case _:
+            return function(argument)
+
+
+def map_node_arguments(node: Node, function: Callable[[Argument], Argument]) -> Node:
+    """Rebuild a node with `function` applied to the leaves of its arguments, in the order of `node_arguments`."""
+    return replace(
+        node,
+        args=tuple([map_arguments(argument, function) for argument in node.args]),
+        kwargs=tuple([(key, map_arguments(argument, function)) for key, argument in node.kwargs]),
+    )
 
 
 def node_arguments(node: Node) -> Iterator[Argument]:

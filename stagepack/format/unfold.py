@@ -1,32 +1,19 @@
 """A graph as its file holds it -> the graph (SPEC F1 to F5)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from stagepack.errors import FormatError, Problem
 from stagepack.format.folded import Call, FoldedGraph, Region
-from stagepack.format.graph import (
-    Argument,
-    DictArg,
-    Graph,
-    ListArg,
-    ModuleCall,
-    Node,
-    Scope,
-    SliceArg,
-    TupleArg,
-    Value,
-    ValueArg,
-    Weight,
-)
-from stagepack.format.renaming import names_in_region, names_in_value
-from stagepack.format.shapes import Dim, Expr
+from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Scope, Value, ValueArg, Weight
+from stagepack.format.renaming import names_in_region, names_in_value, rename_call, rename_value, rename_weight
 from stagepack.format.template import TemplateError, fill_template, has_holes
-from stagepack.format.traversal import input_names, sort_module_calls
+from stagepack.format.traversal import input_names, leaf_arguments, map_arguments, sort_module_calls
 
+_T = TypeVar("_T")
 # What a text of a region is at one call.
 _Texts = Mapping[str, str]
 
@@ -48,7 +35,7 @@ def unfold_graph(folded: FoldedGraph, where: str = "", *, calls: bool = True) ->
         return Graph(**fields)
     try:
         steps = list(_Steps(folded.regions, calls=calls).of(folded))
-        inner = [_call(call, step.texts) for step in steps for call in step.calls] if calls else []
+        inner = [rename_call(call, step.texts.__getitem__) for step in steps for call in step.calls] if calls else []
     except TemplateError as error:
         raise FormatError([Problem(rule="F5", where=where, message=str(error))]) from None
     scopes = sorted({*folded.scopes, *(scope for step in steps for scope in step.scopes)}, key=_order)
@@ -124,23 +111,11 @@ class _Steps:
     def _call(self, number: int, holes: list[str]) -> Iterator[_Step]:
         region = self._regions[number]
         texts = {template: fill_template(template, holes) for template in self._templates[number]}
-        yield _Step([], texts, [], [_weight(weight, texts) for weight in region.weights], region.calls)
+        yield _Step(
+            [], texts, [], [rename_weight(weight, texts.__getitem__) for weight in region.weights], region.calls
+        )
         scopes = [Scope(path=texts[scope.path], type=scope.type) for scope in region.scopes]
         yield from self._body(region.nodes, self._makers[number], scopes, texts)
-
-
-def _weight(weight: Weight, texts: _Texts) -> Weight:
-    return replace(
-        weight,
-        value=texts[weight.value],
-        names=tuple(texts[name] for name in weight.names),
-        base=None if weight.base is None else texts[weight.base],
-    )
-
-
-def _call(call: ModuleCall, texts: _Texts) -> ModuleCall:
-    signature = None if call.signature is None else call.signature.renamed(texts.__getitem__)
-    return replace(call, path=texts[call.path], first=texts[call.first], signature=signature)
 
 
 def _keeper(node: Node) -> _Maker:
@@ -155,16 +130,16 @@ def _keeper(node: Node) -> _Maker:
 def _filler(node: Node) -> _Maker:
     """What makes a node of a region; what has no holes is made once."""
     keys = [key for key, _ in node.kwargs]
-    args = _each(map(_argument, node.args), node.args)
-    kwargs = _each((_argument(argument) for _, argument in node.kwargs), [argument for _, argument in node.kwargs])
-    outputs = _each(map(_value, node.outputs), node.outputs)
+    fill_args = _each_filled(node.args, _argument_filler)
+    fill_kwargs = _each_filled([argument for _, argument in node.kwargs], _argument_filler)
+    fill_outputs = _each_filled(node.outputs, _value_filler)
 
     def make(texts: _Texts, scopes: list[int]) -> Node:
         return Node(
             op=node.op,
-            args=args(texts),
-            kwargs=tuple(zip(keys, kwargs(texts), strict=True)),
-            outputs=outputs(texts),
+            args=fill_args(texts),
+            kwargs=tuple(zip(keys, fill_kwargs(texts), strict=True)),
+            outputs=fill_outputs(texts),
             unpack=node.unpack,
             scope=scopes[node.scope],
             context=node.context,
@@ -174,50 +149,32 @@ def _filler(node: Node) -> _Maker:
     return make
 
 
-# What makes a part of a node of the texts; None for what is the same at every call.
-_Part = Callable[[_Texts], Any] | None
-
-
-def _each(made: Iterable[_Part], kept: Sequence[Any]) -> Callable[[_Texts], tuple[Any, ...]]:
-    """What makes a tuple of parts."""
-    pairs = list(zip(made, kept, strict=True))
-    if all(make is None for make, _ in pairs):
-        same = tuple(kept)
+def _each_filled(
+    items: Sequence[_T], filler_of: Callable[[_T], Callable[[_Texts], _T] | None]
+) -> Callable[[_Texts], tuple[_T, ...]]:
+    """What makes a tuple of the texts; `filler_of` gives None for an item without holes."""
+    pairs = [(item, filler_of(item)) for item in items]
+    if all(fill is None for _, fill in pairs):
+        same = tuple(items)
         return lambda _: same
-    return lambda texts: tuple([part if make is None else make(texts) for make, part in pairs])
+    return lambda texts: tuple([item if fill is None else fill(texts) for item, fill in pairs])
 
 
-def _same(parts: Iterable[_Part]) -> bool:
-    return all(part is None for part in parts)
+def _argument_filler(argument: Argument) -> Callable[[_Texts], Argument] | None:
+    if isinstance(argument, ValueArg):  # a container would do this too, in twice the time
+        name = argument.name
+        return (lambda texts: ValueArg(texts[name])) if has_holes(name) else None
+    if not any(isinstance(leaf, ValueArg) and has_holes(leaf.name) for leaf in leaf_arguments(argument)):
+        return None
+
+    def fill(texts: _Texts) -> Argument:
+        return map_arguments(argument, lambda leaf: ValueArg(texts[leaf.name]) if isinstance(leaf, ValueArg) else leaf)
+
+    return fill
 
 
-def _argument(argument: Argument) -> _Part:
-    match argument:
-        case ValueArg(name) if has_holes(name):
-            return lambda texts: ValueArg(texts[name])
-        case ListArg(items) | TupleArg(items) if not _same(made := [_argument(item) for item in items]):
-            kind, each = type(argument), _each(made, items)
-            return lambda texts: kind(each(texts))
-        case DictArg(items) if not _same(made := [_argument(item) for _, item in items]):
-            keys, each = [key for key, _ in items], _each(made, [item for _, item in items])
-            return lambda texts: DictArg(tuple(zip(keys, each(texts), strict=True)))
-        case SliceArg(start, stop, step) if not _same(made := [_argument(part) for part in (start, stop, step)]):
-            each = _each(made, [start, stop, step])
-            return lambda texts: SliceArg(*each(texts))
-    return None
-
-
-def _value(value: Value | None) -> _Part:
+def _value_filler(value: Value | None) -> Callable[[_Texts], Value] | None:
     if value is None or not any(map(has_holes, names_in_value(value))):
         return None
-    known, shape, expr = value, _each(map(_dim, value.shape), value.shape), _each([_dim(value.expr)], [value.expr])
-    return lambda texts: Value(name=texts[known.name], dtype=known.dtype, shape=shape(texts), expr=expr(texts)[0])
-
-
-def _dim(dim: Dim | None) -> _Part:
-    if isinstance(dim, str) and has_holes(dim):
-        return lambda texts: texts[dim]
-    if isinstance(dim, Expr) and not _same(made := [_dim(arg) for arg in dim.args]):
-        op, each = dim.op, _each(made, dim.args)
-        return lambda texts: Expr(op=op, args=each(texts))
-    return None
+    template = value
+    return lambda texts: rename_value(template, texts.__getitem__)

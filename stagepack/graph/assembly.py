@@ -8,24 +8,15 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from stagepack.format.graph import (
-    Argument,
-    Context,
-    DictArg,
-    Graph,
-    ListArg,
-    Node,
-    Op,
-    Scope,
-    SliceArg,
-    Subgraph,
-    SubgraphArg,
-    TupleArg,
-    Value,
-    Weight,
-)
+from stagepack.format.graph import Argument, Context, Graph, Node, Op, Scope, Subgraph, SubgraphArg, Value, Weight
 from stagepack.format.shapes import Symbol, symbol_names
-from stagepack.format.traversal import input_names, sort_module_calls, subgraph_indices
+from stagepack.format.traversal import (
+    input_names,
+    map_arguments,
+    map_node_arguments,
+    sort_module_calls,
+    subgraph_indices,
+)
 
 
 def canonical_graph(graph: Graph) -> Graph:
@@ -94,11 +85,7 @@ class GraphAssembler:
     def node(self, source: Graph, node: Node) -> Node:
         """Move a node here from another graph."""
         if any(True for _ in subgraph_indices(node)):
-            node = replace(
-                node,
-                args=tuple(self._argument(source, argument) for argument in node.args),
-                kwargs=tuple((name, self._argument(source, argument)) for name, argument in node.kwargs),
-            )
+            node = map_node_arguments(node, lambda leaf: self._leaf(source, leaf))
         return replace(
             node,
             op=self._ops.setdefault(source.ops[node.op], len(self._ops)),
@@ -112,22 +99,17 @@ class GraphAssembler:
             context = replace(context, parent=self._context(source, context.parent))
         return self._contexts.setdefault(context, len(self._contexts))
 
-    def _argument(self, source: Graph, argument: Argument) -> Argument:
-        if isinstance(argument, SubgraphArg):
-            subgraph = source.subgraphs[argument.index]
-            nodes = tuple(self.node(source, node) for node in subgraph.nodes)
-            moved = replace(subgraph, nodes=nodes, result=self._argument(source, subgraph.result))
-            index = self._index_of.setdefault(msgspec.msgpack.encode(moved), len(self._subgraphs))
-            self._subgraphs[index:] = self._subgraphs[index:] or [moved]
-            return SubgraphArg(index)
-        if isinstance(argument, ListArg | TupleArg):
-            return type(argument)(tuple(self._argument(source, item) for item in argument.items))
-        if isinstance(argument, DictArg):
-            return DictArg(tuple((key, self._argument(source, item)) for key, item in argument.items))
-        if isinstance(argument, SliceArg):
-            bounds = (argument.start, argument.stop, argument.step)
-            return SliceArg(*(self._argument(source, bound) for bound in bounds))
-        return argument
+    def _leaf(self, source: Graph, leaf: Argument) -> Argument:
+        """Move the subgraph that an argument names here; any other leaf stays as it is."""
+        if not isinstance(leaf, SubgraphArg):
+            return leaf
+        subgraph = source.subgraphs[leaf.index]
+        nodes = tuple(self.node(source, node) for node in subgraph.nodes)
+        result = map_arguments(subgraph.result, lambda inner_leaf: self._leaf(source, inner_leaf))
+        moved = replace(subgraph, nodes=nodes, result=result)
+        index = self._index_of.setdefault(msgspec.msgpack.encode(moved), len(self._subgraphs))
+        self._subgraphs[index:] = self._subgraphs[index:] or [moved]
+        return SubgraphArg(index)
 
 
 def _in_scopes(nodes: Iterable[Node], place: Sequence[int]) -> tuple[Node, ...]:

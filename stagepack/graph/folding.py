@@ -1,6 +1,5 @@
 """A graph -> the form that its file holds, with equal parts as regions. Law: ``unfold(fold(g)) == g``."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from stagepack.format.renaming import (
     names_in_node,
     names_in_weight,
     rename_call,
+    rename_in_order,
     rename_node,
     rename_weight,
 )
@@ -125,16 +125,16 @@ class _Folding:
             found = [graph.nodes[place] for place in here]
             paths = tuple(graph.scopes[node.scope].path for node in found)
             scope = Scope(path=template_of(paths), type=graph.scopes[found[0].scope].type)
-            names = iter([template_of(column) for column in zip(*map(names_in_node, found), strict=True)])
-            nodes.append(replace(rename_node(found[0], names), scope=scopes.setdefault(scope, len(scopes))))
+            rename = rename_in_order([template_of(column) for column in zip(*map(names_in_node, found), strict=True)])
+            nodes.append(replace(rename_node(found[0], rename), scope=scopes.setdefault(scope, len(scopes))))
         declared = []
         for column in weights:
-            names = iter([template_of(texts) for texts in zip(*map(names_in_weight, column), strict=True)])
-            declared.append(rename_weight(column[0], names))
+            rename = rename_in_order([template_of(texts) for texts in zip(*map(names_in_weight, column), strict=True)])
+            declared.append(rename_weight(column[0], rename))
         calls = []
         for same in self._own_calls(places):
-            names = iter([template_of(texts) for texts in zip(*map(names_in_call, same), strict=True)])
-            calls.append(rename_call(same[0], names))
+            rename = rename_in_order([template_of(texts) for texts in zip(*map(names_in_call, same), strict=True)])
+            calls.append(rename_call(same[0], rename))
         return Region(nodes=tuple(nodes), weights=tuple(declared), scopes=tuple(scopes), calls=tuple(calls))
 
     def _own_calls(self, places: _Places) -> list[tuple[ModuleCall, ...]]:
@@ -175,4 +175,4 @@ def _begins(calls: Iterable[ModuleCall], numbers: Sequence[int]) -> list[list[Mo
 
 
 def _nameless(call: ModuleCall) -> bytes:
-    return encode(rename_call(call, itertools.repeat("")))
+    return encode(rename_call(call, lambda _: ""))

@@ -13,20 +13,9 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from stagepack.format.graph import (
-    Argument,
-    DictArg,
-    Graph,
-    ListArg,
-    Node,
-    SliceArg,
-    TupleArg,
-    Value,
-    ValueArg,
-)
-from stagepack.format.renaming import names_in_value
-from stagepack.format.shapes import Dim, Expr
-from stagepack.format.traversal import input_names, output_names, split_call_path
+from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
+from stagepack.format.renaming import names_in_value, rename_value
+from stagepack.format.traversal import input_names, map_node_arguments, output_names, split_call_path
 from stagepack.graph.aliasing import impurity_reason
 from stagepack.graph.repeated_sequences import folding_gain, repeated_subsequences
 
@@ -305,26 +294,16 @@ class _Nodes:
         """A node without names; `names` takes them, those of values used with the symbols of their types."""
         types: list[int] = []
 
-        def nameless(argument: Argument) -> Argument:
-            match argument:
-                case ValueArg(name):
-                    kind, symbols = self._types[name]
-                    types.append(kind)
-                    names.extend((name, *symbols))
-                    return ValueArg("")
-                case ListArg(items) | TupleArg(items):
-                    return type(argument)(tuple(map(nameless, items)))
-                case DictArg(items):
-                    return DictArg(tuple((key, nameless(item)) for key, item in items))
-                case SliceArg(start, stop, step):
-                    return SliceArg(nameless(start), nameless(stop), nameless(step))
-                case _:
-                    return argument
+        def nameless(leaf: Argument) -> Argument:
+            if not isinstance(leaf, ValueArg):
+                return leaf
+            kind, symbols = self._types[leaf.name]
+            types.append(kind)
+            names.extend((leaf.name, *symbols))
+            return ValueArg("")
 
         same = replace(
-            node,
-            args=tuple(map(nameless, node.args)),
-            kwargs=tuple((key, nameless(argument)) for key, argument in node.kwargs),
+            map_node_arguments(node, nameless),
             outputs=tuple(None if value is None else _nameless_value(value, names) for value in node.outputs),
             scope=0,
         )
@@ -333,11 +312,4 @@ class _Nodes:
 
 def _nameless_value(value: Value, names: list[str]) -> Value:
     names.extend(names_in_value(value))
-    shape = tuple(map(_nameless_dim, value.shape))
-    return replace(value, name="", shape=shape, expr=None if value.expr is None else _nameless_dim(value.expr))
-
-
-def _nameless_dim(dim: Dim) -> Dim:
-    if isinstance(dim, Expr):
-        return Expr(op=dim.op, args=tuple(map(_nameless_dim, dim.args)))
-    return "" if isinstance(dim, str) else dim
+    return rename_value(value, lambda _: "")

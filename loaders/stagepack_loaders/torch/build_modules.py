@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, ValueArg
-from stagepack.format.renaming import names_in_node, rename_node
+from stagepack.format.renaming import rename_node
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.traversal import input_names, output_names, parameter_argument, sort_module_calls, split_call_path
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf, value_names
@@ -56,8 +56,8 @@ def _with_weights_by_name(graph: Graph) -> Graph:
     name_of = {weight.value: weight.value for weight in graph.weights}
     nodes = []
     for node in graph.nodes:
-        new = (name_of.get(text, text) for text in names_in_node(node))
-        nodes.append(replace(rename_node(node, new), outputs=node.outputs))
+        renamed = rename_node(node, lambda name: name_of.get(name, name))
+        nodes.append(replace(renamed, outputs=node.outputs))
         op = graph.ops[node.op]
         for index, parameter in op.aliases:
             written = parameter in op.mutates and index < len(node.outputs) and not node.unpack
@@ -181,7 +181,7 @@ class _Building:
         for node in nodes:
             outputs = [None if value is None else plain(value.name) for value in node.outputs]
             bare = replace(node, outputs=(), scope=0, cost=Cost())
-            same.append((rename_node(bare, map(plain, names_in_node(bare))), outputs))
+            same.append((rename_node(bare, plain), outputs))
         key = (path, msgspec.msgpack.encode(same))
         known = any(other == path for other, _ in self.owners)
         return self.owners.setdefault(key, call.path if known else path)
