@@ -10,8 +10,8 @@ from typing import Any
 
 import stagepack
 from stagepack.cli.cut_facts import cut_facts
+from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
-from tests.hostile.forge import Forge
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -73,7 +73,7 @@ def test_the_page_asks_for_nothing_and_runs_nothing_but_its_own(sound: Path, tmp
         assert f"{tag}-src 'sha256-{digest}'" in policy
 
 
-def test_names_of_a_bundle_are_text(forge: Forge, tmp_path: Path) -> None:
+def test_names_of_a_bundle_are_text(editor: BundleEditor, tmp_path: Path) -> None:
     def scopes(graph: dict[str, Any]) -> None:
         graph["scopes"] = [scope | {"path": EVIL} for scope in graph["scopes"]]
 
@@ -81,9 +81,9 @@ def test_names_of_a_bundle_are_text(forge: Forge, tmp_path: Path) -> None:
         for stage in manifest["plan"]["stages"]:
             stage["module"] = EVIL
 
-    forge.edit_graph(1, scopes)
-    forge.edit(names)
-    text = report(forge.path, tmp_path)
+    editor.edit_graph(1, scopes)
+    editor.edit_manifest(names)
+    text = report(editor.path, tmp_path)
     page = Page(text)
     assert text.count("<img") == 0
     assert "img" not in {tag for tag, _ in page.tags}
@@ -101,6 +101,6 @@ def test_a_file_that_is_there_is_kept(sound: Path, tmp_path: Path) -> None:
     command_fails("report", str(sound), "-o", str(tmp_path / "nowhere" / "page.html"), says="could not be written")
 
 
-def test_a_bundle_without_a_plan_says_so(forge: Forge, tmp_path: Path) -> None:
-    forge.edit(lambda manifest: manifest.pop("plan"))
-    command_fails("report", str(forge.path), "-o", str(tmp_path / "page.html"), says="carries no plan: cut it again")
+def test_a_bundle_without_a_plan_says_so(editor: BundleEditor, tmp_path: Path) -> None:
+    editor.edit_manifest(lambda manifest: manifest.pop("plan"))
+    command_fails("report", str(editor.path), "-o", str(tmp_path / "page.html"), says="carries no plan: cut it again")

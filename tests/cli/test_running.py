@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
+from tests.bundle_editor import BundleEditor, weight_file
 from tests.hostile.attack import command_fails, run
-from tests.hostile.forge import Forge, weight_file
 
 IDS = torch.arange(6).reshape(2, 3)
 
@@ -110,37 +110,37 @@ def test_one_stage_is_loaded_from_its_own_files(stage: int, sound: Path) -> None
     assert "difference" not in facts
 
 
-def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(forge: Forge) -> None:
-    forge.flip("stage-1.safetensors", (forge / "stage-1.safetensors").stat().st_size - 2, bit=5)
-    command_fails("load", str(forge.path), says=r"stage-1\.safetensors: the content was changed")
-    done = run("load", str(forge.path), "--no-verify", "--json")
+def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(editor: BundleEditor) -> None:
+    editor.flip_bit("stage-1.safetensors", (editor / "stage-1.safetensors").stat().st_size - 2, bit=5)
+    command_fails("load", str(editor.path), says=r"stage-1\.safetensors: the content was changed")
+    done = run("load", str(editor.path), "--no-verify", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["difference"] > 0
 
 
-def without_example(forge: Forge) -> None:
+def without_example(editor: BundleEditor) -> None:
     """Take the example out of a bundle."""
-    (forge / "example.safetensors").unlink()
-    forge.edit(
+    (editor / "example.safetensors").unlink()
+    editor.edit_manifest(
         lambda fields: fields.update(files=[file for file in fields["files"] if file["name"] != "example.safetensors"])
     )
 
 
-def test_a_bundle_without_an_example_is_loaded_and_not_run(forge: Forge) -> None:
-    without_example(forge)
-    done = run("load", str(forge.path))
+def test_a_bundle_without_an_example_is_loaded_and_not_run(editor: BundleEditor) -> None:
+    without_example(editor)
+    done = run("load", str(editor.path))
     assert done.exit_code == 0, done.output
     assert "example" not in done.stdout
-    assert "difference" not in json.loads(run("load", str(forge.path), "--json").stdout)
-    assert run("verify", str(forge.path)).exit_code == 0
-    command_fails("verify", "--run", str(forge.path), says="the bundle has no example to run")
-    command_fails("load", str(forge.path), "--outputs", "out.safetensors", says="has no example to run: pass --inputs")
+    assert "difference" not in json.loads(run("load", str(editor.path), "--json").stdout)
+    assert run("verify", str(editor.path)).exit_code == 0
+    command_fails("verify", "--run", str(editor.path), says="the bundle has no example to run")
+    command_fails("load", str(editor.path), "--outputs", "out.safetensors", says="has no example to run: pass --inputs")
 
 
-def example(forge: Forge, **tensors: torch.Tensor) -> None:
+def example(editor: BundleEditor, **tensors: torch.Tensor) -> None:
     """Change tensors of the example, and list its file so."""
     held = {
-        name: tensor for name, tensor in load_file(forge / "example.safetensors").items() if not name.startswith("__")
+        name: tensor for name, tensor in load_file(editor / "example.safetensors").items() if not name.startswith("__")
     }
     fields: dict[str, Any] = {}
     data = b""
@@ -160,26 +160,26 @@ def example(forge: Forge, **tensors: torch.Tensor) -> None:
             "data_offsets": [len(data), len(data) + len(content)],
         }
         data += content
-    forge.replace("example.safetensors", weight_file(json.dumps(fields).encode(), data))
+    editor.write_file("example.safetensors", weight_file(json.dumps(fields).encode(), data))
 
 
-def test_an_example_with_other_numbers_shows_the_difference(forge: Forge) -> None:
-    example(forge, output_1=torch.tensor([5.0]))
+def test_an_example_with_other_numbers_shows_the_difference(editor: BundleEditor) -> None:
+    example(editor, output_1=torch.tensor([5.0]))
     for command in ("load", "verify"):
-        done = run(command, str(forge.path), *(["--run"] if command == "verify" else []), "--json")
+        done = run(command, str(editor.path), *(["--run"] if command == "verify" else []), "--json")
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["difference"] == 4.0
 
 
 @pytest.mark.parametrize("recorded", [torch.ones(1, 1), torch.ones(1, dtype=torch.int64), torch.tensor([float("nan")])])
-def test_an_example_of_another_kind_fails_the_check(recorded: torch.Tensor, forge: Forge) -> None:
-    example(forge, output_1=recorded)
-    command_fails("verify", "--run", str(forge.path), says="answers its example with other shapes, types or values")
-    done = run("verify", "--run", str(forge.path), "--json")
+def test_an_example_of_another_kind_fails_the_check(recorded: torch.Tensor, editor: BundleEditor) -> None:
+    example(editor, output_1=recorded)
+    command_fails("verify", "--run", str(editor.path), says="answers its example with other shapes, types or values")
+    done = run("verify", "--run", str(editor.path), "--json")
     assert done.exit_code == 1
     facts = json.loads(done.stdout, parse_constant=pytest.fail)
     assert (facts["ok"], facts["difference"]) == (False, None)
-    facts = json.loads(run("load", str(forge.path), "--json").stdout, parse_constant=pytest.fail)
+    facts = json.loads(run("load", str(editor.path), "--json").stdout, parse_constant=pytest.fail)
     assert facts["difference"] is None
 
 
@@ -191,34 +191,34 @@ def test_an_example_of_another_kind_fails_the_check(recorded: torch.Tensor, forg
         (IDS[:, :1], "ids: dimension 1 is 1, allowed is 3"),
     ],
 )
-def test_an_example_whose_inputs_do_not_fit_is_said(ids: torch.Tensor, says: str, forge: Forge) -> None:
-    example(forge, input_ids=ids)
+def test_an_example_whose_inputs_do_not_fit_is_said(ids: torch.Tensor, says: str, editor: BundleEditor) -> None:
+    example(editor, input_ids=ids)
     for command in (["load"], ["verify", "--run"]):
-        command_fails(*command, str(forge.path), says=says)
+        command_fails(*command, str(editor.path), says=says)
 
 
-def test_an_example_that_is_no_weight_file_is_refused(forge: Forge) -> None:
+def test_an_example_that_is_no_weight_file_is_refused(editor: BundleEditor) -> None:
     for content in (
         b"",
         b"text",
         weight_file(b'{"x": 1}', b""),
         weight_file(b'{"x":{"dtype":"X","shape":[],"data_offsets":[0,0]}}', b""),
     ):
-        forge.replace("example.safetensors", content)
+        editor.write_file("example.safetensors", content)
         for command in (["verify"], ["verify", "--run"], ["load"]):
-            command_fails(*command, str(forge.path), says=r"example\.safetensors: ")
+            command_fails(*command, str(editor.path), says=r"example\.safetensors: ")
 
 
-def test_verify_says_in_json_which_rules_are_broken(forge: Forge) -> None:
-    forge.edit_graph(1, lambda fields: fields["nodes"][0].update(op=9))
-    (forge / "extra").touch()
-    done = run("verify", str(forge.path), "--json")
+def test_verify_says_in_json_which_rules_are_broken(editor: BundleEditor) -> None:
+    editor.edit_graph(1, lambda fields: fields["nodes"][0].update(op=9))
+    (editor / "extra").touch()
+    done = run("verify", str(editor.path), "--json")
     assert done.exit_code == 1
     facts = json.loads(done.stdout)
     assert facts["ok"] is False
     assert [problem["where"] for problem in facts["problems"]] == ["extra"]
-    (forge / "extra").unlink()
-    done = run("verify", str(forge.path), "--json")
+    (editor / "extra").unlink()
+    done = run("verify", str(editor.path), "--json")
     (problem,) = json.loads(done.stdout)["problems"]
     assert problem["where"] == "stage-1.msgpack: node 0"
     assert problem["message"] == "op 9 is not in the table"

@@ -4,10 +4,8 @@ Documents and files are made here with plain json, msgpack and hashlib, as a rea
 """
 
 import copy
-import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from stagepack.format.reader import Bundle, read_graph
 from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import read_weight_header
+from tests.bundle_editor import MANIFEST_NAME, BundleEditor, encode_header, encode_manifest, weight_file
 
 SCHEMA = Path(__file__).parents[2] / "schema"
 VECTORS = SCHEMA / "vectors"
@@ -103,30 +102,17 @@ def _filled(pattern: Any, inner: Any) -> Any:
     return {key: _filled(part, inner) for key, part in pattern.items()} if isinstance(pattern, dict) else pattern
 
 
-def sealed(document: Any) -> bytes:
-    """A manifest as a file (rule D3)."""
-    fields = {key: value for key, value in document.items() if key != "sha256"} | {"sha256": "0" * 64}
-    content = json.dumps(fields, indent=1, ensure_ascii=False).encode() + b"\n"
-    digest = hashlib.sha256(content).hexdigest().encode()
-    return content.removesuffix(b"0" * 64 + b'"\n}\n') + digest + b'"\n}\n'
-
-
-def weight_file(fields: dict[str, Any]) -> bytes:
-    """A weight file from its header and a number of bytes."""
+def _weight_file(fields: dict[str, Any]) -> bytes:
+    """The weight file of a case: a header, as text or as containers, and a number of data bytes."""
     if "hex" in fields:
         return bytes.fromhex(fields["hex"])
     header = fields["header"]
-    content = header.encode() if isinstance(header, str) else _padded(header)
+    content = header.encode() if isinstance(header, str) else weight_file(encode_header(header), b"")[8:]
     return fields.get("length", len(content)).to_bytes(8, "little") + content + bytes(fields.get("data", 0))
 
 
-def _padded(header: Any) -> bytes:
-    content = json.dumps(header, separators=(",", ":")).encode()
-    return content + b" " * (-(8 + len(content)) % 64)
-
-
 def _read_manifest(case: Case, folder: Path) -> None:
-    content = case.fields["text"].encode() if "text" in case.fields else sealed(case.document())
+    content = case.fields["text"].encode() if "text" in case.fields else encode_manifest(case.document())
     (folder / "manifest.json").write_bytes(content)
     Bundle(folder)
 
@@ -144,32 +130,27 @@ def _read_graph(case: Case, folder: Path) -> None:
 
 def _read_weights(case: Case, folder: Path) -> None:
     path = folder / "weights.safetensors"
-    path.write_bytes(weight_file(case.fields))
+    path.write_bytes(_weight_file(case.fields))
     found = read_weight_header(path)
     if "tensors" in case.fields:
         assert {name: [tensor.start, tensor.end] for name, tensor in found.items()} == case.fields["tensors"]
 
 
 def _read_bundle(case: Case, folder: Path) -> None:
-    path = folder / "case.stagepack"
-    shutil.copytree(TINY, path)
+    editor = BundleEditor.copy(TINY, folder / "case.stagepack")
     for edit in case.fields["edit"]:
-        _edit_file(path, edit)
-    Bundle(path).verify()
+        _edit_file(editor, edit)
+    Bundle(editor.path).verify()
 
 
 def _read_onnx(case: Case, folder: Path) -> None:
-    path = folder / "case.stagepack"
-    shutil.copytree(TINY, path)
+    editor = BundleEditor.copy(TINY, folder / "case.stagepack")
     content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else protobuf(case.document())
-    content = content[: case.fields.get("bytes", len(content))]
-    (path / "stage-0.onnx").write_bytes(content)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["stages"][0]["onnx"] = {"model": "stage-0.onnx"}
-    entry = {"name": "stage-0.onnx", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["files"].append(entry)
-    (path / "manifest.json").write_bytes(sealed(manifest))
-    Bundle(path).verify()
+    editor.write_file("stage-0.onnx", content[: case.fields.get("bytes", len(content))])
+    fields = editor.manifest()
+    fields["stages"][0]["onnx"] = {"model": "stage-0.onnx"}
+    editor.write_manifest(fields)
+    Bundle(editor.path).verify()
 
 
 def protobuf(fields: list[list[Any]]) -> bytes:
@@ -218,24 +199,25 @@ _READERS = {
 }
 
 
-def _edit_file(folder: Path, edit: dict[str, Any]) -> None:
-    path = folder / edit["file"]
+def _edit_file(editor: BundleEditor, edit: dict[str, Any]) -> None:
+    path = editor / edit["file"]
     match edit["op"]:
-        case "patch" | "header":
-            _patch_file(path, edit)
+        case "header":
+            editor.edit_weight_header(path.name, lambda fields: _apply(fields, edit["edit"]))
+        case "patch" if path.name == MANIFEST_NAME:
+            editor.write_manifest(edited(editor.manifest(), edit["edit"]))
+        case "patch":
+            editor.write_file(path.name, msgpack.packb(edited(msgpack.unpackb(path.read_bytes()), edit["edit"])))
         case "delete":
             path.unlink()
         case "write":
             path.write_bytes(bytes.fromhex(edit["hex"]))
         case "flip":
-            content = bytearray(path.read_bytes())
-            content[edit["byte"]] ^= 1
-            path.write_bytes(content)
+            editor.flip_bit(path.name, edit["byte"])
         case "resize":
-            with path.open("r+b") as file:
-                file.truncate(edit["bytes"])
+            editor.truncate(path.name, edit["bytes"])
         case "link":
-            target = folder.parent / path.name
+            target = editor.path.parent / path.name
             path.rename(target)
             path.symlink_to(target)
         case "folder":
@@ -243,25 +225,11 @@ def _edit_file(folder: Path, edit: dict[str, Any]) -> None:
             path.mkdir()
 
 
-def _patch_file(path: Path, edit: dict[str, Any]) -> None:
-    """Edit what a file says, and list its new size and digest in the manifest."""
-    manifest_path = path.with_name("manifest.json")
-    manifest = json.loads(manifest_path.read_text())
-    if path == manifest_path:
-        manifest = edited(manifest, edit["edit"])
-    else:
-        content = path.read_bytes()
-        if edit["op"] == "header":
-            end = 8 + int.from_bytes(content[:8], "little")
-            header = _padded(edited(json.loads(content[8:end]), edit["edit"]))
-            content = len(header).to_bytes(8, "little") + header + content[end:]
-        else:
-            content = msgpack.packb(edited(msgpack.unpackb(content), edit["edit"]))
-        path.write_bytes(content)
-        for entry in manifest["files"]:
-            if entry["name"] == path.name:
-                entry.update(size=len(content), sha256=hashlib.sha256(content).hexdigest())
-    manifest_path.write_bytes(sealed(manifest))
+def _apply(fields: dict[str, Any], edits: list[dict[str, Any]]) -> None:
+    """Edit the top level of a header in place."""
+    changed = edited(fields, edits)
+    fields.clear()
+    fields.update(changed)
 
 
 def all_rules() -> Iterator[str]:

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import stagepack
 from stagepack.cli import main
 from stagepack.errors import StagepackError
-from tests.hostile.forge import Forge
+from tests.bundle_editor import BundleEditor
 
 STAGES = range(3)  # of the bundle that is attacked
 
@@ -32,7 +32,7 @@ class Attack:
     """One attack: how it is made, and the error it must meet."""
 
     name: str
-    make: Callable[[Forge], object]
+    make: Callable[[BundleEditor], object]
     error: type[StagepackError]
     says: str
     seen: Seen
@@ -43,10 +43,10 @@ class Attack:
         return self.name
 
 
-def check(attack: Attack, forge: Forge) -> None:
+def check(attack: Attack, editor: BundleEditor) -> None:
     """Make the attack; every road into the bundle must refuse it where it sees it, and work where it does not."""
-    attack.make(forge)
-    path = forge.path
+    attack.make(editor)
+    path = editor.path
 
     def refuses(road: Callable[[], object]) -> None:
         with pytest.raises(attack.error, match=attack.says) as caught:
@@ -75,7 +75,7 @@ def check(attack: Attack, forge: Forge) -> None:
     # With all weights spoiled, their digests would tell first if any were read before this error.
     for file in path.glob("s*.safetensors"):
         if file.name != attack.file:
-            forge.flip(file.name, file.stat().st_size - 1)
+            editor.flip_bit(file.name, file.stat().st_size - 1)
     refuses(lambda: stagepack.load(path))
     refuses(lambda: stagepack.load_stage(path, attack.stage))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.forge import Forge
+from tests.bundle_editor import BundleEditor
 from tests.hostile.tiny import write_tiny
 
 
@@ -15,6 +15,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def forge(sound: Path, tmp_path: Path) -> Forge:
+def editor(sound: Path, tmp_path: Path) -> BundleEditor:
     """A copy of the sound bundle."""
-    return Forge(sound, tmp_path / "tiny.stagepack")
+    return BundleEditor.copy(sound, tmp_path / "tiny.stagepack")

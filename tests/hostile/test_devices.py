@@ -8,24 +8,24 @@ import torch
 
 import stagepack
 from stagepack.errors import DeviceError
+from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
-from tests.hostile.forge import Forge
 
 ABSENT = ["gpu", "cuda:99", "cpu,cpu", "", " ", "cpu:x", "CPU ", "mps:7", "xla", "cpu\ncpu", "'; import os"]
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_a_device_that_is_not_there_is_named(name: str, forge: Forge) -> None:
-    for path in forge.path.glob("stage-*"):
+def test_a_device_that_is_not_there_is_named(name: str, editor: BundleEditor) -> None:
+    for path in editor.path.glob("stage-*"):
         path.unlink()
     says = "expected a device of this machine, such as cpu or cuda:0"
     for devices in ([name], ["cpu", name], name):
         with pytest.raises(DeviceError, match=says):
-            stagepack.load(forge.path, devices)
+            stagepack.load(editor.path, devices)
     with pytest.raises(DeviceError, match=says):
-        stagepack.load_stage(forge.path, 1, name)
-    command_fails("load", str(forge.path), "--device", name, says=says)
-    command_fails("load", str(forge.path), "--stage", "1", "--device", name, says=says)
+        stagepack.load_stage(editor.path, 1, name)
+    command_fails("load", str(editor.path), "--device", name, says=says)
+    command_fails("load", str(editor.path), "--stage", "1", "--device", name, says=says)
 
 
 @pytest.mark.parametrize("devices", [["cpu"] * 4, ["cpu"] * 100, []])

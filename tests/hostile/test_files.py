@@ -10,8 +10,8 @@ import torch
 
 import stagepack
 from stagepack.errors import DigestError, NotABundleError, StagepackError
+from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import answer, command_fails
-from tests.hostile.forge import Forge
 
 KINDS = [
     "manifest.json",
@@ -81,11 +81,11 @@ def test_what_is_not_a_bundle_is_said_to_be_none(make: Callable[[Path], None], t
         command_fails(command, str(path), says="not a stagepack .*expected")
 
 
-def test_a_manifest_behind_a_link_is_refused(forge: Forge, sound: Path) -> None:
-    (forge / "manifest.json").unlink()
-    (forge / "manifest.json").symlink_to(sound / "manifest.json")
+def test_a_manifest_behind_a_link_is_refused(editor: BundleEditor, sound: Path) -> None:
+    (editor / "manifest.json").unlink()
+    (editor / "manifest.json").symlink_to(sound / "manifest.json")
     with pytest.raises(NotABundleError):
-        stagepack.open(forge.path)
+        stagepack.open(editor.path)
 
 
 def test_a_bundle_may_lie_behind_a_link(sound: Path, tmp_path: Path) -> None:
@@ -95,94 +95,94 @@ def test_a_bundle_may_lie_behind_a_link(sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_file_cut_short_is_refused(name: str, forge: Forge) -> None:
-    whole = (forge / name).read_bytes()
+def test_a_file_cut_short_is_refused(name: str, editor: BundleEditor) -> None:
+    whole = (editor / name).read_bytes()
     for size in sorted({0, 1, 7, 8, 9, 64, len(whole) // 2, len(whole) - 1}):
-        (forge / name).write_bytes(whole[:size])
+        (editor / name).write_bytes(whole[:size])
         with pytest.raises(StagepackError, match=name):
-            stagepack.open(forge.path).verify()
-        command_fails("verify", str(forge.path), says=name)
+            stagepack.open(editor.path).verify()
+        command_fails("verify", str(editor.path), says=name)
         if name == "manifest.json" or name.startswith(("stage", "shared")):
             for verify in (True, False):
                 with pytest.raises(StagepackError, match=name):
-                    stagepack.load(forge.path, verify=verify)
+                    stagepack.load(editor.path, verify=verify)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "manifest.json"])
-def test_a_file_that_is_cut_short_or_longer_names_both_sizes(name: str, forge: Forge) -> None:
-    size = (forge / name).stat().st_size
+def test_a_file_that_is_cut_short_or_longer_names_both_sizes(name: str, editor: BundleEditor) -> None:
+    size = (editor / name).stat().st_size
     for found in (size - 1, size + 1):
-        forge.truncate(name, found)
+        editor.truncate(name, found)
         with pytest.raises(DigestError, match=f"{name}: expected {size} bytes, found {found}"):
-            stagepack.open(forge.path).verify()
+            stagepack.open(editor.path).verify()
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_flipped_bit_anywhere_is_refused(name: str, forge: Forge) -> None:
-    whole = (forge / name).read_bytes()
+def test_a_flipped_bit_anywhere_is_refused(name: str, editor: BundleEditor) -> None:
+    whole = (editor / name).read_bytes()
     for position in {*range(0, len(whole), 3), *range(64), *range(len(whole) - 80, len(whole))}:
-        forge.flip(name, position, bit=position % 8)
+        editor.flip_bit(name, position, bit=position % 8)
         with pytest.raises(StagepackError):
-            stagepack.open(forge.path).verify()
-        (forge / name).write_bytes(whole)
-    stagepack.open(forge.path).verify()
-    forge.flip(name, len(whole) // 2)
-    command_fails("verify", str(forge.path))
+            stagepack.open(editor.path).verify()
+        (editor / name).write_bytes(whole)
+    stagepack.open(editor.path).verify()
+    editor.flip_bit(name, len(whole) // 2)
+    command_fails("verify", str(editor.path))
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_plain_load_sees_a_flipped_bit_of_any_weight(name: str, forge: Forge) -> None:
-    whole = (forge / name).read_bytes()
+def test_a_plain_load_sees_a_flipped_bit_of_any_weight(name: str, editor: BundleEditor) -> None:
+    whole = (editor / name).read_bytes()
     data = 8 + int.from_bytes(whole[:8], "little")
     for position in {*range(0, len(whole), 29), *range(data, data + 8), *range(len(whole) - 8, len(whole))}:
-        forge.flip(name, position, bit=position % 8)
+        editor.flip_bit(name, position, bit=position % 8)
         with pytest.raises(StagepackError, match=name):
-            stagepack.load(forge.path)
-        (forge / name).write_bytes(whole)
-    forge.flip(name, len(whole) - 1, bit=7)
+            stagepack.load(editor.path)
+        (editor / name).write_bytes(whole)
+    editor.flip_bit(name, len(whole) - 1, bit=7)
     with pytest.raises(DigestError, match=rf"{name}: the content was changed: expected sha256 \w+, found \w+"):
-        stagepack.load(forge.path)
-    command_fails("load", str(forge.path), says=name)
+        stagepack.load(editor.path)
+    command_fails("load", str(editor.path), says=name)
 
 
-def test_only_the_stages_that_use_a_damaged_file_refuse_it(forge: Forge) -> None:
-    forge.flip("stage-1.safetensors", (forge / "stage-1.safetensors").stat().st_size - 1)
+def test_only_the_stages_that_use_a_damaged_file_refuse_it(editor: BundleEditor) -> None:
+    editor.flip_bit("stage-1.safetensors", (editor / "stage-1.safetensors").stat().st_size - 1)
     for stage in (0, 2):
-        stagepack.load_stage(forge.path, stage)
+        stagepack.load_stage(editor.path, stage)
     with pytest.raises(DigestError, match=r"stage-1\.safetensors"):
-        stagepack.load_stage(forge.path, 1)
-    command_fails("load", str(forge.path), "--stage", "1", says=r"stage-1\.safetensors")
+        stagepack.load_stage(editor.path, 1)
+    command_fails("load", str(editor.path), "--stage", "1", says=r"stage-1\.safetensors")
 
 
-def test_a_caller_who_asks_for_it_gets_weights_unchecked(forge: Forge) -> None:
-    forge.flip("stage-1.safetensors", (forge / "stage-1.safetensors").stat().st_size - 1)
-    stagepack.load(forge.path, verify=False)
+def test_a_caller_who_asks_for_it_gets_weights_unchecked(editor: BundleEditor) -> None:
+    editor.flip_bit("stage-1.safetensors", (editor / "stage-1.safetensors").stat().st_size - 1)
+    stagepack.load(editor.path, verify=False)
 
 
-def test_a_changed_example_is_refused_before_it_is_compared(forge: Forge) -> None:
-    forge.flip("example.safetensors", (forge / "example.safetensors").stat().st_size - 1)
-    stagepack.load(forge.path)
-    command_fails("load", str(forge.path), says=r"example\.safetensors: the content was changed")
+def test_a_changed_example_is_refused_before_it_is_compared(editor: BundleEditor) -> None:
+    editor.flip_bit("example.safetensors", (editor / "example.safetensors").stat().st_size - 1)
+    stagepack.load(editor.path)
+    command_fails("load", str(editor.path), says=r"example\.safetensors: the content was changed")
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "manifest.json"])
-def test_a_missing_file_is_named(name: str, forge: Forge) -> None:
-    (forge / name).unlink()
+def test_a_missing_file_is_named(name: str, editor: BundleEditor) -> None:
+    (editor / name).unlink()
     with pytest.raises(DigestError, match=f"{name}: the file is missing"):
-        stagepack.open(forge.path).verify()
+        stagepack.open(editor.path).verify()
     if name.startswith(("stage", "shared")):
         with pytest.raises(DigestError, match=f"{name}: the file is missing"):
-            stagepack.load(forge.path)
-    command_fails("verify", str(forge.path), says=f"{name}: the file is missing")
+            stagepack.load(editor.path)
+    command_fails("verify", str(editor.path), says=f"{name}: the file is missing")
 
 
-def test_all_damaged_files_are_named_at_once(forge: Forge) -> None:
-    (forge / "stage-0.msgpack").unlink()
-    forge.truncate("stage-1.safetensors", 9)
-    forge.flip("example.safetensors", 100)
-    (forge / "extra").touch()
+def test_all_damaged_files_are_named_at_once(editor: BundleEditor) -> None:
+    (editor / "stage-0.msgpack").unlink()
+    editor.truncate("stage-1.safetensors", 9)
+    editor.flip_bit("example.safetensors", 100)
+    (editor / "extra").touch()
     with pytest.raises(DigestError) as caught:
-        stagepack.open(forge.path).verify()
+        stagepack.open(editor.path).verify()
     assert {problem.where for problem in caught.value.problems} == {
         "stage-0.msgpack",
         "stage-1.safetensors",
@@ -209,63 +209,65 @@ def pipe(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "manifest.json"])
 @pytest.mark.parametrize("make", [link_to_same_content, folder, pipe])
-def test_what_is_not_a_plain_file_is_refused_unread(make: Callable[[Path], None], name: str, forge: Forge) -> None:
-    make(forge / name)
+def test_what_is_not_a_plain_file_is_refused_unread(
+    make: Callable[[Path], None], name: str, editor: BundleEditor
+) -> None:
+    make(editor / name)
     with pytest.raises(DigestError, match=f"{name}: not a plain file"):
-        stagepack.open(forge.path).verify()
+        stagepack.open(editor.path).verify()
     if name.startswith(("stage", "shared")):
         for verify in (True, False):
             with pytest.raises(DigestError, match=f"{name}: not a plain file"):
-                stagepack.load(forge.path, verify=verify)
+                stagepack.load(editor.path, verify=verify)
 
 
 @pytest.mark.parametrize("name", ["extra.py", ".hidden", "stage-9.safetensors", "a b", "new\nline", "\x1b[31mred"])
-def test_an_extra_file_is_named(name: str, forge: Forge) -> None:
-    (forge / name).write_text("import os")
+def test_an_extra_file_is_named(name: str, editor: BundleEditor) -> None:
+    (editor / name).write_text("import os")
     with pytest.raises(DigestError, match="the file is not listed in the manifest"):
-        stagepack.open(forge.path).verify()
-    command_fails("verify", str(forge.path), says="the file is not listed in the manifest")
+        stagepack.open(editor.path).verify()
+    command_fails("verify", str(editor.path), says="the file is not listed in the manifest")
 
 
-def test_an_extra_file_of_any_bytes_is_named(forge: Forge) -> None:
-    (Path(os.fsdecode(os.fsencode(forge.path) + b"/\xff\xfe"))).touch()
-    command_fails("verify", str(forge.path), says="the file is not listed in the manifest")
-    command_fails("verify", str(forge.path), "--json", says="the file is not listed in the manifest")
+def test_an_extra_file_of_any_bytes_is_named(editor: BundleEditor) -> None:
+    (Path(os.fsdecode(os.fsencode(editor.path) + b"/\xff\xfe"))).touch()
+    command_fails("verify", str(editor.path), says="the file is not listed in the manifest")
+    command_fails("verify", str(editor.path), "--json", says="the file is not listed in the manifest")
 
 
-def test_an_extra_folder_is_named_and_a_signature_is_none(forge: Forge) -> None:
-    (forge / "model.sig").write_text("signature")
-    stagepack.open(forge.path).verify()
-    (forge / "sub").mkdir()
+def test_an_extra_folder_is_named_and_a_signature_is_none(editor: BundleEditor) -> None:
+    (editor / "model.sig").write_text("signature")
+    stagepack.open(editor.path).verify()
+    (editor / "sub").mkdir()
     with pytest.raises(DigestError, match="sub: the file is not listed"):
-        stagepack.open(forge.path).verify()
+        stagepack.open(editor.path).verify()
 
 
-def test_one_stage_needs_its_own_files_alone(forge: Forge) -> None:
-    expected = answer(forge.path)["logits"]
+def test_one_stage_needs_its_own_files_alone(editor: BundleEditor) -> None:
+    expected = answer(editor.path)["logits"]
     own = {"manifest.json", "stage-1.msgpack", "stage-1.safetensors"}
-    hidden = [stagepack.load_stage(forge.path, 0)(torch.arange(6).reshape(2, 3))[0]]
-    last = stagepack.load_stage(forge.path, 2)
-    for path in forge.path.iterdir():
+    hidden = [stagepack.load_stage(editor.path, 0)(torch.arange(6).reshape(2, 3))[0]]
+    last = stagepack.load_stage(editor.path, 2)
+    for path in editor.path.iterdir():
         if path.name not in own:
             path.unlink()
-    hidden = list(stagepack.load_stage(forge.path, 1)(*hidden))
+    hidden = list(stagepack.load_stage(editor.path, 1)(*hidden))
     assert torch.equal(last(*hidden)[0], expected)
 
 
-def test_running_writes_no_state_into_the_files(forge: Forge) -> None:
-    pipe = stagepack.load(forge.path)
+def test_running_writes_no_state_into_the_files(editor: BundleEditor) -> None:
+    pipe = stagepack.load(editor.path)
     ids = torch.arange(6).reshape(2, 3)
     assert [pipe(ids)["calls"].item() for _ in range(3)] == [1.0, 2.0, 3.0]
     with torch.no_grad():
         for tensor in pipe.state_dict().values():
             tensor.add_(1)
-    stagepack.open(forge.path).verify()
-    assert answer(forge.path)["calls"].item() == 1.0
+    stagepack.open(editor.path).verify()
+    assert answer(editor.path)["calls"].item() == 1.0
 
 
-def test_what_is_loaded_does_not_notice_that_the_files_go(forge: Forge) -> None:
-    expected = answer(forge.path)["logits"]
-    pipe = stagepack.load(forge.path)
-    shutil.rmtree(forge.path)
+def test_what_is_loaded_does_not_notice_that_the_files_go(editor: BundleEditor) -> None:
+    expected = answer(editor.path)["logits"]
+    pipe = stagepack.load(editor.path)
+    shutil.rmtree(editor.path)
     assert torch.equal(pipe(torch.arange(6).reshape(2, 3))["logits"], expected)

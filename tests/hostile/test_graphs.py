@@ -11,19 +11,19 @@ import torch
 
 import stagepack
 from stagepack.errors import DeviceError, DigestError, FormatError, LimitError, OperatorError, StagepackError
+from tests.bundle_editor import BundleEditor, rename_value
 from tests.hostile.attack import Attack, Seen, answer, check
-from tests.hostile.forge import Forge, rename_value
 
 GELU = 1  # the number of the operator in stage 1 that the attacks change
 LINEAR = 0
 
 
-def graph(change: Callable[[dict[str, Any]], object], stage: int = 1) -> Callable[[Forge], None]:
+def graph(change: Callable[[dict[str, Any]], object], stage: int = 1) -> Callable[[BundleEditor], None]:
     """Change the graph of a stage."""
-    return lambda forge: forge.edit_graph(stage, change)
+    return lambda editor: editor.edit_graph(stage, change)
 
 
-def put(*path: str | int, value: Any) -> Callable[[Forge], None]:
+def put(*path: str | int, value: Any) -> Callable[[BundleEditor], None]:
     """Set one field of the graph of stage 1."""
 
     def change(fields: Any) -> None:
@@ -34,31 +34,31 @@ def put(*path: str | int, value: Any) -> Callable[[Forge], None]:
     return graph(change)
 
 
-def rename(new: str, old: str = "linear_1") -> Callable[[Forge], None]:
+def rename(new: str, old: str = "linear_1") -> Callable[[BundleEditor], None]:
     """Give a value inside stage 1 another name."""
     return graph(lambda fields: fields.update(rename_value(fields, old, new)))
 
 
-def operator(name: str, schema: str | None = None) -> Callable[[Forge], None]:
+def operator(name: str, schema: str | None = None) -> Callable[[BundleEditor], None]:
     """Call another operator instead of gelu, with the manifest in agreement."""
 
-    def make(forge: Forge) -> None:
-        put("ops", GELU, "name", value=name)(forge)
+    def make(editor: BundleEditor) -> None:
+        put("ops", GELU, "name", value=name)(editor)
         if schema is not None:
-            put("ops", GELU, "schema", value=schema)(forge)
+            put("ops", GELU, "schema", value=schema)(editor)
         space = name.split(".")[0]
         if space not in ("aten", "prims", "torch", "math", "operator", "higher_order"):
-            forge.edit(lambda fields: fields["stages"][1].update(namespaces=[space]))
+            editor.edit_manifest(lambda fields: fields["stages"][1].update(namespaces=[space]))
 
     return make
 
 
-def argument(value: Any) -> Callable[[Forge], None]:
+def argument(value: Any) -> Callable[[BundleEditor], None]:
     """Give gelu something else for its text."""
     return put("nodes", GELU, "kwargs", value=[["approximate", value]])
 
 
-def call(positional: int, *names: str) -> Callable[[Forge], None]:
+def call(positional: int, *names: str) -> Callable[[BundleEditor], None]:
     """Call gelu with other arguments."""
 
     def change(fields: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def call(positional: int, *names: str) -> Callable[[Forge], None]:
     return graph(change)
 
 
-def context(*contexts: dict[str, Any]) -> Callable[[Forge], None]:
+def context(*contexts: dict[str, Any]) -> Callable[[BundleEditor], None]:
     """Put a node into the last of some regions."""
 
     def change(fields: dict[str, Any]) -> None:
@@ -107,35 +107,35 @@ def subgraph(index: int, *called: int) -> dict[str, Any]:
     )
 
 
-def graph_of_another_stage(forge: Forge) -> None:
+def graph_of_another_stage(editor: BundleEditor) -> None:
     """Put the graph of stage 2 in the place of that of stage 1."""
-    forge.replace("stage-1.msgpack", (forge / "stage-2.msgpack").read_bytes())
+    editor.write_file("stage-1.msgpack", (editor / "stage-2.msgpack").read_bytes())
 
 
-def raw(content: bytes) -> Callable[[Forge], None]:
+def raw(content: bytes) -> Callable[[BundleEditor], None]:
     """Put bytes in the place of a graph."""
-    return lambda forge: forge.replace("stage-1.msgpack", content)
+    return lambda editor: editor.write_file("stage-1.msgpack", content)
 
 
-def twice(forge: Forge) -> None:
+def twice(editor: BundleEditor) -> None:
     """Let a key of the graph stand twice; the last one, that most readers take, is the true one."""
-    content = (forge / "stage-1.msgpack").read_bytes()
+    content = (editor / "stage-1.msgpack").read_bytes()
     assert content[0] & 0xF0 == 0x80  # a map of fewer than 16 keys
-    raw(bytes([content[0] + 1]) + msgpack.packb("outputs") + msgpack.packb(["ghost"]) + content[1:])(forge)
+    raw(bytes([content[0] + 1]) + msgpack.packb("outputs") + msgpack.packb(["ghost"]) + content[1:])(editor)
 
 
-def twice_inside(forge: Forge) -> None:
+def twice_inside(editor: BundleEditor) -> None:
     """Let the name of an operator stand twice."""
-    content = (forge / "stage-1.msgpack").read_bytes()
+    content = (editor / "stage-1.msgpack").read_bytes()
     op = msgpack.packb("name") + msgpack.packb("aten.gelu.default")
     start = content.index(op) - 1
     other = msgpack.packb("name") + msgpack.packb("aten.from_file.default")
-    raw(content[:start] + bytes([content[start] + 1]) + other + content[start + 1 :])(forge)
+    raw(content[:start] + bytes([content[start] + 1]) + other + content[start + 1 :])(editor)
 
 
 def case(
     name: str,
-    make: Callable[[Forge], object],
+    make: Callable[[BundleEditor], object],
     says: str,
     error: type[StagepackError] = FormatError,
     seen: Seen = Seen.STAGE,
@@ -364,23 +364,23 @@ ATTACKS = [
     ),
     case(
         "more after the end",
-        lambda forge: raw((forge / "stage-1.msgpack").read_bytes() + b"\xc0")(forge),
+        lambda editor: raw((editor / "stage-1.msgpack").read_bytes() + b"\xc0")(editor),
         "not msgpack",
     ),
 ]
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
-def test_a_graph_that_lies_is_refused_before_a_weight_is_read(attack: Attack, forge: Forge) -> None:
-    check(attack, forge)
+def test_a_graph_that_lies_is_refused_before_a_weight_is_read(attack: Attack, editor: BundleEditor) -> None:
+    check(attack, editor)
 
 
-def test_all_problems_are_told_at_once(forge: Forge) -> None:
-    rename("x;import os")(forge)
-    put("nodes", 1, "op", value=9)(forge)
-    forge.edit_graph(1, lambda fields: fields["ops"][0].update(name="aten.from_file.default"))
+def test_all_problems_are_told_at_once(editor: BundleEditor) -> None:
+    rename("x;import os")(editor)
+    put("nodes", 1, "op", value=9)(editor)
+    editor.edit_graph(1, lambda fields: fields["ops"][0].update(name="aten.from_file.default"))
     with pytest.raises(FormatError) as caught:
-        stagepack.open(forge.path).graph(1)
+        stagepack.open(editor.path).graph(1)
     assert {problem.where for problem in caught.value.problems} >= {
         "stage-1.msgpack: node 0",
         "stage-1.msgpack: node 1",
@@ -389,10 +389,10 @@ def test_all_problems_are_told_at_once(forge: Forge) -> None:
     assert all(f"[{problem.rule}]" in str(caught.value) for problem in caught.value.problems)
 
 
-def test_very_many_problems_make_one_short_error(forge: Forge) -> None:
-    forge.edit_graph(1, lambda fields: fields["nodes"].extend([{"op": 9}] * 5000))
+def test_very_many_problems_make_one_short_error(editor: BundleEditor) -> None:
+    editor.edit_graph(1, lambda fields: fields["nodes"].extend([{"op": 9}] * 5000))
     with pytest.raises(FormatError) as caught:
-        stagepack.open(forge.path).graph(1)
+        stagepack.open(editor.path).graph(1)
     assert len(caught.value.problems) <= 1000
     assert len(str(caught.value)) < 5000
 
@@ -400,63 +400,63 @@ def test_very_many_problems_make_one_short_error(forge: Forge) -> None:
 @pytest.mark.parametrize(
     "name", ["self", "torch", "device", "inf", "print", "__debug__", "__class__", "_text_0", "x" * 1023]
 )
-def test_a_value_may_be_called_what_generated_code_calls_its_own(name: str, forge: Forge, sound: Path) -> None:
+def test_a_value_may_be_called_what_generated_code_calls_its_own(name: str, editor: BundleEditor, sound: Path) -> None:
     expected = answer(sound)
-    rename(name)(forge)
-    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
-    forge.edit(lambda fields: fields.update(rename_value(fields, "embedding_0", name + "_")))
+    rename(name)(editor)
+    assert torch.equal(answer(editor.path)["logits"], expected["logits"])
+    editor.edit_manifest(lambda fields: fields.update(rename_value(fields, "embedding_0", name + "_")))
     for stage in (0, 1):
-        forge.edit_graph(stage, lambda fields: fields.update(rename_value(fields, "embedding_0", name + "_")))
-    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
+        editor.edit_graph(stage, lambda fields: fields.update(rename_value(fields, "embedding_0", name + "_")))
+    assert torch.equal(answer(editor.path)["logits"], expected["logits"])
 
 
-def test_what_is_as_deep_as_allowed_loads_and_runs(forge: Forge, sound: Path) -> None:
+def test_what_is_as_deep_as_allowed_loads_and_runs(editor: BundleEditor, sound: Path) -> None:
     expected = answer(sound)
-    context({"grad": True}, *({"parent": number, "grad": number % 2 == 0} for number in range(63)))(forge)
-    put("scopes", 0, "path", value="x" * 1024)(forge)
-    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
-    argument(deep(64))(forge)
-    stagepack.load(forge.path)
+    context({"grad": True}, *({"parent": number, "grad": number % 2 == 0} for number in range(63)))(editor)
+    put("scopes", 0, "path", value="x" * 1024)(editor)
+    assert torch.equal(answer(editor.path)["logits"], expected["logits"])
+    argument(deep(64))(editor)
+    stagepack.load(editor.path)
 
 
 @pytest.mark.parametrize("allowed", ["mylib", ["mylib"], ("other", "mylib")])
-def test_an_allowed_namespace_still_needs_the_operator(allowed: Any, forge: Forge) -> None:
-    operator("mylib.evil.default")(forge)
+def test_an_allowed_namespace_still_needs_the_operator(allowed: Any, editor: BundleEditor) -> None:
+    operator("mylib.evil.default")(editor)
     with pytest.raises(
         OperatorError, match=r"mylib\.evil\.default does not exist.*import the library that registers it"
     ):
-        stagepack.load(forge.path, allow_ops=allowed)
+        stagepack.load(editor.path, allow_ops=allowed)
 
 
 @pytest.mark.parametrize("allowed", ["mylibrary", "xmylib", ["mylibrary"], ["my", "lib"], "", []])
-def test_a_namespace_is_allowed_by_its_whole_name_only(allowed: Any, forge: Forge) -> None:
-    operator("mylib.evil.default")(forge)
+def test_a_namespace_is_allowed_by_its_whole_name_only(allowed: Any, editor: BundleEditor) -> None:
+    operator("mylib.evil.default")(editor)
     with pytest.raises(OperatorError, match="is of the namespace 'mylib'"):
-        stagepack.load(forge.path, allow_ops=allowed)
+        stagepack.load(editor.path, allow_ops=allowed)
 
 
-def test_allowing_everything_by_name_does_not_allow_what_is_denied(forge: Forge) -> None:
-    operator("aten.from_file.default")(forge)
+def test_allowing_everything_by_name_does_not_allow_what_is_denied(editor: BundleEditor) -> None:
+    operator("aten.from_file.default")(editor)
     with pytest.raises(FormatError, match=r"aten\.from_file\.default is not allowed"):
-        stagepack.load(forge.path, allow_ops=["aten", "aten.from_file", "aten.from_file.default", "*"])
+        stagepack.load(editor.path, allow_ops=["aten", "aten.from_file", "aten.from_file.default", "*"])
 
 
-def test_a_graph_of_a_newer_minor_version_may_say_more(forge: Forge, sound: Path) -> None:
+def test_a_graph_of_a_newer_minor_version_may_say_more(editor: BundleEditor, sound: Path) -> None:
     expected = answer(sound)
-    forge.edit(lambda fields: fields.update(version="1.7"))
-    put("nodes", 1, "hint", value="new")(forge)
-    assert torch.equal(answer(forge.path)["logits"], expected["logits"])
+    editor.edit_manifest(lambda fields: fields.update(version="1.7"))
+    put("nodes", 1, "hint", value="new")(editor)
+    assert torch.equal(answer(editor.path)["logits"], expected["logits"])
 
 
-def test_a_key_twice_is_refused_in_a_newer_minor_version_too(forge: Forge) -> None:
-    forge.edit(lambda fields: fields.update(version="1.7"))
-    twice_inside(forge)
+def test_a_key_twice_is_refused_in_a_newer_minor_version_too(editor: BundleEditor) -> None:
+    editor.edit_manifest(lambda fields: fields.update(version="1.7"))
+    twice_inside(editor)
     with pytest.raises(FormatError, match="a key stands twice"):
-        stagepack.open(forge.path).graph(1)
+        stagepack.open(editor.path).graph(1)
 
 
-def test_a_graph_changed_after_sealing_is_refused_before_it_is_parsed(forge: Forge) -> None:
-    size = (forge / "stage-1.msgpack").stat().st_size
-    (forge / "stage-1.msgpack").write_bytes(b"\x91" * size)
+def test_a_graph_changed_after_sealing_is_refused_before_it_is_parsed(editor: BundleEditor) -> None:
+    size = (editor / "stage-1.msgpack").stat().st_size
+    (editor / "stage-1.msgpack").write_bytes(b"\x91" * size)
     with pytest.raises(DigestError, match=r"stage-1\.msgpack: the content was changed"):
-        stagepack.load(forge.path)
+        stagepack.load(editor.path)

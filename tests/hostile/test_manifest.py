@@ -9,36 +9,38 @@ import pytest
 import stagepack
 from stagepack.errors import DigestError, FormatError, LimitError, NotABundleError, StagepackError, VersionError
 from stagepack.format import limits
+from tests.bundle_editor import ZERO_DIGEST, BundleEditor, rename_value
 from tests.hostile.attack import Attack, Seen, check
-from tests.hostile.forge import ZEROS, Forge, rename_value
 
 
-def put(*path: str | int, value: Any) -> Callable[[Forge], None]:
+def put(*path: str | int, value: Any) -> Callable[[BundleEditor], None]:
     """Set one field of the manifest."""
 
-    def make(forge: Forge) -> None:
+    def make(editor: BundleEditor) -> None:
         def change(fields: Any) -> None:
             for key in path[:-1]:
                 fields = fields[key]
             fields[path[-1]] = value
 
-        forge.edit(change)
+        editor.edit_manifest(change)
 
     return make
 
 
-def rename_file(new: str) -> Callable[[Forge], None]:
+def rename_file(new: str) -> Callable[[BundleEditor], None]:
     """Call a listed file something else, wherever the manifest names it."""
-    return lambda forge: forge.edit(lambda fields: fields.update(rename_value(fields, "stage-1.safetensors", new)))
+    return lambda editor: editor.edit_manifest(
+        lambda fields: fields.update(rename_value(fields, "stage-1.safetensors", new))
+    )
 
 
-def twice(key: str) -> Callable[[Forge], None]:
+def twice(key: str) -> Callable[[BundleEditor], None]:
     """Let a key of the manifest stand twice; the second one, that most readers take, is the true one."""
 
-    def make(forge: Forge) -> None:
-        text = json.dumps(forge.manifest() | {"sha256": ZEROS}, indent=1, ensure_ascii=False) + "\n"
+    def make(editor: BundleEditor) -> None:
+        text = json.dumps(editor.manifest() | {"sha256": ZERO_DIGEST}, indent=1, ensure_ascii=False) + "\n"
         line = next(line for line in text.splitlines() if line.strip().startswith(f'"{key}":'))
-        forge.seal_text(text.replace(line, f"{line.rstrip(',')},\n{line}", 1))
+        editor.write_manifest_text(text.replace(line, f"{line.rstrip(',')},\n{line}", 1))
 
     return make
 
@@ -52,7 +54,11 @@ def nested(depth: int) -> Any:
 
 
 def case(
-    name: str, make: Callable[[Forge], object], says: str, error: type[StagepackError] = FormatError, stage: int = 1
+    name: str,
+    make: Callable[[BundleEditor], object],
+    says: str,
+    error: type[StagepackError] = FormatError,
+    stage: int = 1,
 ) -> Attack:
     """An attack on the manifest."""
     return Attack(name=name, make=make, error=error, says=says, seen=Seen.OPEN, stage=stage)
@@ -82,7 +88,9 @@ ATTACKS = [
     case("no stages", put("stages", value=[]), f"expected 1 to {limits.STAGES}, found 0"),
     case("stages are a number", put("stages", value=3), r"Expected `array`, got `int` - at `\$\.stages`"),
     case(
-        "missing field", lambda forge: forge.edit(lambda fields: fields.pop("edges")), "missing required field `edges`"
+        "missing field",
+        lambda editor: editor.edit_manifest(lambda fields: fields.pop("edges")),
+        "missing required field `edges`",
     ),
     case("huge number", put("stages", 1, "flops", value=2**64), r"\$\.stages\[1\]\.flops"),
     case("negative bytes", put("stages", 1, "weight_bytes", value=-1), "stage 1: .* is negative"),
@@ -129,12 +137,14 @@ ATTACKS = [
     ),
     case(
         "edge name is code",
-        lambda forge: forge.edit(lambda fields: fields.update(rename_value(fields, "gelu_2", "x;import os"))),
+        lambda editor: editor.edit_manifest(
+            lambda fields: fields.update(rename_value(fields, "gelu_2", "x;import os"))
+        ),
         "edge x;import os: the name is not an identifier",
     ),
     case(
         "edge name is a keyword",
-        lambda forge: forge.edit(lambda fields: fields.update(rename_value(fields, "gelu_2", "lambda"))),
+        lambda editor: editor.edit_manifest(lambda fields: fields.update(rename_value(fields, "gelu_2", "lambda"))),
         "edge lambda: the name is not an identifier",
     ),
     case("unknown symbol", put("edges", 1, "shape", value=["batch", "n"]), "the symbol 'n' is not declared"),
@@ -157,24 +167,28 @@ ATTACKS = [
     ),
     case("rank over the limit", put("edges", 1, "shape", value=[1] * 65), "65 dimensions are over", LimitError),
     case("containers too deep", put("signature", "result", value=nested(65)), "nested deeper than 64", LimitError),
-    case("lists without end", lambda forge: forge.seal_text("[" * 100_000), "nested too deep", LimitError),
+    case("lists without end", lambda editor: editor.write_manifest_text("[" * 100_000), "nested too deep", LimitError),
     case(
         "objects without end",
-        lambda forge: forge.seal_text('{"format":"stagepack","x":' * 100_000),
+        lambda editor: editor.write_manifest_text('{"format":"stagepack","x":' * 100_000),
         "nested too deep",
         LimitError,
     ),
     case(
         "number without end",
-        lambda forge: forge.seal_text('{"format": "stagepack", "version": ' + "9" * 100_000 + "}"),
+        lambda editor: editor.write_manifest_text('{"format": "stagepack", "version": ' + "9" * 100_000 + "}"),
         "out of range",
     ),
-    case("not UTF-8", lambda forge: (forge / "manifest.json").write_bytes(b'{"format": "\xff"}'), "not JSON"),
-    case("not a number", lambda forge: forge.seal_text('{"format": "stagepack", "x": NaN}'), "not JSON"),
-    case("half a character", lambda forge: forge.seal_text('{"format": "stagepack", "x": "\\ud800"}'), "not JSON"),
+    case("not UTF-8", lambda editor: (editor / "manifest.json").write_bytes(b'{"format": "\xff"}'), "not JSON"),
+    case("not a number", lambda editor: editor.write_manifest_text('{"format": "stagepack", "x": NaN}'), "not JSON"),
+    case(
+        "half a character",
+        lambda editor: editor.write_manifest_text('{"format": "stagepack", "x": "\\ud800"}'),
+        "not JSON",
+    ),
     case(
         "no digest",
-        lambda forge: forge.seal_text(json.dumps(forge.manifest(), indent=1)),
+        lambda editor: editor.write_manifest_text(json.dumps(editor.manifest(), indent=1)),
         "the file was changed",
         DigestError,
     ),
@@ -182,30 +196,30 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
-def test_a_manifest_that_lies_is_refused_when_it_is_opened(attack: Attack, forge: Forge) -> None:
-    check(attack, forge)
+def test_a_manifest_that_lies_is_refused_when_it_is_opened(attack: Attack, editor: BundleEditor) -> None:
+    check(attack, editor)
 
 
-def test_a_manifest_over_the_limit_is_refused_unread(forge: Forge) -> None:
-    with (forge / "manifest.json").open("r+b") as file:
+def test_a_manifest_over_the_limit_is_refused_unread(editor: BundleEditor) -> None:
+    with (editor / "manifest.json").open("r+b") as file:
         file.truncate(limits.MANIFEST_BYTES + 1)  # a hole: no disk is used
     attack = case("large", lambda _: None, f"over the limit of {limits.MANIFEST_BYTES} bytes", LimitError)
-    check(attack, forge)
+    check(attack, editor)
 
 
-def test_a_graph_that_is_said_to_be_over_the_limit_is_refused_unread(forge: Forge) -> None:
+def test_a_graph_that_is_said_to_be_over_the_limit_is_refused_unread(editor: BundleEditor) -> None:
     size = limits.GRAPH_BYTES + 1
-    names = [file["name"] for file in forge.manifest()["files"]]
-    put("files", names.index("stage-1.msgpack"), "size", value=size)(forge)
-    forge.truncate("stage-1.msgpack", size)  # a hole: no disk is used
+    names = [file["name"] for file in editor.manifest()["files"]]
+    put("files", names.index("stage-1.msgpack"), "size", value=size)(editor)
+    editor.truncate("stage-1.msgpack", size)  # a hole: no disk is used
     with pytest.raises(LimitError, match=r"stage-1\.msgpack: over the limit"):
-        stagepack.open(forge.path).graph(1)
+        stagepack.open(editor.path).graph(1)
     with pytest.raises(LimitError, match=r"stage-1\.msgpack: over the limit"):
-        stagepack.load(forge.path)
+        stagepack.load(editor.path)
 
 
-def test_a_newer_minor_version_may_say_more(forge: Forge) -> None:
-    put("version", value="1.7")(forge)
-    put("hint", value={"new": [1, 2]})(forge)
-    stagepack.open(forge.path).verify()
-    stagepack.load(forge.path)
+def test_a_newer_minor_version_may_say_more(editor: BundleEditor) -> None:
+    put("version", value="1.7")(editor)
+    put("hint", value={"new": [1, 2]})(editor)
+    stagepack.open(editor.path).verify()
+    stagepack.load(editor.path)

@@ -18,7 +18,7 @@ from stagepack.format.graph import Graph, ModuleCall
 from stagepack.format.traversal import output_names
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.pipeline import Pipeline
-from tests.hostile.forge import Forge
+from tests.bundle_editor import BundleEditor
 from tests.zoo.case import Case, answers, assert_equal
 from tests.zoo.cases import named
 
@@ -74,19 +74,19 @@ def test_the_answer_stays_the_same(case: Case, tmp_path: Path) -> None:
     calls = [capture.inputs] * 2
     wanted = answers(stagepack.load(bundle, types=case.classes()), calls)
     for seed in range(25):
-        forge = Forge(bundle.path, tmp_path / f"{seed}.stagepack")
+        editor = BundleEditor.copy(bundle.path, tmp_path / f"{seed}.stagepack")
         told = lies(graph, random.Random(seed))  # noqa: S311 - no secret
-        forge.replace(
+        editor.write_file(
             "stage-0.msgpack",
             encode_graph(trivially_folded(replace(graph, calls=convert(told, tuple[ModuleCall, ...])))),
         )
-        stage = stagepack.load_stage(forge.path, 0, modules=True)
+        stage = stagepack.load_stage(editor.path, 0, modules=True)
         pipe = Pipeline(bundle.manifest, [stage], case.classes())
         assert_equal(answers(pipe, calls), wanted)
 
 
-def test_calls_nested_too_deep_are_refused(forge: Forge) -> None:
+def test_calls_nested_too_deep_are_refused(editor: BundleEditor) -> None:
     calls = [{"path": "a" * (number + 1), "first": "0", "nodes": 1} for number in range(65)]
-    forge.edit_graph(0, lambda fields: fields.update(calls=calls))
+    editor.edit_graph(0, lambda fields: fields.update(calls=calls))
     with pytest.raises(LimitError, match="calls of modules are nested deeper than 64"):
-        stagepack.load_stage(forge.path, 0, modules=True)
+        stagepack.load_stage(editor.path, 0, modules=True)

@@ -11,7 +11,7 @@ import pytest
 
 import stagepack
 from stagepack.errors import StagepackError
-from tests.hostile.forge import Forge
+from tests.bundle_editor import BundleEditor
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 64, 65, 2**31, 2**62, 2**63 - 1, -(2**63), 0.5, -0.0, 1e308,
@@ -58,7 +58,7 @@ def survives(path: Path) -> None:
 TARGETS = ["manifest.json", "stage-1.msgpack", "stage-2.msgpack", "stage-2.safetensors", "shared-0.safetensors"]
 
 
-def attack(forge: Forge, target: str, chance: random.Random) -> None:
+def attack(editor: BundleEditor, target: str, chance: random.Random) -> None:
     """Mutate one file once to three times."""
 
     def change(fields: Any) -> None:
@@ -66,40 +66,40 @@ def attack(forge: Forge, target: str, chance: random.Random) -> None:
             mutate(fields, chance)
 
     if target == "manifest.json":
-        forge.edit(change)
+        editor.edit_manifest(change)
     elif target.endswith(".msgpack"):
-        forge.edit_graph(int(target[6]), change)
+        editor.edit_graph(int(target[6]), change)
     else:
-        forge.edit_weights(target, change)
+        editor.edit_weight_header(target, change)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_mutated_bundle_loads_or_meets_one_of_our_errors(target: str, sound: Path, tmp_path: Path) -> None:
-    forge = Forge(sound, tmp_path / "m.stagepack")
-    originals = {name: (forge / name).read_bytes() for name in {"manifest.json", target}}
+    editor = BundleEditor.copy(sound, tmp_path / "m.stagepack")
+    originals = {name: (editor / name).read_bytes() for name in {"manifest.json", target}}
     for seed in range(120):
-        attack(forge, target, random.Random(f"{target} {seed}"))  # noqa: S311 - the same each time is what is wanted
+        attack(editor, target, random.Random(f"{target} {seed}"))  # noqa: S311 - the same each time is what is wanted
         try:
-            survives(forge.path)
+            survives(editor.path)
         except Exception as error:
             raise AssertionError(f"the mutation {target} {seed} is not survived") from error
         for name, content in originals.items():
-            (forge / name).write_bytes(content)
+            (editor / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_random_bytes_in_the_place_of_content_meet_one_of_our_errors(target: str, sound: Path, tmp_path: Path) -> None:
-    forge = Forge(sound, tmp_path / "m.stagepack")
+    editor = BundleEditor.copy(sound, tmp_path / "m.stagepack")
     chance = random.Random(target)  # noqa: S311 - the same each time is what is wanted
-    whole, manifest = (forge / target).read_bytes(), (forge / "manifest.json").read_bytes()
+    whole, manifest = (editor / target).read_bytes(), (editor / "manifest.json").read_bytes()
     for _ in range(60):
         content = bytearray(whole)
         for _ in range(chance.randint(1, 4)):
             start = chance.randrange(len(content))
             content[start : start + chance.randint(0, 9)] = chance.randbytes(chance.randint(0, 9))
         if target == "manifest.json":
-            (forge / target).write_bytes(content)
+            (editor / target).write_bytes(content)
         else:
-            forge.replace(target, bytes(content))
-        survives(forge.path)
-        (forge / "manifest.json").write_bytes(manifest)
+            editor.write_file(target, bytes(content))
+        survives(editor.path)
+        (editor / "manifest.json").write_bytes(manifest)

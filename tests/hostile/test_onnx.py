@@ -10,19 +10,19 @@ import pytest
 import stagepack
 from stagepack.errors import FormatError, LimitError, OperatorError
 from stagepack.format.onnx import parse_onnx_model
+from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails
-from tests.hostile.forge import Forge
 
 TOWER = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
 STAGE, FILE = 2, "stage-2.onnx"
 
 
 def attacked(tmp_path: Path, change: Callable[[onnx.ModelProto], object]) -> Path:
-    forge = Forge(TOWER, tmp_path / "tower.stagepack")
+    editor = BundleEditor.copy(TOWER, tmp_path / "tower.stagepack")
     model = onnx.load(TOWER / FILE, load_external_data=False)
     change(model)
-    forge.replace(FILE, model.SerializeToString())
-    return forge.path
+    editor.write_file(FILE, model.SerializeToString())
+    return editor.path
 
 
 def elsewhere(model: onnx.ModelProto, location: str) -> None:

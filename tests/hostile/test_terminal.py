@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from stagepack.cli import main
+from tests.bundle_editor import BundleEditor, rename_value
 from tests.hostile.attack import command_fails
-from tests.hostile.forge import Forge, rename_value
 
 # Clear the screen, set the title, C1 control, right-to-left override, and a line that looks like ours.
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\r\nall rules hold"
@@ -23,22 +23,24 @@ def shown(*arguments: str) -> str:
     return STYLES.sub("", found.stdout)
 
 
-def dress(forge: Forge) -> None:
+def dress(editor: BundleEditor) -> None:
     """Write what a terminal obeys wherever a bundle may have any text."""
-    forge.edit(lambda fields: fields["producer"].update(stagepack=EVIL, torch=EVIL))
-    forge.edit_graph(1, lambda fields: fields["scopes"][0].update(path=EVIL, type=EVIL))
-    forge.edit_graph(1, lambda fields: fields.update(rename_value(fields, "first.weight", EVIL)))
-    forge.edit_weights(
+    editor.edit_manifest(lambda fields: fields["producer"].update(stagepack=EVIL, torch=EVIL))
+    editor.edit_graph(1, lambda fields: fields["scopes"][0].update(path=EVIL, type=EVIL))
+    editor.edit_graph(1, lambda fields: fields.update(rename_value(fields, "first.weight", EVIL)))
+    editor.edit_weight_header(
         "stage-1.safetensors",
         lambda fields: fields.update({EVIL: fields.pop("first.weight"), "first.bias": fields.pop("first.bias")}),
     )
-    forge.edit(lambda fields: fields["stages"][2].update(state=[EVIL]))
+    editor.edit_manifest(lambda fields: fields["stages"][2].update(state=[EVIL]))
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--stage", "1"], ["verify", "--run"], ["load"]])
-def test_nothing_that_a_bundle_says_reaches_the_terminal_as_a_command(arguments: list[str], forge: Forge) -> None:
-    dress(forge)
-    found = shown(*arguments, str(forge.path))
+def test_nothing_that_a_bundle_says_reaches_the_terminal_as_a_command(
+    arguments: list[str], editor: BundleEditor
+) -> None:
+    dress(editor)
+    found = shown(*arguments, str(editor.path))
     assert all(line.isprintable() for line in found.split("\n"))
     assert not any(line.startswith("all rules hold") for line in found.split("\n"))
     if arguments[0] == "inspect":
@@ -47,9 +49,9 @@ def test_nothing_that_a_bundle_says_reaches_the_terminal_as_a_command(arguments:
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--stage", "1"]])
-def test_the_json_is_ascii_and_true(arguments: list[str], forge: Forge) -> None:
-    dress(forge)
-    text = shown(*arguments, "--json", str(forge.path))
+def test_the_json_is_ascii_and_true(arguments: list[str], editor: BundleEditor) -> None:
+    dress(editor)
+    text = shown(*arguments, "--json", str(editor.path))
     assert text.isascii()
     assert all(line.isprintable() for line in text.split("\n"))
     facts = json.loads(text)
@@ -58,9 +60,9 @@ def test_the_json_is_ascii_and_true(arguments: list[str], forge: Forge) -> None:
     )
 
 
-def test_errors_are_one_printable_line_whatever_they_quote(forge: Forge) -> None:
-    forge.edit(lambda fields: fields.update(rename_value(fields, "gelu_2", EVIL)))
-    line = command_fails("verify", str(forge.path), says="is not an identifier")
+def test_errors_are_one_printable_line_whatever_they_quote(editor: BundleEditor) -> None:
+    editor.edit_manifest(lambda fields: fields.update(rename_value(fields, "gelu_2", EVIL)))
+    line = command_fails("verify", str(editor.path), says="is not an identifier")
     assert line[:-1].isprintable()
 
 

@@ -11,86 +11,88 @@ from safetensors import safe_open
 import stagepack
 from stagepack.errors import FormatError, LimitError, StagepackError, UnsupportedError
 from stagepack_loaders.example import replay_example
+from tests.bundle_editor import BundleEditor, weight_file
 from tests.hostile.attack import Attack, Seen, check
-from tests.hostile.forge import Forge, weight_file
 
 FILE = "stage-1.safetensors"  # holds first.weight, float32 [8, 4], and first.bias, float32 [8]
 
 
-def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Forge], None]:
+def header(change: Callable[[dict[str, Any]], object]) -> Callable[[BundleEditor], None]:
     """Change the header of the weight file of stage 1."""
-    return lambda forge: forge.edit_weights(FILE, change)
+    return lambda editor: editor.edit_weight_header(FILE, change)
 
 
-def entry(name: str = "first.bias", **fields: Any) -> Callable[[Forge], None]:
+def entry(name: str = "first.bias", **fields: Any) -> Callable[[BundleEditor], None]:
     """Change fields of one tensor of the header."""
     return header(lambda tensors: tensors[name].update(fields))
 
 
-def file(content: bytes) -> Callable[[Forge], None]:
+def file(content: bytes) -> Callable[[BundleEditor], None]:
     """Put bytes in the place of the weight file."""
-    return lambda forge: forge.replace(FILE, content)
+    return lambda editor: editor.write_file(FILE, content)
 
 
-def weight(**fields: Any) -> Callable[[Forge], None]:
+def weight(**fields: Any) -> Callable[[BundleEditor], None]:
     """Change the entry of first.bias in the weight table of stage 1."""
-    return lambda forge: forge.edit_graph(1, lambda graph: graph["weights"][1].update(fields))
+    return lambda editor: editor.edit_graph(1, lambda graph: graph["weights"][1].update(fields))
 
 
-def more(**fields: Any) -> Callable[[Forge], None]:
+def more(**fields: Any) -> Callable[[BundleEditor], None]:
     """Add an entry to the weight table of stage 1: a view on first.bias unless told otherwise."""
     view = {"value": "w9", "names": ["view"], "kind": "buffer", "dtype": "float32", "shape": [8], "strides": [1]}
-    return lambda forge: forge.edit_graph(
+    return lambda editor: editor.edit_graph(
         1, lambda graph: graph["weights"].append(view | {"base": "first.bias"} | fields)
     )
 
 
-def twice(forge: Forge) -> None:
+def twice(editor: BundleEditor) -> None:
     """Let a tensor stand twice in the header."""
-    content = (forge / FILE).read_bytes()
+    content = (editor / FILE).read_bytes()
     length = int.from_bytes(content[:8], "little")
     text = content[8 : 8 + length].strip()
     again = b',"first.bias":' + text.split(b'"first.bias":')[1]
-    forge.replace(FILE, weight_file(text[:-1] + again, content[8 + length :]))
+    editor.write_file(FILE, weight_file(text[:-1] + again, content[8 + length :]))
 
 
-def in_two_files(forge: Forge) -> None:
+def in_two_files(editor: BundleEditor) -> None:
     """Let the stage read a second file with tensors of the same names."""
-    forge.replace("stage-7.safetensors", (forge / FILE).read_bytes())
-    forge.edit(lambda fields: fields["stages"][1]["weights"].append("stage-7.safetensors"))
+    editor.write_file("stage-7.safetensors", (editor / FILE).read_bytes())
+    editor.edit_manifest(lambda fields: fields["stages"][1]["weights"].append("stage-7.safetensors"))
 
 
-def file_twice(forge: Forge) -> None:
+def file_twice(editor: BundleEditor) -> None:
     """Let the stage name its file twice."""
-    forge.edit(lambda fields: fields["stages"][1]["weights"].append(FILE))
+    editor.edit_manifest(lambda fields: fields["stages"][1]["weights"].append(FILE))
 
 
-def graph_as_weights(forge: Forge) -> None:
+def graph_as_weights(editor: BundleEditor) -> None:
     """Let the stage take its graph for a weight file."""
-    forge.edit(lambda fields: fields["stages"][1].update(weights=["stage-1.msgpack"]))
+    editor.edit_manifest(lambda fields: fields["stages"][1].update(weights=["stage-1.msgpack"]))
 
 
-def of_other_dtype(forge: Forge) -> None:
+def of_other_dtype(editor: BundleEditor) -> None:
     """Say that first.bias holds integers."""
-    weight(dtype="int32")(forge)
-    forge.edit_graph(1, lambda graph: graph["weights"][1].pop("trainable"))
+    weight(dtype="int32")(editor)
+    editor.edit_graph(1, lambda graph: graph["weights"][1].pop("trainable"))
 
 
-def without_strides(forge: Forge) -> None:
+def without_strides(editor: BundleEditor) -> None:
     """Add a view that has no strides."""
-    more()(forge)
-    forge.edit_graph(1, lambda graph: graph["weights"][2].pop("strides"))
+    more()(editor)
+    editor.edit_graph(1, lambda graph: graph["weights"][2].pop("strides"))
 
 
-def case(name: str, make: Callable[[Forge], object], says: str, error: type[StagepackError] = FormatError) -> Attack:
+def case(
+    name: str, make: Callable[[BundleEditor], object], says: str, error: type[StagepackError] = FormatError
+) -> Attack:
     """An attack on the weights of stage 1."""
     return Attack(name=name, make=make, error=error, says=says, seen=Seen.STAGE, file=FILE)
 
 
-def pickled(forge: Forge) -> None:
+def pickled(editor: BundleEditor) -> None:
     """A file that torch.save wrote, which torch.load would run."""
-    torch.save({"first.bias": torch.zeros(8)}, forge / FILE)
-    forge.replace(FILE, (forge / FILE).read_bytes())
+    torch.save({"first.bias": torch.zeros(8)}, editor / FILE)
+    editor.write_file(FILE, (editor / FILE).read_bytes())
 
 
 ATTACKS = [
@@ -125,7 +127,7 @@ ATTACKS = [
     case("a hole", entry(data_offsets=[160, 192]), "begins at byte|the tensors end at byte"),
     case(
         "bytes that no tensor has",
-        lambda forge: forge.replace(FILE, (forge / FILE).read_bytes() + b"\0" * 64),
+        lambda editor: editor.write_file(FILE, (editor / FILE).read_bytes() + b"\0" * 64),
         r"the tensors end at byte \d+, the file at \d+",
     ),
     case(
@@ -173,24 +175,24 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
-def test_weights_that_lie_are_refused_before_they_are_read(attack: Attack, forge: Forge) -> None:
-    check(attack, forge)
+def test_weights_that_lie_are_refused_before_they_are_read(attack: Attack, editor: BundleEditor) -> None:
+    check(attack, editor)
 
 
-def test_a_view_may_be_longer_than_memory_as_long_as_it_lies_in_its_base(forge: Forge) -> None:
-    more(shape=[2**40], strides=[0])(forge)
-    view = stagepack.load(forge.path).state_dict()["view"]
+def test_a_view_may_be_longer_than_memory_as_long_as_it_lies_in_its_base(editor: BundleEditor) -> None:
+    more(shape=[2**40], strides=[0])(editor)
+    view = stagepack.load(editor.path).state_dict()["view"]
     assert view.shape == (2**40,)
     assert view[0] == view[-1]
 
 
-def test_very_many_problems_of_a_header_make_one_short_error(forge: Forge) -> None:
+def test_very_many_problems_of_a_header_make_one_short_error(editor: BundleEditor) -> None:
     tensors = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(20_000)}
     header(lambda found: found.update({name: {**part, "data_offsets": [160, 160]} for name, part in tensors.items()}))(
-        forge
+        editor
     )
     with pytest.raises(FormatError) as caught:  # 160 is no multiple of 64
-        stagepack.open(forge.path).verify()
+        stagepack.open(editor.path).verify()
     assert len(str(caught.value)) < 5000
 
 

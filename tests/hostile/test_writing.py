@@ -17,8 +17,8 @@ import stagepack
 from stagepack.errors import CaptureError, CutError, OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter
+from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails
-from tests.hostile.forge import Forge
 from tests.hostile.rewrite import contents
 from tests.hostile.tiny import tiny, write_tiny
 
@@ -39,14 +39,14 @@ def export(out: Path, *, overwrite: bool = False) -> None:
     stagepack.export(Unreached(), (torch.zeros(1),), out=out, overwrite=overwrite)
 
 
-def test_what_exists_is_not_overwritten_unasked(forge: Forge) -> None:
-    before = contents(forge.path)
+def test_what_exists_is_not_overwritten_unasked(editor: BundleEditor) -> None:
+    before = contents(editor.path)
     with pytest.raises(
         OutputExistsError, match=r"already exists: choose another name, or overwrite it \(--overwrite\)"
     ):
-        export(forge.path)
-    command_fails("export", "nowhere.py:model", "-o", str(forge.path), says="already exists")
-    assert contents(forge.path) == before
+        export(editor.path)
+    command_fails("export", "nowhere.py:model", "-o", str(editor.path), says="already exists")
+    assert contents(editor.path) == before
 
 
 def empty_folder(path: Path) -> None:
@@ -100,15 +100,15 @@ def test_overwriting_replaces_bundles_only(make: Callable[[Path], None], tmp_pat
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("damage", [lambda _: None, lambda forge: forge.truncate("manifest.json", 40)])
+@pytest.mark.parametrize("damage", [lambda _: None, lambda editor: editor.truncate("manifest.json", 40)])
 def test_overwriting_replaces_a_bundle_whole_if_it_is_damaged_or_not(
-    damage: Callable[[Forge], None], forge: Forge, sound: Path
+    damage: Callable[[BundleEditor], None], editor: BundleEditor, sound: Path
 ) -> None:
-    (forge / "old-file").touch()
-    damage(forge)
-    write_tiny(forge.path, overwrite=True)
-    assert contents(forge.path) == contents(sound)
-    assert list(forge.path.parent.iterdir()) == [forge.path]
+    (editor / "old-file").touch()
+    damage(editor)
+    write_tiny(editor.path, overwrite=True)
+    assert contents(editor.path) == contents(sound)
+    assert list(editor.path.parent.iterdir()) == [editor.path]
 
 
 @pytest.mark.parametrize("out", ["missing/m.stagepack", "/proc/m.stagepack", "x" * 250])
@@ -120,15 +120,15 @@ def test_where_nothing_can_be_written_it_is_said_and_nothing_is_left(out: str, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_fails_leaves_the_old_bundle(forge: Forge) -> None:
-    before = contents(forge.path)
+def test_an_export_that_fails_leaves_the_old_bundle(editor: BundleEditor) -> None:
+    before = contents(editor.path)
     model, inputs = tiny()
     with pytest.raises(CutError):
-        stagepack.export(model, tuple(inputs.args), out=forge.path, split_at=["nothing"], overwrite=True)
+        stagepack.export(model, tuple(inputs.args), out=editor.path, split_at=["nothing"], overwrite=True)
     with pytest.raises(CaptureError):
-        stagepack.export(model, (torch.zeros(1, 1),), out=forge.path, overwrite=True)
-    assert contents(forge.path) == before
-    assert list(forge.path.parent.iterdir()) == [forge.path]
+        stagepack.export(model, (torch.zeros(1, 1),), out=editor.path, overwrite=True)
+    assert contents(editor.path) == before
+    assert list(editor.path.parent.iterdir()) == [editor.path]
 
 
 def write_half(out: Path, error: type[BaseException]) -> None:
@@ -227,12 +227,12 @@ def model():
 """
 
 
-def test_the_command_says_in_one_line_that_there_is_no_room(forge: Forge, tmp_path: Path) -> None:
+def test_the_command_says_in_one_line_that_there_is_no_room(editor: BundleEditor, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    before = contents(forge.path)
+    before = contents(editor.path)
     room = 200_000  # bytes; a layer has 262,144
     found = subprocess.run(
-        [STAGEPACK, "export", "model.py:model", "-o", forge.path.name, "--overwrite"],
+        [STAGEPACK, "export", "model.py:model", "-o", editor.path.name, "--overwrite"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
@@ -243,7 +243,7 @@ def test_the_command_says_in_one_line_that_there_is_no_room(forge: Forge, tmp_pa
     assert found.returncode == 1
     assert found.stdout == ""
     assert found.stderr.splitlines() == [
-        f"stagepack: {forge.path}: could not be written, nothing was changed: File too large"
+        f"stagepack: {editor.path}: could not be written, nothing was changed: File too large"
     ]
-    assert contents(forge.path) == before
-    assert {path.name for path in tmp_path.iterdir()} == {"model.py", forge.path.name}
+    assert contents(editor.path) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"model.py", editor.path.name}

@@ -81,14 +81,14 @@ def test_an_answer_that_is_too_far_off_fails_the_check(net: Path, tower: Path) -
     assert done.exit_code == 0
     tensors = load_file(path / "example.safetensors")
     assert tensors["output.0"].dtype == torch.float32
-    from tests.hostile.forge import Forge
+    from tests.bundle_editor import BundleEditor
 
-    forge = Forge(tower, net / "forged.stagepack")
+    editor = BundleEditor.copy(tower, net / "forged.stagepack")
     content = bytearray((tower / "example.safetensors").read_bytes())
     place = content.rindex(tensors["output.1"].numpy().tobytes())
     content[place : place + 4] = (tensors["output.1"][:1] + 1).numpy().tobytes()
-    forge.replace("example.safetensors", bytes(content))
-    done = CliRunner().invoke(main, ["verify", str(forge.path), "--run", "--runtime", "onnxruntime"])
+    editor.write_file("example.safetensors", bytes(content))
+    done = CliRunner().invoke(main, ["verify", str(editor.path), "--run", "--runtime", "onnxruntime"])
     assert done.exit_code == 1
     assert "largest difference 1" in done.stdout
     assert "answers its example with other shapes, types or values" in done.stderr
