@@ -146,7 +146,7 @@ def _linearize(capture: Capture) -> LinearizedProgram:
 def _cut(linear: LinearizedProgram, cut_options: CutOptions) -> tuple[Cut, Plan]:
     graph = canonical_graph(linear.graph)
     costs = graph_costs(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()})
-    return cut_options.cut(graph, costs, linear.marks)
+    return cut_options.cut(graph, costs, linear.split_positions)
 
 
 def _tensors(linear: LinearizedProgram) -> TensorSource:

@@ -3,11 +3,11 @@
 from typing import Any
 
 from stagepack.cli.output import print_line, print_table
+from stagepack.cli.quantities import format_bytes, format_flops
 from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_range, format_shape
 from stagepack.format.tree import value_names
-from stagepack.partition.quantities import format_bytes, format_flops
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stagepack.partition.quantities import format_bytes
+from stagepack.cli.quantities import format_bytes
 
 
 def dot(facts: dict[str, Any]) -> str:

@@ -12,9 +12,9 @@ from stagepack.cli.bundle_facts import bundle_facts, print_stages
 from stagepack.cli.cut_option_flags import cut_options
 from stagepack.cli.onnx_command import onnx_facts, print_onnx
 from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
+from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import namespaces, replayed
 from stagepack.format.writer import check_output_path
-from stagepack.partition.quantities import format_bytes
 
 
 @click.command("export")

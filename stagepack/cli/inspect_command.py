@@ -7,12 +7,12 @@ import click
 from stagepack.cli.bundle_facts import bundle_facts, print_facts
 from stagepack.cli.graph_listing import code
 from stagepack.cli.output import fail, print_json, print_line, print_table, reports_errors
+from stagepack.cli.quantities import format_flops
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 from stagepack.graph.repeat_search import Repeat, find_repeats
-from stagepack.partition.quantities import format_flops
 
 
 @click.command("inspect")

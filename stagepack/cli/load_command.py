@@ -19,10 +19,10 @@ from stagepack.cli.output import (
     reports_errors,
 )
 from stagepack.cli.phase_timer import PhaseTimer
+from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import chosen, operator_options, runtime_option
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
-from stagepack.partition.quantities import format_bytes
 
 
 @click.command("load")

@@ -7,9 +7,9 @@ import click
 
 from stagepack.cli.bundle_facts import onnx_bytes
 from stagepack.cli.output import finite, import_modules, print_json, print_line, print_table, progress, reports_errors
+from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import operator_options
 from stagepack.format.reader import Bundle
-from stagepack.partition.quantities import format_bytes
 
 
 @click.command("onnx")

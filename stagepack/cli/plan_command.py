@@ -13,12 +13,12 @@ from stagepack.cli.cut_facts import DEVICES, cut_facts
 from stagepack.cli.cut_option_flags import cut_options
 from stagepack.cli.diagram import dot, mermaid
 from stagepack.cli.output import fail, print_json, print_line, print_table, progress, reports_errors
+from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.validate import MANIFEST_NAME
-from stagepack.partition.quantities import format_bytes, format_flops, format_time
 
 
 @click.command("plan")

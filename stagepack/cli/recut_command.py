@@ -9,9 +9,9 @@ import click
 from stagepack.cli.bundle_facts import bundle_facts, print_stages
 from stagepack.cli.cut_option_flags import cut_options
 from stagepack.cli.output import print_json, print_line, progress, reports_errors
+from stagepack.cli.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
-from stagepack.partition.quantities import format_bytes
 
 
 @click.command("recut")

@@ -5,10 +5,10 @@ from pathlib import Path
 import click
 
 from stagepack.cli.output import print_line, reports_errors
+from stagepack.cli.quantities import format_bytes
 from stagepack.cli.report.page import page
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
-from stagepack.partition.quantities import format_bytes
 
 
 @click.command("report")

@@ -151,7 +151,7 @@ class BodyBuilder:
         elif str(node.target) in _MARKS:
             if self.inner:
                 raise UnsupportedError(f"{node.target} stands inside a branch or a loop, where no stage can begin")
-            self.tables.marks.append(len(self.nodes))
+            self.tables.split_positions.append(len(self.nodes))
         else:
             self._append(node, context)
 

@@ -46,14 +46,14 @@ class LinearizedProgram:
         graph: the whole model.
         signature: how it is called.
         weights: its weights and where their bytes are.
-        marks: the numbers of the nodes before which ``split_here`` stood.
+        split_positions: the numbers of the nodes before which ``split_here`` stood.
         device: the type of the device it was captured on.
     """
 
     graph: Graph
     signature: Signature
     weights: WeightTable
-    marks: tuple[int, ...]
+    split_positions: tuple[int, ...]
     device: str
 
 
@@ -100,7 +100,11 @@ def linearize_program(
     )
     signature = signature_of(program, given, results, forward)
     return LinearizedProgram(
-        graph=graph, signature=signature, weights=weights, marks=tuple(tables.marks), device=tables.device
+        graph=graph,
+        signature=signature,
+        weights=weights,
+        split_positions=tuple(tables.split_positions),
+        device=tables.device,
     )
 
 

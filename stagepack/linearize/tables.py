@@ -20,7 +20,7 @@ class Tables:
         costs: what nodes cost.
         device: the type of the device that the program was captured on.
         subgraphs: the bodies of higher-order operators, those that others use first.
-        marks: the numbers of the nodes before which ``split_here`` stood.
+        split_positions: the numbers of the nodes before which ``split_here`` stood.
         weights: the names of the values that stand for weights, by the fully qualified names of these.
     """
 
@@ -30,7 +30,7 @@ class Tables:
         self.costs = CostModel()
         self.device = device
         self.subgraphs: list[Subgraph] = []
-        self.marks: list[int] = []
+        self.split_positions: list[int] = []
         self._rows: list[Op] = []
         self._ops: dict[Any, int] = {}
         self._scopes: dict[Scope, int] = {}

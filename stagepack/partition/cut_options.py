@@ -1,6 +1,7 @@
 """Where to cut: what the caller asks for -> the stage of each node, and the plan that says what that costs."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,12 @@ from stagepack.partition.policies import (
     assign_by_positions,
     assign_consecutive,
 )
-from stagepack.partition.quantities import parse_byte_size
+
+_BYTE_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +75,21 @@ class CutOptions:
         if not all(1e-6 <= speed <= 1e6 for speed in self.speeds):
             raise CutError(f"speeds: expected numbers from 0.000001 to 1000000, found {list(self.speeds)}")
 
-    def cut(self, graph: Graph, costs: GraphCosts, marks: Sequence[int] = ()) -> tuple[Cut, Plan]:
-        """Cut a graph that `assemble.whole` made; `marks` are the numbers of the nodes before which the model's own code wants a cut.
+    def cut(self, graph: Graph, costs: GraphCosts, split_positions: Sequence[int] = ()) -> tuple[Cut, Plan]:
+        """Cut a graph as these options say.
+
+        Args:
+            graph: a graph of `canonical_graph`.
+            costs: of `graph`.
+            split_positions: the numbers of the nodes before which the model's own code has a split marker.
+
+        Returns:
+            The cut, and its plan.
 
         Raises:
             CutError: the graph cannot be cut so.
         """
-        assignment = self._assign(graph, costs, marks)
+        assignment = self._assign(graph, costs, split_positions)
         shared = self.shared if self.plan is None else self.plan.shared
         plan = plan_for_assignment(graph, costs, assignment, memory=self._memory_in_bytes, speeds=self.speeds)
         return cut_graph(graph, assignment, costs, shared), replace(plan, shared=shared)
@@ -84,7 +98,7 @@ class CutOptions:
     def _memory_in_bytes(self) -> list[int]:
         return list(map(parse_byte_size, self.memory))
 
-    def _assign(self, graph: Graph, costs: GraphCosts, marks: Sequence[int]) -> StageAssignment:
+    def _assign(self, graph: Graph, costs: GraphCosts, split_positions: Sequence[int]) -> StageAssignment:
         if self.plan is not None:
             return assign_by_plan(graph, self.plan)
         if self.policy is not None:
@@ -94,11 +108,11 @@ class CutOptions:
         stage_of, stages = self._assign_in_a_row(
             replace(graph, nodes=tuple(graph.nodes[number] for number in order)),
             dataclasses.replace(costs, times=tuple(costs.times[number] for number in order)),
-            [sum(key < mark for key in keys) for mark in marks],
+            [sum(key < mark for key in keys) for mark in split_positions],
         )
         return StageAssignment([stage for _, stage in sorted(zip(order, stage_of, strict=True))], stages)
 
-    def _assign_in_a_row(self, graph: Graph, costs: GraphCosts, marks: Sequence[int]) -> StageAssignment:
+    def _assign_in_a_row(self, graph: Graph, costs: GraphCosts, split_positions: Sequence[int]) -> StageAssignment:
         if self.split_at:
             return assign_by_modules(graph, self.split_at)
         if self.stages is not None:
@@ -111,4 +125,27 @@ class CutOptions:
                 repeats=repeat_interiors(graph),
             )
             return assign_consecutive(graph, positions)
-        return assign_by_positions(graph, marks)
+        return assign_by_positions(graph, split_positions)
+
+
+def parse_byte_size(text: int | str) -> int:
+    """Parse a number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
+
+    Args:
+        text: the number with its unit; a plain number counts bytes.
+
+    Returns:
+        The number of bytes, rounded down, below 2 ** 63.
+
+    Raises:
+        CutError: `text` is not a number of bytes, or is 2 ** 63 bytes or more.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(text))
+    unit = match[2].replace("k", "K") if match else "?"
+    if match is None or unit not in _BYTE_UNITS:
+        raise CutError(f"memory: expected a number of bytes such as 24GiB, 24GB or 25769803776, found {text!r}")
+    scale = _BYTE_UNITS[unit]
+    byte_count = int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
+    if byte_count >= 2**63:
+        raise CutError(f"memory: expected fewer than 2 ** 63 bytes, found {text!r}")
+    return byte_count

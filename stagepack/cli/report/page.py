@@ -14,12 +14,12 @@ from xml.etree.ElementTree import Element, tostring
 
 from stagepack.cli.bundle_facts import bundle_facts
 from stagepack.cli.cut_facts import DEVICES, bubble, cut_facts
+from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.report.html_element import Child, element
 from stagepack.cli.report.svg_drawing import bar, columns, pipeline
 from stagepack.errors import CutError
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
-from stagepack.partition.quantities import format_bytes, format_flops, format_time
 
 _MICROBATCHES = 32
 

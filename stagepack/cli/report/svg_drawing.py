@@ -5,8 +5,8 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from stagepack.cli.diagram import arrows
+from stagepack.cli.quantities import format_bytes
 from stagepack.cli.report.html_element import element
-from stagepack.partition.quantities import format_bytes
 
 _WIDTH, _HEIGHT, _GAP, _SIDE = (
     116,

@@ -1,0 +1,31 @@
+"""Quantities as the command prints them: bytes, floating-point operations, times."""
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes for people: ``90.3 MB``."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def format_flops(count: int) -> str:
+    """A number of floating-point operations for people: ``1.2 GFLOP``."""
+    size = float(count)
+    for unit in ("", "k", "M", "G", "T"):
+        if size < 1000:
+            return f"{size:.1f} {unit}FLOP"
+        size /= 1000
+    return f"{size:.1f} PFLOP"
+
+
+def format_time(picoseconds: float) -> str:
+    """A time for people: ``1.2 ms``."""
+    time = float(picoseconds)
+    for unit in ("ps", "ns", "µs", "ms"):
+        if time < 1000:
+            return f"{time:.0f} ps" if unit == "ps" else f"{time:.1f} {unit}"
+        time /= 1000
+    return f"{time:.1f} s"
