@@ -1,8 +1,9 @@
-"""Measure the identifiers of Python files: how many words they have, and how many of them say nothing.
+"""Measure how readable Python files are: words of identifiers, names that say nothing, long functions and long files.
 
 A binding is one place where an identifier gets its meaning: a function, a class, a parameter, the target of an assignment, a loop, a
 comprehension, a ``with`` or an ``except``. The words of an identifier are separated by underscores and capitals. The names that say
 nothing are listed in ``docs/glossary.md``; the field `name` of a class says something, since the class stands before it.
+A function is long from 51 lines on. A file may be longer than 400 lines when a line of it begins with ``# Long because``.
 """
 
 import argparse
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GLOSSARY = Path("docs/glossary.md")
+FUNCTION_LINES = 50
+FILE_LINES = 400
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _UNCOUNTED = frozenset({"self", "cls", "_"})
 
@@ -64,31 +67,65 @@ def vague_names(glossary: str) -> frozenset[str]:
     return frozenset(re.findall(r"`([a-z]+)`", section.rpartition("\n\n")[2]))
 
 
+def function_lengths(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the name of each function and method, and how many lines it has with its docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
 def main() -> None:
     """Print the figures of the given folders, and exit with status 1 when they miss the bounds."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--least-words", type=float, default=1.3, help="mean number of words of a binding")
     parser.add_argument("--most-vague", type=float, default=2.0, help="share of bindings that say nothing, in percent")
-    parser.add_argument("--list", action="store_true", help="print every binding that says nothing, with its place")
+    parser.add_argument("--most-long", type=float, default=1.5, help="share of long functions, in percent")
+    parser.add_argument(
+        "--list", action="store_true", help="print every binding that says nothing and every long function"
+    )
     parser.add_argument("--common", type=int, default=0, help="print so many of the most common one-word names")
     options = parser.parse_args()
     vague = vague_names(GLOSSARY.read_text())
     counts: Counter[str] = Counter()
+    functions = long_functions = 0
+    long_files: list[str] = []
     for path in sorted(path for folder in options.folders for path in folder.rglob("*.py")):
-        for line, identifier in bindings(ast.parse(path.read_text())):
+        source = path.read_text()
+        tree = ast.parse(source)
+        for line, identifier in bindings(tree):
             counts[identifier] += 1
             if options.list and is_vague(identifier, vague):
                 print(f"{path}:{line}: {identifier}")
+        for function, lines in function_lengths(tree):
+            functions += 1
+            long_functions += lines > FUNCTION_LINES
+            if options.list and lines > FUNCTION_LINES:
+                print(f"{path}: {function} has {lines} lines")
+        if source.count("\n") > FILE_LINES and not re.search(r"^# Long because", source, re.MULTILINE):
+            long_files.append(str(path))
     total = counts.total()
     words = sum(word_count(identifier) * count for identifier, count in counts.items()) / total
-    share = 100 * sum(count for identifier, count in counts.items() if is_vague(identifier, vague)) / total
-    print(f"{total} bindings, {words:.2f} words each, {share:.1f} % say nothing")
+    vague_share = 100 * sum(count for identifier, count in counts.items() if is_vague(identifier, vague)) / total
+    long_share = 100 * long_functions / functions
+    print(f"{total} bindings, {words:.2f} words each, {vague_share:.1f} % say nothing")
+    print(f"{functions} functions, {long_share:.1f} % longer than {FUNCTION_LINES} lines")
     single = [(identifier, count) for identifier, count in counts.most_common() if word_count(identifier) == 1]
     for identifier, count in single[: options.common]:
         print(f"{count:5d} {identifier.lstrip('.')}")
-    if words < options.least_words or share > options.most_vague:
-        sys.exit(f"expected at least {options.least_words} words and at most {options.most_vague} % that say nothing")
+    misses = []
+    if words < options.least_words:
+        misses.append(f"expected at least {options.least_words} words a binding")
+    if vague_share > options.most_vague:
+        misses.append(f"expected at most {options.most_vague} % of names that say nothing: --list prints them")
+    if long_share > options.most_long:
+        misses.append(f"expected at most {options.most_long} % of long functions: --list prints them")
+    if long_files:
+        misses.append(
+            f"more than {FILE_LINES} lines: {', '.join(long_files)}: divide them, or say why: # Long because ..."
+        )
+    if misses:
+        sys.exit("\n".join(misses))
 
 
 if __name__ == "__main__":
