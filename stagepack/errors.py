@@ -51,6 +51,10 @@ class NotABundleError(StagepackError):
     """The path is not a stagepack bundle."""
 
 
+class FileNotListedError(StagepackError):
+    """The bundle does not have the file that was asked for; `Bundle.files` has the names of its files."""
+
+
 class VersionError(StagepackError):
     """The bundle is of a newer major version, or needs a feature this reader does not know. Upgrade stagepack."""
 

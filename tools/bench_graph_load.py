@@ -80,7 +80,7 @@ def _graph_bytes(bundle: Bundle) -> int:
 def _load_graphs(path: Path) -> None:
     bundle = Bundle(path)
     for number in range(len(bundle.stages)):
-        file = bundle.graph_file(number, calls=False)
+        file = bundle.graph_file(number, module_calls=False)
         build(*file, resolve(file.graph.ops, (), bundle.stages[number].graph), torch.device("cpu"))
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from stagepack.errors import InputError, StagepackError, WriteError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Manifest
-from stagepack.format.reader import Bundle, raise_digest_problems
+from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, flatten_tree, unflatten_tree
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
 from stagepack_loaders.pipeline import Pipeline
@@ -73,7 +73,7 @@ def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], di
     """
     if bundle.example is None:
         raise InputError(f"{bundle.path}: the bundle has no example to run")
-    raise_digest_problems(bundle.check_digest(bundle.example.name))
+    bundle.check_digests([bundle.example.name])
     read_weight_header(bundle.example)
     arrays = array_ops(pipeline)
     tensors = arrays.load(bundle.example)

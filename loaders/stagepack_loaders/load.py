@@ -145,8 +145,7 @@ def load_stage(
         NotABundleError, VersionError, DigestError, FormatError, DeviceError, OperatorError, CompiledError: see `load`.
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-    if not 0 <= stage < len(opened.stages):
-        raise IndexError(f"expected a stage from 0 to {len(opened.stages) - 1}, found {stage}")
+    opened.stage(stage)
     if modules and (compile or compiled is not None):
         raise ValueError("modules excludes compile and compiled: a stage that runs by its modules runs as it is")
     prepared = prepare(opened, {stage: device}, runtime, modules=modules, types=types, allow_ops=allow_ops)

@@ -1,20 +1,26 @@
-"""Open a bundle and read what is asked for, checked (DESIGN: only what is asked for is read).
+"""Open a bundle and read the requested parts of it.
 
-Opening reads the manifest alone. A graph is read, compared with its digest and checked by the rules before it is
-given out; likewise the header of a weight file.
+Opening reads the manifest only. A graph is compared with its digest and checked against the rules before it is returned; so is the
+header of a weight file.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from stagepack.errors import DigestError, LimitError, NotABundleError, Problem
+from stagepack.errors import DigestError, FileNotListedError, LimitError, NotABundleError, Problem
 from stagepack.format import limits
 from stagepack.format.codec import convert_manifest, decode_graph, parse_json
-from stagepack.format.digest import sha256_of, sha256_of_file, stated_and_actual_digest
-from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
+from stagepack.format.digest import sha256_of, stated_and_actual_digest
+from stagepack.format.file_checks import (
+    check_digests,
+    check_size,
+    digest_problem,
+    is_plain_file,
+    raise_digest_problems,
+)
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge, File, Manifest, Stage
@@ -29,6 +35,8 @@ from stagepack.format.validate import (
     check_manifest,
     check_onnx,
     check_stage,
+    check_weights,
+    format_names,
     raise_problems,
 )
 from stagepack.format.weights import StoredTensor, read_weight_header
@@ -37,284 +45,311 @@ EXAMPLE_FILE_NAME = "example.safetensors"
 
 
 class GraphFile(NamedTuple):
-    """What a graph file holds: equal parts once, and all of it."""
+    """The content of a graph file.
+
+    Attributes:
+        folded: The graph as the file stores it, with regions and region calls.
+        graph: The same graph unfolded.
+    """
 
     folded: FoldedGraph
     graph: Graph
 
 
 class OnnxFile(NamedTuple):
-    """What an ONNX file holds: its bytes, and what was checked of them."""
+    """The content of an ONNX file.
+
+    Attributes:
+        content: The bytes of the file.
+        model: The parts of the file that the rules O2 to O5 are about.
+    """
 
     content: bytes
     model: OnnxModel
 
 
-def read_graph(content: bytes, where: str, *, newer: bool = False, calls: bool = True) -> GraphFile:
-    """Read the content of a graph file, checked; of a bundle of a `newer` minor version or not, with the `calls` of modules or not.
+def read_graph(content: bytes, file_name: str, *, newer: bool = False, module_calls: bool = True) -> GraphFile:
+    """Decode the content of a graph file, check it and unfold it.
+
+    Args:
+        content: The bytes of the file.
+        file_name: The name of the file, for messages.
+        newer: The bundle is of a newer minor version than this code; unknown fields are then ignored.
+        module_calls: Whether to keep the module calls; leaving them out is faster.
+
+    Returns:
+        The graph, folded and unfolded.
 
     Raises:
-        FormatError: it breaks rules.
+        FormatError: The content breaks a rule.
     """
-    folded = decode_graph(content, where, newer=newer)
-    raise_problems(check_folded(folded, where))
-    graph = unfold_graph(folded, where, calls=calls)
-    raise_problems(check_graph(graph, where))
+    folded = decode_graph(content, file_name, newer=newer)
+    raise_problems(check_folded(folded, file_name))
+    graph = unfold_graph(folded, file_name, module_calls=module_calls)
+    raise_problems(check_graph(graph, file_name))
     return GraphFile(folded, graph)
 
 
 class Bundle:
-    """An opened bundle: its manifest, and its graphs and weight headers on demand.
+    """An open bundle: its manifest, and its graphs and weight headers on request.
+
+    ``stagepack.open`` is another name of this class. It imports no torch and needs no `close`: every method opens the files that it
+    reads and closes them again.
 
     Attributes:
-        path: the folder.
-        manifest: the manifest, checked.
+        path: The folder of the bundle.
+        manifest: The checked manifest.
+
+    Example:
+        List the stages and the tensors between them, then verify every file::
+
+            bundle = stagepack.open("llama.stagepack")
+            for stage_number, stage in enumerate(bundle.stages):
+                print(stage_number, stage.inputs, stage.outputs, stage.weight_bytes)
+            for edge in bundle.edges:
+                print(edge.name, edge.dtype, edge.shape, edge.producer, edge.consumers)
+            operators = {op.name for op in bundle.graph(0).ops}
+            bundle.verify()
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read and check the manifest.
+        """Read and check the manifest; no other file is read.
+
+        Args:
+            path: The folder of the bundle.
 
         Raises:
-            NotABundleError: there is no bundle at `path`.
-            VersionError: a newer major version or an unknown feature.
-            FormatError: the manifest breaks rules; with `DigestError` and `LimitError` as the special cases.
+            NotABundleError: There is no bundle at `path`.
+            VersionError: The bundle is of a newer major version or needs an unknown feature.
+            DigestError: The manifest was changed after it was written.
+            LimitError: The manifest is over a limit.
+            FormatError: The manifest breaks another rule.
         """
         self.path = Path(path)
         self.manifest = _read_manifest(self.path)
 
     def __repr__(self) -> str:
-        """A line that names the folder and the number of stages."""
+        """The folder and the number of stages."""
         return f"<Bundle {str(self.path)!r}, {len(self.stages)} stages>"
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages in order."""
+        """The manifest entries of the stages, in order."""
         return self.manifest.stages
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The values that cross the boundaries: inputs of the model first, then in the order of their making."""
+        """The values that cross a boundary: the inputs of the model first, then in the order in which they are computed."""
         return self.manifest.edges
 
     @property
     def digest(self) -> str:
-        """The SHA-256 that names this bundle: of the manifest, which holds those of all files."""
+        """The SHA-256 of the manifest in hexadecimal. It identifies the bundle, because the manifest has the digests of all files."""
         return self.manifest.sha256
 
     @cached_property
     def files(self) -> dict[str, File]:
-        """The files that the manifest lists, by name."""
+        """The entries of the files that the manifest lists, by file name."""
         return {file.name: file for file in self.manifest.files}
 
     @cached_property
-    def _edge(self) -> dict[str, Edge]:
+    def _edge_of_name(self) -> dict[str, Edge]:
         return {edge.name: edge for edge in self.edges}
 
     @property
     def example(self) -> Path | None:
-        """The file with the example's inputs and results, if the bundle has one."""
+        """The path of the file with the example inputs and results, or None if the bundle has no example."""
         return self.path / EXAMPLE_FILE_NAME if EXAMPLE_FILE_NAME in self.files else None
 
-    def graph(self, stage: int) -> Graph:
+    def stage(self, stage_number: int) -> Stage:
+        """Return the manifest entry of one stage.
+
+        Args:
+            stage_number: The number of the stage, from 0. Negative numbers do not count from the end.
+
+        Raises:
+            IndexError: The bundle has no stage of this number.
+        """
+        if not 0 <= stage_number < len(self.stages):
+            raise IndexError(f"expected a stage from 0 to {len(self.stages) - 1}, found {stage_number}")
+        return self.stages[stage_number]
+
+    def graph(self, stage_number: int) -> Graph:
         """Read the graph of a stage.
 
-        Raises:
-            DigestError: the file is missing or is not the one that the manifest lists.
-            FormatError: it breaks rules.
-        """
-        return self.graph_file(stage).graph
+        Args:
+            stage_number: The number of the stage, from 0.
 
-    def graph_file(self, stage: int, *, calls: bool = True) -> GraphFile:
-        """Read the graph of a stage: as the file holds it, and unfolded, with the `calls` of modules or without, which is faster.
+        Returns:
+            The unfolded graph, with module calls.
 
         Raises:
-            DigestError: the file is missing or is not the one that the manifest lists.
-            FormatError: it breaks rules.
+            IndexError: The bundle has no stage of this number.
+            DigestError: The file is missing or differs from the one that the manifest lists.
+            FormatError: The graph breaks a rule.
         """
-        name = self.stages[stage].graph
-        file = read_graph(self.read(name), name, newer=is_newer_minor(self.manifest.version), calls=calls)
-        raise_problems(check_stage(file.graph, self.stages[stage], self._edge))
-        return file
+        return self.graph_file(stage_number).graph
 
-    def onnx_file(self, stage: int) -> OnnxFile:
-        """Read the ONNX file of a stage that has one; the headers of the weight files that it refers to, and its graph if it has state.
+    def graph_file(self, stage_number: int, *, module_calls: bool = True) -> GraphFile:
+        """Read the graph file of a stage.
+
+        Args:
+            stage_number: The number of the stage, from 0.
+            module_calls: Whether the unfolded graph has the module calls; leaving them out is faster.
+
+        Returns:
+            The graph as the file stores it, and unfolded.
 
         Raises:
-            DigestError: a file is missing or is not the one that the manifest lists.
-            FormatError: it breaks rules.
+            IndexError: The bundle has no stage of this number.
+            DigestError: The file is missing or differs from the one that the manifest lists.
+            FormatError: The graph breaks a rule.
         """
-        entry = self.stages[stage]
-        assert entry.onnx is not None
-        name = entry.onnx.model
-        content = self.read(name, limits.ONNX_BYTES)
-        model = parse_onnx_model(content, name)
-        stored = {}
-        for weights in (*entry.weights, *entry.onnx.weights):
-            raise_digest_problems(self.check_size(weights))
-            stored[weights] = tuple(read_weight_header(self.path / weights).values())
-        written = (
-            {weight.names[0]: weight for weight in self.graph_file(stage, calls=False).graph.weights}
-            if entry.state
-            else {}
-        )
-        values = self._edge | {
-            prefix + one: written[one] for one in entry.state if one in written for prefix in (STATE, NEXT)
-        }
-        raise_problems(check_onnx(model, entry, values, stored, name))
+        stage = self.stage(stage_number)
+        newer = is_newer_minor(self.manifest.version)
+        graph_file = read_graph(self.read(stage.graph), stage.graph, newer=newer, module_calls=module_calls)
+        raise_problems(check_stage(graph_file.graph, stage, self._edge_of_name))
+        return graph_file
+
+    def onnx_file(self, stage_number: int) -> OnnxFile:
+        """Read the ONNX file of a stage and check it against the manifest and the headers of its weight files.
+
+        If calls write weights of the stage, its graph is read too, for the types of these weights.
+
+        Args:
+            stage_number: The number of the stage, from 0.
+
+        Raises:
+            IndexError: The bundle has no stage of this number.
+            FileNotListedError: The stage has no ONNX model.
+            DigestError: A file is missing or differs from the one that the manifest lists.
+            FormatError: The ONNX file, a header or the graph breaks a rule.
+        """
+        stage = self.stage(stage_number)
+        if stage.onnx is None:
+            raise FileNotListedError(
+                f"{self.path}: stage {stage_number} has no ONNX model: add it with stagepack.add_onnx (stagepack onnx)"
+            )
+        file_name = stage.onnx.model
+        content = self.read(file_name, limits.ONNX_BYTES)
+        model = parse_onnx_model(content, file_name)
+        headers = self._read_headers((*stage.weights, *stage.onnx.weights))
+        expected_values: dict[str, Edge | Weight] = dict(self._edge_of_name)
+        if stage.state:
+            weights = self.graph_file(stage_number, module_calls=False).graph.weights
+            written = [weight for weight in weights if weight.names[0] in stage.state]
+            expected_values |= {f"{prefix}{weight.names[0]}": weight for weight in written for prefix in (STATE, NEXT)}
+        raise_problems(check_onnx(model, stage, expected_values, dict(headers), file_name))
         return OnnxFile(content, model)
 
-    def read(self, name: str, limit: int = limits.GRAPH_BYTES) -> bytes:
-        """Read a whole file that is not a weight file, of at most `limit` bytes, compared with its digest.
+    def read(self, file_name: str, max_bytes: int = limits.GRAPH_BYTES) -> bytes:
+        """Read a whole file into memory and compare it with its digest. Use it for files other than weight files.
+
+        Args:
+            file_name: The name of a file that the manifest lists.
+            max_bytes: Refuse a larger file.
 
         Raises:
-            DigestError: the file is missing or is not the one that the manifest lists.
-            LimitError: the manifest states a size over the limit.
+            FileNotListedError: The manifest does not list the file.
+            DigestError: The file is missing or differs from the one that the manifest lists.
+            LimitError: The manifest states more than `max_bytes`.
         """
-        if self.files[name].size > limit:
-            raise LimitError([Problem(rule="L1", where=name, message=f"over the limit of {limit} bytes")])
-        raise_digest_problems(self.check_size(name))
-        content = (self.path / name).read_bytes()
-        found = sha256_of(content)
-        if found != self.files[name].sha256:
-            raise DigestError([_changed(self.files[name], found)])
+        entry = self._entry(file_name)
+        if entry.size > max_bytes:
+            message = f"expected at most {max_bytes} bytes, found {entry.size}"
+            raise LimitError([Problem(rule="L1", where=file_name, message=message)])
+        raise_digest_problems(check_size(self.path, entry))
+        content = (self.path / file_name).read_bytes()
+        actual_digest = sha256_of(content)
+        if actual_digest != entry.sha256:
+            raise DigestError([digest_problem(entry, actual_digest)])
         return content
 
-    def tensors(self, stage: int, graph: Graph) -> dict[str, tuple[Path, StoredTensor]]:
-        """Where the bytes of a stage's weights lie: stored name -> file and place.
+    def tensors(self, stage_number: int, graph: Graph) -> dict[str, tuple[Path, StoredTensor]]:
+        """Locate the bytes of a stage's weights. Reads the headers of its weight files, not their data.
 
-        Reads the headers of the stage's weight files, not their data.
+        Args:
+            stage_number: The number of the stage, from 0.
+            graph: The graph of this stage, whose weights are compared with the headers.
 
-        Raises:
-            DigestError: a file is missing or has another size.
-            FormatError: a header breaks rules, or a weight of the graph is not there as the graph says (W7).
-        """
-        found: dict[str, tuple[Path, StoredTensor]] = {}
-        for name in self.stages[stage].weights:
-            raise_digest_problems(self.check_size(name))
-            index = read_weight_header(self.path / name)
-            twice = sorted(found.keys() & index.keys())
-            raise_problems(
-                Problem(rule="W7", where=name, message=f"{tensor[:80]!r} is in another file too") for tensor in twice
-            )
-            found.update((tensor, (self.path / name, place)) for tensor, place in index.items())
-        raise_problems(
-            problem for weight in graph.weights for problem in _check_weight(weight, found, self.stages[stage].graph)
-        )
-        return found
-
-    def check_size(self, name: str) -> list[Problem]:
-        """The problem with the existence or size of a file (D1), if there is one. Reads no data."""
-        expected = self.files[name]
-        try:
-            status = (self.path / name).lstat()
-        except OSError:
-            return [Problem(rule="D1", where=name, message="the file is missing")]
-        if not _is_plain_file(self.path / name):
-            return [Problem(rule="D1", where=name, message="not a plain file")]
-        if status.st_size != expected.size:
-            return [Problem(rule="D1", where=name, message=f"expected {expected.size} bytes, found {status.st_size}")]
-        return []
-
-    def check_digest(self, name: str) -> list[Problem]:
-        """The problem with the size or content of a file (D1, D2), if there is one. Reads all of it."""
-        problems = self.check_size(name)
-        if not problems and (found := sha256_of_file(self.path / name)) != self.files[name].sha256:
-            problems = [_changed(self.files[name], found)]
-        return problems
-
-    def check_digests(self, names: Iterable[str]) -> None:
-        """Compare files with their digests, several at a time.
+        Returns:
+            The file and the byte range of each stored tensor, by name; see `Weight.stored`.
 
         Raises:
-            DigestError: files are missing or are not those that the manifest lists.
+            IndexError: The bundle has no stage of this number.
+            DigestError: A file is missing or has another size.
+            FormatError: A header breaks a rule, or a weight of the graph does not fit its stored tensor (W7).
         """
-        raise_digest_problems(self._digest_problems(names))
+        stage = self.stage(stage_number)
+        headers = self._read_headers(stage.weights)
+        raise_problems(check_weights(graph.weights, headers, stage.graph))
+        return {tensor.name: (self.path / file_name, tensor) for file_name, tensors in headers for tensor in tensors}
 
-    def _digest_problems(self, names: Iterable[str]) -> list[Problem]:
-        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - 20 ms that opening a bundle has no use for
+    def check_digests(self, file_names: Iterable[str]) -> None:
+        """Compare files with their digests, several at a time in threads.
 
-        with ThreadPoolExecutor() as pool:
-            return [problem for problems in pool.map(self.check_digest, names) for problem in problems]
+        Args:
+            file_names: The names of files that the manifest lists.
+
+        Raises:
+            FileNotListedError: The manifest does not list a file.
+            DigestError: Files are missing or differ from those that the manifest lists.
+        """
+        raise_digest_problems(check_digests(self.path, map(self._entry, file_names)))
 
     def verify(self) -> None:
-        """Check every file and every rule.
+        """Check the digest of every file and every rule of the format. Reads the whole bundle.
 
         Raises:
-            DigestError: files are missing, changed or not listed.
-            FormatError: rules are broken.
+            DigestError: Files are missing, changed or not listed.
+            FormatError: A rule is broken.
         """
-        problems = self._digest_problems(self.files)
-        extra = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
+        problems = check_digests(self.path, self.manifest.files)
+        unlisted = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
         problems += [
-            Problem(rule="D4", where=name[:200], message="the file is not listed in the manifest") for name in extra
+            Problem(rule="D4", where=file_name[:200], message="the file is not listed in the manifest")
+            for file_name in unlisted
         ]
         raise_digest_problems(problems)
-        for stage in range(len(self.stages)):
-            self.tensors(stage, self.graph(stage))
-            if self.stages[stage].onnx is not None:
-                self.onnx_file(stage)
+        for stage_number, stage in enumerate(self.stages):
+            self.tensors(stage_number, self.graph(stage_number))
+            if stage.onnx is not None:
+                self.onnx_file(stage_number)
         if self.example:
             read_weight_header(self.example)
 
+    def _entry(self, file_name: str) -> File:
+        if file_name not in self.files:
+            listed = format_names(sorted(self.files))
+            raise FileNotListedError(f"{self.path}: expected one of the files {listed}, found {file_name[:200]!r}")
+        return self.files[file_name]
 
-def raise_digest_problems(problems: list[Problem]) -> None:
-    """Raise one `DigestError` with all the problems, if there are any."""
-    if problems:
-        raise DigestError(problems)
+    def _read_headers(self, file_names: Iterable[str]) -> list[tuple[str, tuple[StoredTensor, ...]]]:
+        """The name and the tensors of each weight file."""
+        headers = []
+        for file_name in file_names:
+            raise_digest_problems(check_size(self.path, self._entry(file_name)))
+            headers.append((file_name, tuple(read_weight_header(self.path / file_name).values())))
+        return headers
 
 
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
-    if not _is_plain_file(path):
+    if not is_plain_file(path):
         raise NotABundleError(f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME} [M1]")
-    if path.stat().st_size > limits.MANIFEST_BYTES:
-        raise LimitError(
-            [Problem(rule="L1", where=MANIFEST_NAME, message=f"over the limit of {limits.MANIFEST_BYTES} bytes")]
-        )
+    file_size = path.stat().st_size
+    if file_size > limits.MANIFEST_BYTES:
+        message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {file_size}"
+        raise LimitError([Problem(rule="L1", where=MANIFEST_NAME, message=message)])
     content = path.read_bytes()
     fields = parse_json(content, MANIFEST_NAME)
     if not isinstance(fields, dict) or fields.get("format") != "stagepack":
         raise NotABundleError(f'{path}: not a stagepack manifest: expected the field "format": "stagepack" [M1]')
     check_version(fields, MANIFEST_NAME)
-    stated, found = stated_and_actual_digest(content)
-    if stated != found:
-        message = f"its digest is {found}, it states {stated}: the file was changed"
+    stated_digest, actual_digest = stated_and_actual_digest(content)
+    if stated_digest != actual_digest:
+        message = f"the manifest states the sha256 {stated_digest}, found {actual_digest}: the file was changed"
         raise DigestError([Problem(rule="D3", where=MANIFEST_NAME, message=message)])
     manifest = convert_manifest(fields, MANIFEST_NAME)
     raise_problems(check_manifest(manifest))
     return manifest
-
-
-def _is_plain_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def _changed(file: File, found: str) -> Problem:
-    return Problem(
-        rule="D2", where=file.name, message=f"the content was changed: expected sha256 {file.sha256}, found {found}"
-    )
-
-
-def _check_weight(weight: Weight, found: dict[str, tuple[Path, StoredTensor]], where: str) -> Iterator[Problem]:
-    """The disagreements of a weight of the graph with the tensor that holds its bytes (W7)."""
-    name = weight.names[0][:80]
-    if weight.zeros:
-        if weight.stored in found:
-            yield Problem(
-                rule="W7", where=where, message=f"the weight {name!r} is all zeros, but a weight file holds it"
-            )
-        return
-    if weight.stored not in found:
-        yield Problem(rule="W7", where=where, message=f"the weight {name!r} is in none of the stage's weight files")
-        return
-    tensor = found[weight.stored][1]
-    if weight.base is None:
-        stored = (STORED_NAME[weight.dtype], stored_shape(weight.dtype, weight.shape))
-        if (tensor.dtype, tensor.shape) != stored:
-            message = f"the weight {name!r} is {weight.dtype} {list(weight.shape)}, its file has {tensor.dtype} {list(tensor.shape)}"
-            yield Problem(rule="W7", where=where, message=message)
-        return
-    strides = weight.strides or ()
-    last = weight.offset + sum((size - 1) * stride for size, stride in zip(weight.shape, strides, strict=True))
-    if 0 not in weight.shape and (last + 1) * ITEM_SIZE[weight.dtype] > tensor.end - tensor.start:
-        yield Problem(rule="W7", where=where, message=f"the view {name!r} reaches past the end of {weight.base[:80]!r}")

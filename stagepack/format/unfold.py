@@ -18,24 +18,26 @@ _T = TypeVar("_T")
 _Texts = Mapping[str, str]
 
 
-def unfold_graph(folded: FoldedGraph, where: str = "", *, calls: bool = True) -> Graph:
+def unfold_graph(folded: FoldedGraph, where: str = "", *, module_calls: bool = True) -> Graph:
     """Fill in all calls of regions. `folded` keeps the rules that `validate.check_folded` checks.
 
     The scopes of a folded graph stand sorted by path and type in the graph; its weights in the order of their first use, and
-    after them those that no node uses; its calls of modules in the order of their nodes. Without `calls` these are left out,
+    after them those that no node uses; its calls of modules in the order of their nodes. Without `module_calls` these are left out,
     which is faster.
 
     Raises:
         FormatError: a hole cannot be filled (F5).
     """
     fields = {name: getattr(folded, name) for name in Graph.__struct_fields__}
-    if not calls:
+    if not module_calls:
         fields["calls"] = ()
     if not folded.regions:
         return Graph(**fields)
     try:
-        steps = list(_Steps(folded.regions, calls=calls).of(folded))
-        inner = [rename_call(call, step.texts.__getitem__) for step in steps for call in step.calls] if calls else []
+        steps = list(_Steps(folded.regions, module_calls=module_calls).of(folded))
+        inner = (
+            [rename_call(call, step.texts.__getitem__) for step in steps for call in step.calls] if module_calls else []
+        )
     except TemplateError as error:
         raise FormatError([Problem(rule="F5", where=where, message=str(error))]) from None
     scopes = sorted({*folded.scopes, *(scope for step in steps for scope in step.scopes)}, key=_order)
@@ -84,9 +86,9 @@ class _Step:
 class _Steps:
     """The calls of a graph, filled in."""
 
-    def __init__(self, regions: Sequence[Region], *, calls: bool) -> None:
+    def __init__(self, regions: Sequence[Region], *, module_calls: bool) -> None:
         self._regions = regions
-        parts = regions if calls else [replace(region, calls=()) for region in regions]
+        parts = regions if module_calls else [replace(region, calls=()) for region in regions]
         self._templates = [sorted(set(names_in_region(region))) for region in parts]
         self._makers = [[_filler(item) for item in region.nodes if isinstance(item, Node)] for region in regions]
 

@@ -203,7 +203,7 @@ def test_a_manifest_that_lies_is_refused_when_it_is_opened(attack: Attack, edito
 def test_a_manifest_over_the_limit_is_refused_unread(editor: BundleEditor) -> None:
     with (editor / "manifest.json").open("r+b") as file:
         file.truncate(limits.MANIFEST_BYTES + 1)  # a hole: no disk is used
-    attack = case("large", lambda _: None, f"over the limit of {limits.MANIFEST_BYTES} bytes", LimitError)
+    attack = case("large", lambda _: None, f"expected at most {limits.MANIFEST_BYTES} bytes", LimitError)
     check(attack, editor)
 
 
@@ -212,9 +212,9 @@ def test_a_graph_that_is_said_to_be_over_the_limit_is_refused_unread(editor: Bun
     names = [file["name"] for file in editor.manifest()["files"]]
     put("files", names.index("stage-1.msgpack"), "size", value=size)(editor)
     editor.truncate("stage-1.msgpack", size)  # a hole: no disk is used
-    with pytest.raises(LimitError, match=r"stage-1\.msgpack: over the limit"):
+    with pytest.raises(LimitError, match=r"stage-1\.msgpack: expected at most"):
         stagepack.open(editor.path).graph(1)
-    with pytest.raises(LimitError, match=r"stage-1\.msgpack: over the limit"):
+    with pytest.raises(LimitError, match=r"stage-1\.msgpack: expected at most"):
         stagepack.load(editor.path)
 
 

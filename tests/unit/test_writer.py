@@ -129,7 +129,7 @@ def test_a_name_may_be_relative_and_end_with_a_slash(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with BundleWriter("m.stagepack/", overwrite=False) as writer:
         write(writer, manifest())
-    assert Bundle("m.stagepack").check_digest("stage-0.msgpack") == []
+    Bundle("m.stagepack").check_digests(["stage-0.msgpack"])
     assert [path.name for path in tmp_path.iterdir()] == ["m.stagepack"]
 
 

@@ -183,7 +183,7 @@ class OnnxRuntimeStage:
     def _table(self) -> tuple[Weight, ...]:
         bundle, name = self._prepared.bundle, self._prepared.entry.graph
         newer = is_newer_minor(bundle.manifest.version)
-        return read_graph(self._prepared.graph, name, newer=newer, calls=False).graph.weights
+        return read_graph(self._prepared.graph, name, newer=newer, module_calls=False).graph.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

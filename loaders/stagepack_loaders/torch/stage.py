@@ -233,7 +233,7 @@ def _prepare(
 ) -> Prepared:
     """Read all of one stage but its weights: its graph, the operators it needs, the headers of its weight files."""
     entry = bundle.stages[number]
-    folded, graph = bundle.graph_file(number, calls=modules)
+    folded, graph = bundle.graph_file(number, module_calls=modules)
     targets = resolve(graph.ops, allow_ops, entry.graph)
     if dense:  # a view that was possible may not be; where it is, both are the same
         aten = torch.ops.aten

@@ -11,5 +11,7 @@ from stagepack.format.validate.names import SIGNATURE_NAME as SIGNATURE_NAME
 from stagepack.format.validate.names import is_identifier as is_identifier
 from stagepack.format.validate.names import is_tensor_name as is_tensor_name
 from stagepack.format.validate.onnx import check_onnx as check_onnx
+from stagepack.format.validate.problems import format_names as format_names
 from stagepack.format.validate.problems import raise_problems as raise_problems
 from stagepack.format.validate.stage import check_stage as check_stage
+from stagepack.format.validate.weights import check_weights as check_weights
