@@ -1,6 +1,6 @@
-"""Pictures -> classes, by a served ResNet: `classify.py URL PICTURE...`.
+"""Classify images with a served ResNet: `classify.py ADDRESS IMAGE...`.
 
-Reading, scaling and norming the pictures is done here, in the client. Needs `tritonclient[grpc]` and `pillow`, no torch.
+The client reads, scales and normalizes the images. Needs `tritonclient[grpc]` and `pillow`, not torch.
 """
 
 import sys
@@ -9,31 +9,34 @@ import numpy
 import tritonclient.grpc
 from PIL import Image
 
-SIDE = 224  # pixels
-MEAN, DEVIATION = numpy.float32([0.485, 0.456, 0.406]), numpy.float32([0.229, 0.224, 0.225])  # those of ImageNet
+IMAGE_SIZE = 224  # pixels, height and width
+# Mean and standard deviation of the color channels in ImageNet.
+CHANNEL_MEAN = numpy.float32([0.485, 0.456, 0.406])
+CHANNEL_DEVIATION = numpy.float32([0.229, 0.224, 0.225])
 
 
-def read(path: str) -> numpy.ndarray:
-    """A picture as the model takes it: the middle of it, [3, 224, 224]."""
-    picture = Image.open(path).convert("RGB")
-    scale = SIDE / min(picture.size)
-    picture = picture.resize((round(picture.width * scale), round(picture.height * scale)), Image.Resampling.BILINEAR)
-    left, top = (picture.width - SIDE) // 2, (picture.height - SIDE) // 2
-    pixels = numpy.asarray(picture.crop((left, top, left + SIDE, top + SIDE)), "float32") / 255
-    return ((pixels - MEAN) / DEVIATION).transpose(2, 0, 1)
+def read_image(path: str) -> numpy.ndarray:
+    """Read the center of an image, normalized as ImageNet models expect: float32 [3, 224, 224]."""
+    image = Image.open(path).convert("RGB")
+    scale = IMAGE_SIZE / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR)
+    left, top = (image.width - IMAGE_SIZE) // 2, (image.height - IMAGE_SIZE) // 2
+    center = image.crop((left, top, left + IMAGE_SIZE, top + IMAGE_SIZE))
+    pixels = numpy.asarray(center, "float32") / 255
+    return ((pixels - CHANNEL_MEAN) / CHANNEL_DEVIATION).transpose(2, 0, 1)
 
 
 def main() -> None:
-    """Print the most likely class of each picture, and how likely it is."""
-    url, *paths = sys.argv[1:]
-    pixels = numpy.stack([read(path) for path in paths]).astype("float32")
-    given = tritonclient.grpc.InferInput("pixel_values", list(pixels.shape), "FP32").set_data_from_numpy(pixels)
-    client = tritonclient.grpc.InferenceServerClient(url)
-    logits = client.infer("resnet", [given]).as_numpy("logits")
-    likely = numpy.exp(logits - logits.max(1, keepdims=True))
-    likely /= likely.sum(1, keepdims=True)
-    for path, row in zip(paths, likely, strict=True):
-        print(f"{path}: class {row.argmax()}, {row.max():.1%}")
+    """Print the most likely class of each image and its probability."""
+    address, *paths = sys.argv[1:]
+    pixels = numpy.stack([read_image(path) for path in paths]).astype("float32")
+    pixel_input = tritonclient.grpc.InferInput("pixel_values", list(pixels.shape), "FP32").set_data_from_numpy(pixels)
+    client = tritonclient.grpc.InferenceServerClient(address)
+    logits = client.infer("resnet", [pixel_input]).as_numpy("logits")
+    probabilities = numpy.exp(logits - logits.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    for path, class_probabilities in zip(paths, probabilities, strict=True):
+        print(f"{path}: class {class_probabilities.argmax()}, {class_probabilities.max():.1%}")
     client.close()
 
 

@@ -1,6 +1,6 @@
-"""A decoder to serve, whose key-value cache lives in its stages: `stagepack export decoder.py:make --inputs decoder.py:inputs`.
+"""A decoder with a key-value cache in its stages: `stagepack export decoder.py:make --inputs decoder.py:inputs`.
 
-Its weights are random; load yours here. It reads and writes bytes, so that no tokenizer is needed.
+Its weights are random; load your own here. Its tokens are bytes, so it needs no tokenizer.
 """
 
 import torch
@@ -9,11 +9,11 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 
 import stagepack
 
-LONGEST = 128  # positions in the cache
+MAX_POSITIONS = 128  # in the cache
 
 
 def llama() -> LlamaForCausalLM:
-    """The model, without a cache of its own."""
+    """Return the model without a cache."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -27,13 +27,13 @@ def llama() -> LlamaForCausalLM:
 
 
 def make() -> torch.nn.Module:
-    """The model, one token a call; buffers hold the keys and values of the tokens before."""
+    """Return the model that reads one token per call; its buffers hold the keys and values of the earlier tokens."""
     model = llama()
-    cache = {"batch_size": 1, "max_cache_len": LONGEST, "device": "cpu"}
-    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    cache_config = {"batch_size": 1, "max_cache_len": MAX_POSITIONS, "device": "cpu"}
+    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache_config)
     return TorchExportableModuleWithStaticCache(model)
 
 
 def inputs() -> stagepack.Inputs:
-    """A token and its position."""
+    """Return example inputs: a token and its position."""
     return stagepack.Inputs(kwargs={"input_ids": torch.tensor([[65]]), "cache_position": torch.tensor([0])})

@@ -1,6 +1,6 @@
-"""Sentences -> their similarities, by a served MiniLM: `embed.py URL TOKENIZER_JSON SENTENCE...`.
+"""Compare sentences with a served MiniLM: `embed.py ADDRESS TOKENIZER_JSON SENTENCE...`.
 
-The tokenizer runs here, in the client; the server knows token numbers only. Needs `tritonclient[http]` and `tokenizers`, no torch.
+The client tokenizes; the server receives token ids only. Needs `tritonclient[http]` and `tokenizers`, not torch.
 """
 
 import sys
@@ -9,33 +9,33 @@ import numpy
 import tritonclient.http
 from tokenizers import Tokenizer
 
-LONGEST = 512  # tokens, as the model was exported
+MAX_TOKENS = 512  # per sentence, the range that the model was exported with
 
 
 def embed(client: tritonclient.http.InferenceServerClient, tokenizer: Tokenizer, sentences: list[str]) -> numpy.ndarray:
-    """The embeddings of sentences: the mean over each one's tokens, of length 1; [sentence, 384]."""
-    encoded = tokenizer.encode_batch(sentences)
-    ids = numpy.array([one.ids for one in encoded])
-    mask = numpy.array([one.attention_mask for one in encoded])
+    """Return the embedding of each sentence, the normalized mean over its tokens: float32 [sentence, 384]."""
+    encodings = tokenizer.encode_batch(sentences)
+    token_ids = numpy.array([encoding.ids for encoding in encodings])
+    attention_mask = numpy.array([encoding.attention_mask for encoding in encodings])
     inputs = [
-        tritonclient.http.InferInput(name, list(array.shape), "INT64").set_data_from_numpy(array)
-        for name, array in (("input_ids", ids), ("attention_mask", mask))
+        tritonclient.http.InferInput(input_name, list(array.shape), "INT64").set_data_from_numpy(array)
+        for input_name, array in (("input_ids", token_ids), ("attention_mask", attention_mask))
     ]
-    tokens = client.infer("minilm", inputs).as_numpy("last_hidden_state")
-    means = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+    hidden_states = client.infer("minilm", inputs).as_numpy("last_hidden_state")
+    means = (hidden_states * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdims=True)
     return means / numpy.linalg.norm(means, axis=1, keepdims=True)
 
 
 def main() -> None:
-    """Print the similarity of each sentence with each."""
-    url, tokenizer_file, *sentences = sys.argv[1:]
-    tokenizer = Tokenizer.from_file(tokenizer_file)
+    """Print the cosine similarity of each sentence to every sentence."""
+    address, tokenizer_path, *sentences = sys.argv[1:]
+    tokenizer = Tokenizer.from_file(tokenizer_path)
     tokenizer.enable_padding()
-    tokenizer.enable_truncation(LONGEST)
-    client = tritonclient.http.InferenceServerClient(url)
-    found = embed(client, tokenizer, sentences)
-    for row, sentence in zip(found @ found.T, sentences, strict=True):
-        print("  ".join(f"{value:5.2f}" for value in row) + f"   {sentence}")
+    tokenizer.enable_truncation(MAX_TOKENS)
+    client = tritonclient.http.InferenceServerClient(address)
+    embeddings = embed(client, tokenizer, sentences)
+    for similarities, sentence in zip(embeddings @ embeddings.T, sentences, strict=True):
+        print("  ".join(f"{similarity:5.2f}" for similarity in similarities) + f"   {sentence}")
     client.close()
 
 

@@ -1,7 +1,7 @@
-"""Texts -> their continuations, token by token, by a served decoder: `generate.py URL TOKENS TEXT...`.
+"""Continue texts, token by token, with a served decoder: `generate.py ADDRESS NEW_TOKENS TEXT...`.
 
-Each text is a sequence of requests, whose state the server keeps: it begins with `sequence_start`, and ends with `sequence_end`. The texts
-take turns, so that all of them are under way at once. Needs `tritonclient[grpc]`, no torch.
+Each text is a sequence of requests whose state the server keeps, from `sequence_start` to `sequence_end`. The texts take turns, so the
+server holds the state of all of them at once. Needs `tritonclient[grpc]`, not torch.
 """
 
 import sys
@@ -10,43 +10,67 @@ import numpy
 import tritonclient.grpc
 
 
-class Sequence:
-    """A text that grows; its tokens are its bytes."""
+class GrowingText:
+    """A text that the model continues; its tokens are its bytes in UTF-8.
 
-    def __init__(self, client: tritonclient.grpc.InferenceServerClient, number: int, text: str, tokens: int) -> None:
-        """`number` is not 0, and no other sequence at the server has it; `tokens` are to be written."""
+    Attributes:
+        tokens: the tokens of the text and of its continuation so far.
+    """
+
+    def __init__(
+        self, client: tritonclient.grpc.InferenceServerClient, sequence_id: int, text: str, new_tokens: int
+    ) -> None:
+        """Start a sequence.
+
+        Args:
+            client: the client that sends the requests.
+            sequence_id: not 0, and not used by another sequence of the server.
+            text: the beginning of the text.
+            new_tokens: the number of tokens to generate.
+        """
         self.tokens = list(text.encode())
         self._client = client
-        self._number = number
-        self._read = 0
-        self._whole = len(self.tokens) + tokens
+        self._sequence_id = sequence_id
+        self._position = 0
+        self._final_length = len(self.tokens) + new_tokens
 
     def step(self) -> bool:
-        """Give the server the next token; whether there is more to do."""
+        """Send the next token, and keep the generated one once the text is read. Return whether there are more steps."""
         inputs = []
-        for name, array in (("input_ids", [[self.tokens[self._read]]]), ("cache_position", [self._read])):
-            value = numpy.array(array)
-            inputs.append(tritonclient.grpc.InferInput(name, list(value.shape), "INT64").set_data_from_numpy(value))
-        last = self._read + 2 == self._whole  # the answer to it is the last token
+        for input_name, nested_list in (
+            ("input_ids", [[self.tokens[self._position]]]),
+            ("cache_position", [self._position]),
+        ):
+            array = numpy.array(nested_list)
+            request_input = tritonclient.grpc.InferInput(input_name, list(array.shape), "INT64")
+            inputs.append(request_input.set_data_from_numpy(array))
+        is_last = self._position + 2 == self._final_length  # its answer holds the last token
         answer = self._client.infer(
-            "decoder", inputs, sequence_id=self._number, sequence_start=self._read == 0, sequence_end=last
+            "decoder",
+            inputs,
+            sequence_id=self._sequence_id,
+            sequence_start=self._position == 0,
+            sequence_end=is_last,
         )
-        self._read += 1
-        if self._read == len(self.tokens):
+        self._position += 1
+        if self._position == len(self.tokens):
             self.tokens.append(int(answer.as_numpy("output")[0, -1].argmax()))
-        return not last
+        return not is_last
 
 
 def main() -> None:
     """Print the tokens of each text with its continuation."""
-    url, tokens, *texts = sys.argv[1:]
-    client = tritonclient.grpc.InferenceServerClient(url)
-    sequences = [Sequence(client, number, text, int(tokens)) for number, text in enumerate(texts, start=1)]
-    running = list(sequences)
-    while running:
-        running = [sequence for sequence in running if sequence.step()]
-    for sequence in sequences:
-        print(*sequence.tokens)
+    address, new_tokens, *beginnings = sys.argv[1:]
+    client = tritonclient.grpc.InferenceServerClient(address)
+    texts = [
+        GrowingText(client, sequence_id, beginning, int(new_tokens))
+        for sequence_id, beginning in enumerate(beginnings, start=1)
+    ]
+    unfinished = list(texts)
+    while unfinished:
+        unfinished = [text for text in unfinished if text.step()]
+    for text in texts:
+        print(*text.tokens)
     client.close()
 
 

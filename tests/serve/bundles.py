@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch._higher_order_ops.while_loop import while_loop
 
 import stagepack
 
@@ -123,6 +124,20 @@ class Together(torch.nn.Module):
 
     def forward(self, x):
         return {"y": self.layer(x - x.mean(0, keepdim=True))}
+
+
+class Slow(torch.nn.Module):
+    """Takes a while: as many products as the first input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.full((512, 512), 1e-3))
+
+    def forward(self, x, times):
+        def step(number, value):
+            return number - 1, torch.tanh(value @ self.weight)
+
+        return while_loop(lambda number, value: number > 0, step, (times.clone(), x))[1]
 
 
 def minilm_folder() -> Path:

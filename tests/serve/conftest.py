@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import stagepack
 from stagepack.cli import main
-from tests.serve.bundles import export_all
+from tests.serve.bundles import Slow, export_all
 from tests.serve.servers import Client, Server, stagepack_server, triton_server, why_no_triton
 
 # Bundles that the servers of the compatibility suite serve.
@@ -58,3 +59,11 @@ def small(bundles) -> Iterator[Server]:
     """A server of narrow limits."""
     with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def slow(tmp_path_factory) -> Path:
+    """A bundle whose calls take as long as an input says."""
+    path = tmp_path_factory.mktemp("slow") / "slow.stagepack"
+    stagepack.export(Slow(), (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
+    return path

@@ -44,9 +44,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def stagepack_server(bundles: Sequence[str | Path], *options: str) -> Iterator[Server]:
-    """`stagepack serve`."""
-    command = [STAGEPACK, "serve", *map(str, bundles), "--http-port", "0", "--grpc-port", "0", "--json", *options]
+def stagepack_server(bundles: Sequence[str | Path], *options: str, prefix: Sequence[str] = ()) -> Iterator[Server]:
+    """`stagepack serve`; `prefix` is a command that runs it, such as nohup."""
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    command = [*prefix, STAGEPACK, "serve", *map(str, bundles), *ports, "--json", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         lines: list[str] = []
@@ -208,3 +209,10 @@ def skips_request(rows: int = 2) -> dict[str, Any]:
         {"name": "weight", "datatype": "FP32", "shape": [rows, 1], "data": [0.5] * rows},
     ]
     return {"inputs": inputs, "outputs": [{"name": "y"}]}
+
+
+def ask_slow(server: Server, times: int, protocol: str = "http", **options: Any) -> numpy.ndarray:
+    """The answer of the bundle ``slow`` after so many products."""
+    with contextlib.closing(Client(protocol, server)) as client:
+        given = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
+        return client.ask("slow", given, outputs=["output"], **options)["output"]

@@ -55,7 +55,7 @@ def test_images(tmp_path):
     picture = EXAMPLES.parent / "docs" / "report.png"
     with stagepack_server([bundle]) as server:
         printed = run("classify", f"127.0.0.1:{server.grpc}", picture, picture)
-    pixels = torch.from_numpy(module("classify").read(str(picture))).float()[None]
+    pixels = torch.from_numpy(module("classify").read_image(str(picture))).float()[None]
     with torch.no_grad():
         likely = stagepack.load(bundle)(pixel_values=pixels.repeat(2, 1, 1, 1))["logits"].softmax(1)[0]
     line = f"{picture}: class {likely.argmax()}, {likely.max():.1%}"

@@ -1,11 +1,10 @@
-"""What `stagepack serve` refuses, and how it stops."""
+"""Requests that `stagepack serve` refuses: malformed, too large, too many, too slow."""
 
 import concurrent.futures
 import contextlib
 import gzip
 import http.client
 import json
-import signal
 import socket
 import time
 import urllib.request
@@ -15,35 +14,13 @@ import msgspec
 import numpy
 import pytest
 import torch
-from torch._higher_order_ops.while_loop import while_loop
 from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack_serving.server.messages import from_numbers
-from tests.serve.servers import INFER, Client, post, skips_request, stagepack_server
+from tests.serve.servers import INFER, Client, ask_slow, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
-
-
-class Slow(torch.nn.Module):
-    """Takes a while: as many products as the first input says."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("weight", torch.full((512, 512), 1e-3))
-
-    def forward(self, x, times):
-        def step(number, value):
-            return number - 1, torch.tanh(value @ self.weight)
-
-        return while_loop(lambda number, value: number > 0, step, (times.clone(), x))[1]
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    path = tmp_path_factory.mktemp("slow") / "slow.stagepack"
-    stagepack.export(Slow(), (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
-    return path
 
 
 def test_a_body_that_is_too_large(small):
@@ -165,12 +142,6 @@ def test_paths_and_methods(small):
     assert (found, bool(answer["error"])) == (405, True)
 
 
-def ask_slow(server, times, protocol="http", **options):
-    with contextlib.closing(Client(protocol, server)) as client:
-        given = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
-        return client.ask("slow", given, outputs=["output"], **options)["output"]
-
-
 def test_deadlines(slow):
     with stagepack_server([slow], "--deadline-s", "0.5") as server:
         for protocol, status in (("http", "504"), ("grpc", "StatusCode.DEADLINE_EXCEEDED")):
@@ -196,17 +167,6 @@ def test_a_full_queue(slow):
         assert ask_slow(server, 1).shape == (256, 512)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_was_accepted_is_answered_before_the_end(slow, number):
-    with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask_slow, server, 300, protocol) for protocol in ("http", "grpc", "http", "grpc")]
-        time.sleep(0.5)
-        server.process.send_signal(number)
-        assert all(one.result().shape == (256, 512) for one in asked)
-        assert server.process.wait(timeout=30) == 0
-        assert json.loads(server.process.stdout.read())["answers"] == {"OK": 4}
-
-
 def test_clients_that_hang_up_are_not_worked_for(slow):
     with stagepack_server([slow]) as server:
         given = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}
@@ -223,30 +183,6 @@ def test_clients_that_hang_up_are_not_worked_for(slow):
         assert server.stop() == 0
         answers = json.loads(server.process.stdout.read())["answers"]
     assert answers["HUNG_UP"] >= 4  # the first one may be done, and ran to its end anyhow
-
-
-def test_a_run_that_was_given_up_does_not_hold_the_end(slow):
-    with stagepack_server([slow], "--deadline-s", "0.3", "--linger-s", "0", "--drain-s", "1") as server:
-        with pytest.raises(InferenceServerException):
-            ask_slow(server, 50_000)
-        started = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - started < 5
-
-
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_what_is_not_done_when_the_drain_ends_is_refused(slow, protocol):
-    with (
-        stagepack_server([slow], "--linger-s", "0", "--drain-s", "1") as server,
-        concurrent.futures.ThreadPoolExecutor(1) as pool,
-    ):
-        asked = pool.submit(ask_slow, server, 50_000, protocol)
-        time.sleep(0.5)
-        started = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - started < 8
-        assert asked.exception().status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
-        assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1}
 
 
 class Wide(torch.nn.Module):
@@ -279,27 +215,3 @@ def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles):
             client.raw.infer("half", given, outputs=[client.module.InferRequestedOutput("output", binary_data=False)])
         page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
         assert "stagepack_batch_rows_count" not in page
-
-
-def test_a_second_signal_ends_at_once(slow):
-    with stagepack_server([slow]) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask_slow, server, 10_000)
-        time.sleep(0.5)
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=5) != 0
-        assert asked.exception() is not None
-
-
-def test_it_says_that_it_stops(slow):
-    with stagepack_server([slow], "--linger-s", "2") as server:
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        connection = http.client.HTTPConnection("127.0.0.1", server.http)
-        connection.request("GET", "/v2/health/ready")
-        answer = connection.getresponse()
-        assert (answer.status, answer.headers["connection"]) == (503, "close")
-        connection.close()
-        assert ask_slow(server, 1).shape == (256, 512)
-        assert server.process.wait(timeout=30) == 0

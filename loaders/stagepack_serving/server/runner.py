@@ -8,6 +8,7 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.example import array_ops
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.protocol.value_errors import raises_input_errors
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.sequences import Sequence
 
@@ -34,15 +35,19 @@ class StageRunner:
         started = time.perf_counter()
         with self._arrays.inference():
             if sequence is None:
-                self._pipeline.run_stage(stage, values)
+                self._run_stage(stage, values)
             else:
                 held = loaded.swap_state(sequence.states[stage] if stage in sequence.states else loaded.fresh_state())
                 try:
-                    self._pipeline.run_stage(stage, values)
+                    self._run_stage(stage, values)
                 finally:
                     sequence.states[stage] = loaded.swap_state(held)
             self._arrays.wait(loaded.device)
         self._seconds[stage].observe(time.perf_counter() - started)
+
+    def _run_stage(self, stage: int, values: dict[str, Any]) -> None:
+        with raises_input_errors(stage):
+            self._pipeline.run_stage(stage, values)
 
     def end(self, values: dict[str, Any], sequence: Sequence | None) -> Mapping[str, Array]:
         """The outputs by name; they are not on memory that a later call of the sequence writes."""

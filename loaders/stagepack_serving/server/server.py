@@ -47,12 +47,13 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def serve(models: Models, addresses: Addresses, listening: Callable[[Addresses], None]) -> bool:
-    """Answer requests until SIGTERM or SIGINT; then finish those that were accepted. `listening` is told where, once it does.
+    """Answer requests until SIGTERM, SIGHUP or SIGINT; then finish those that were accepted. `listening` is told where, once it does.
 
     Returns whether all is done; if not, threads still work on requests that were given up, and only the end of the process ends them.
 
-    SIGTERM is what orchestrators send: for a while more requests are taken, while clients hear that the server is not ready and get
-    their connections closed with their answers. A second signal ends the process at once.
+    SIGTERM is what orchestrators send, SIGHUP what a terminal sends that closes: for a while more requests are taken, while clients
+    hear that the server is not ready and get their connections closed with their answers. A second SIGTERM or SIGINT ends the process
+    at once.
 
     Raises:
         AddressError: it cannot listen there.
@@ -73,11 +74,11 @@ async def serve(models: Models, addresses: Addresses, listening: Callable[[Addre
             timeout_graceful_shutdown=math.ceil(limits.drain + _ERRORS),
         )
         rest = _Uvicorn(config)
-        stop = _signals()
+        stop = _stop_signal()
         await rpc.start()
         running = asyncio.create_task(rest.serve(sockets=[http]))
         listening(Addresses(host=addresses.host, http_port=http.getsockname()[1], grpc_port=grpc_port))
-        if await stop == signal.SIGTERM:
+        if await stop != signal.SIGINT:
             models.ready = False
             await asyncio.sleep(limits.linger)
         models.ready = False
@@ -110,20 +111,29 @@ def _rpc_server(models: Models, addresses: Addresses) -> tuple[grpc.aio.Server, 
         ) from None
 
 
-def _signals() -> asyncio.Future[signal.Signals]:
-    """The first signal to stop, when it comes; the next one does what signals do."""
+def _stop_signal() -> asyncio.Future[signal.Signals]:
+    """The first signal that stops the server, when it arrives.
+
+    After SIGTERM or SIGINT, the next one of them has its default action, which ends the process at once. A hang-up never does: a shell
+    and the kernel both send SIGHUP when a terminal closes, and systemd sends it right after SIGTERM (``SendSIGHUP=``). A server that
+    was started with SIGHUP ignored, as by nohup, keeps ignoring it.
+    """
     loop = asyncio.get_running_loop()
-    came: asyncio.Future[signal.Signals] = loop.create_future()
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    first_signal: asyncio.Future[signal.Signals] = loop.create_future()
+    ending = (signal.SIGTERM, signal.SIGINT)
 
-    def stop(number: signal.Signals) -> None:
-        came.set_result(number)
-        for one in numbers:
-            loop.remove_signal_handler(one)
+    def stop(received: signal.Signals) -> None:
+        if not first_signal.done():
+            first_signal.set_result(received)
+        if received in ending:
+            for number in ending:
+                loop.remove_signal_handler(number)
 
-    for number in numbers:
+    for number in ending:
         loop.add_signal_handler(number, stop, number)
-    return came
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
+    return first_signal
 
 
 def _listen(host: str, port: int) -> socket.socket:

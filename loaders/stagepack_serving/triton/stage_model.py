@@ -19,6 +19,7 @@ from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.reader import Bundle
 from stagepack_loaders.load import Runtime, prepare
 from stagepack_serving.protocol.interface import InterfaceTensor
+from stagepack_serving.protocol.value_errors import raises_input_errors
 
 
 class TritonPythonModel:
@@ -31,7 +32,7 @@ class TritonPythonModel:
         for module in filter(None, options["imports"].split(",")):
             importlib.import_module(module)
         bundle = Bundle(Path(args["model_repository"]) / args["model_version"])
-        number = int(options["stage"])
+        self._number = number = int(options["stage"])
         runtime: Runtime = "onnxruntime" if options["runtime"] == "onnxruntime" else "torch"
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         allowed = list(filter(None, options["allow_ops"].split(",")))
@@ -96,7 +97,7 @@ class TritonPythonModel:
                 else [self._arrays.join(values) for values in zip(*given, strict=True)]
             )
             with self._arrays.inference():
-                outputs = self._with_state(joined, first) if self._stateful else self._stage.run(joined)
+                outputs = self._with_state(joined, first) if self._stateful else self._run_stage(joined)
         except Exception as error:  # noqa: BLE001 - whatever the model raises is told to whoever called it
             if len(given) > 1:  # the inputs of one request must not fail the others
                 return [answer for values in given for answer in self._run([values], first)]
@@ -114,6 +115,11 @@ class TritonPythonModel:
             for start, end in zip(starts, ends, strict=True)
         ]
 
+    def _run_stage(self, values: list[Any]) -> tuple[Any, ...]:
+        with raises_input_errors(self._number):
+            outputs: tuple[Any, ...] = self._stage.run(values)
+        return outputs
+
     def _with_state(self, values: list[Any], request: Any) -> tuple[Any, ...]:
         """Run the stage on what its sequence of calls has written. Triton sends no call of a sequence that did not start."""
         name, flags = request.correlation_id(), request.flags()
@@ -124,7 +130,7 @@ class TritonPythonModel:
         # Taken out, so that what a call leaves half written when it fails is of no use to the next one.
         held = self._stage.swap_state(self._states.pop(name))
         try:
-            outputs: tuple[Any, ...] = self._stage.run(values)
+            outputs = self._run_stage(values)
         finally:
             state = self._stage.swap_state(held)
         if not flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:

@@ -1,0 +1,46 @@
+"""The Dockerfile, and the packages that the examples are documented to need."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# Import name -> distribution, where they differ.
+DISTRIBUTIONS = {"PIL": "pillow", "numpy": "tritonclient"}
+
+
+def imported_names(path):
+    """The modules that a file imports from elsewhere than the standard library."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+        yield from (module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names)
+
+
+def test_example_clients_import_what_their_readme_installs():
+    [line] = re.findall(r"^    pip install (.+)$", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
+    installed = set(
+        line.replace("'tritonclient[grpc,http]'", "tritonclient tritonclient.grpc tritonclient.http").split()
+    )
+    clients = [path for path in (ROOT / "examples").glob("*.py") if "tritonclient" in path.read_text()]
+    assert len(clients) == 3
+    for client in clients:
+        needed = {DISTRIBUTIONS.get(module, module) for module in imported_names(client)}
+        assert needed <= installed, client
+
+
+def test_the_container_does_not_run_as_root():
+    """Kubernetes refuses a user that is given by name where `runAsNonRoot` is set."""
+    text = (ROOT / "Dockerfile").read_text()
+    [user] = re.findall(r"^USER (.+)$", text, re.MULTILINE)
+    assert user.isdecimal()
+    assert int(user) > 0
+    assert f"--uid {user} " in text
+
+
+def test_the_container_installs_extras_that_there_are():
+    [extras] = re.findall(r'"\.\[(.+)\]"', (ROOT / "Dockerfile").read_text())
+    assert set(extras.replace("$RUNTIME", "torch,onnxruntime").split(",")) <= EXTRAS.keys()

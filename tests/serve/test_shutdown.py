@@ -1,0 +1,127 @@
+"""How `stagepack serve` stops: requests that it accepted are answered first, within a time limit."""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import http.client
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import termios
+import time
+
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from tests.serve.servers import STAGEPACK, Client, Server, ask_slow, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_what_was_accepted_is_answered_before_the_end(slow, number):
+    with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask_slow, server, 300, protocol) for protocol in ("http", "grpc", "http", "grpc")]
+        time.sleep(0.5)
+        server.process.send_signal(number)
+        assert all(one.result().shape == (256, 512) for one in asked)
+        assert server.process.wait(timeout=30) == 0
+        assert json.loads(server.process.stdout.read())["answers"] == {"OK": 4}
+
+
+@pytest.mark.parametrize("names", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGTERM", "SIGHUP")])
+def test_a_hang_up_does_not_end_the_drain(slow, names):
+    with stagepack_server([slow], "--linger-s", "0") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_slow, server, 1000)
+        time.sleep(0.5)
+        for name in names:
+            server.process.send_signal(signal.Signals[name])
+            time.sleep(0.1)
+        assert asked.result().shape == (256, 512)
+        assert server.process.wait(timeout=30) == 0
+        assert json.loads(server.process.stdout.read())["answers"] == {"OK": 1}
+
+
+def test_requests_are_answered_after_the_terminal_closes(slow):
+    terminal, end_of_server = pty.openpty()
+
+    def take_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    command = [STAGEPACK, "serve", slow, "--http-port", "0", "--grpc-port", "0"]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end_of_server)
+    process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=take_terminal)
+    os.close(end_of_server)
+    try:
+        printed = ""
+        while not (port := re.search(r"http://127.0.0.1:(\d+)", printed)):
+            printed += os.read(terminal, 1000).decode()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask_slow, Server(process, int(port[1]), 0, {}), 1000)
+            time.sleep(0.5)
+            os.close(terminal)  # the kernel sends SIGHUP
+            assert asked.result().shape == (256, 512)
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_hang_up_is_ignored_under_nohup(slow):
+    with stagepack_server([slow], prefix=["nohup"]) as server:
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        with contextlib.closing(Client("grpc", server)) as client:
+            assert client.raw.is_server_ready()
+        assert server.stop() == 0
+
+
+def test_a_run_that_was_given_up_does_not_hold_the_end(slow):
+    with stagepack_server([slow], "--deadline-s", "0.3", "--linger-s", "0", "--drain-s", "1") as server:
+        with pytest.raises(InferenceServerException):
+            ask_slow(server, 50_000)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_what_is_not_done_when_the_drain_ends_is_refused(slow, protocol):
+    with (
+        stagepack_server([slow], "--linger-s", "0", "--drain-s", "1") as server,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(ask_slow, server, 50_000, protocol)
+        time.sleep(0.5)
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 8
+        assert asked.exception().status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
+        assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1}
+
+
+def test_a_second_signal_ends_at_once(slow):
+    with stagepack_server([slow]) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_slow, server, 10_000)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=5) != 0
+        assert asked.exception() is not None
+
+
+def test_it_says_that_it_stops(slow):
+    with stagepack_server([slow], "--linger-s", "2") as server:
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        connection = http.client.HTTPConnection("127.0.0.1", server.http)
+        connection.request("GET", "/v2/health/ready")
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        connection.close()
+        assert ask_slow(server, 1).shape == (256, 512)
+        assert server.process.wait(timeout=30) == 0
