@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._higher_order_ops.while_loop import while_loop
@@ -15,11 +16,11 @@ ROWS = torch.export.Dim("rows", min=1, max=64)
 class Skips(torch.nn.Module):
     """Values skip a stage; results are named twice, nested, and an input as it came."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (torch.nn.Linear(8, 8) for _ in range(3))
 
-    def forward(self, x, *, weight):
+    def forward(self, x: torch.Tensor, *, weight: torch.Tensor) -> Any:
         a = self.first(x)
         b = self.second(a).tanh()
         c = self.third(b) + a * weight
@@ -29,22 +30,22 @@ class Skips(torch.nn.Module):
 class Half(torch.nn.Module):
     """Two layers in bfloat16."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (torch.nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x).relu())
 
 
 class Kinds(torch.nn.Module):
     """All kinds of values in, over the cut, and out."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (torch.nn.Linear(4, 4) for _ in range(2))
 
-    def forward(self, x, flag, count, factor):
+    def forward(self, x: torch.Tensor, flag: Any, count: Any, factor: Any) -> Any:
         number = x.shape[0] * 2
         waves = torch.complex(self.first(x), x)
         y = self.second(waves.real) * factor + number
@@ -54,30 +55,30 @@ class Kinds(torch.nn.Module):
 class Back(torch.nn.Module):
     """A view that needs the strides which its input had in the model."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return x.permute(1, 2, 0).view(6, 4) * 2
 
 
 class Strided(torch.nn.Module):
     """What crosses the cut is no dense tensor."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.back = torch.nn.Linear(4, 4), Back()
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return {"y": self.back(self.first(x).permute(2, 0, 1))}
 
 
 class Counting(torch.nn.Module):
     """Adds up what it is given, in each of two stages."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("first", torch.zeros(3))
         self.register_buffer("second", torch.ones(3))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         self.first.add_(x)
         y = self.first * 2
         self.second.add_(y)
@@ -87,11 +88,11 @@ class Counting(torch.nn.Module):
 class Alias(torch.nn.Module):
     """Gives out what it keeps, as it is and as a view."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(3, 100_000))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         self.total.add_(x)
         return {"itself": self.total, "view": self.total[1:]}
 
@@ -99,18 +100,18 @@ class Alias(torch.nn.Module):
 class First(torch.nn.Module):
     """Takes a number."""
 
-    def forward(self, x, n):
+    def forward(self, x: torch.Tensor, n: int) -> Any:
         return x[:n] * 1
 
 
 class Singles(torch.nn.Module):
     """Of each row, an input, what crosses the cut, and a result are one number."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(4, 1), torch.nn.Linear(1, 4)
 
-    def forward(self, x, weight):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
         y = self.first(x)[:, 0] * weight
         return {"y": y, "z": self.second(y[:, None])}
 
@@ -118,11 +119,11 @@ class Singles(torch.nn.Module):
 class Together(torch.nn.Module):
     """Its rows do not keep apart."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 4)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return {"y": self.layer(x - x.mean(0, keepdim=True))}
 
 

@@ -17,23 +17,23 @@ SERVED = ("minilm", "skips", "half", "kinds", "strided", "counting")
 
 
 @pytest.fixture(scope="session")
-def bundles(tmp_path_factory) -> Mapping[str, Path]:
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return export_all(tmp_path_factory.mktemp("bundles"))
 
 
 @pytest.fixture(scope="session")
-def pipes(bundles) -> Mapping[str, object]:
+def pipes(bundles: Mapping[str, Path]) -> Mapping[str, object]:
     return {name: stagepack.load(path) for name, path in bundles.items()}
 
 
 @pytest.fixture(scope="session")
-def torch_server(bundles) -> Iterator[Server]:
+def torch_server(bundles: Mapping[str, Path]) -> Iterator[Server]:
     with stagepack_server([bundles[name] for name in SERVED]) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def triton(bundles, tmp_path_factory) -> Iterator[Server]:
+def triton(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if reason := why_no_triton():
         pytest.skip(reason)
     repository = tmp_path_factory.mktemp("repository")
@@ -44,18 +44,18 @@ def triton(bundles, tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session", params=["serve", "triton"])
-def server(request) -> Server:
+def server(request: pytest.FixtureRequest) -> Server:
     return request.getfixturevalue({"serve": "torch_server", "triton": "triton"}[request.param])
 
 
 @pytest.fixture(params=["http", "grpc"])
-def client(server, request) -> Iterator[Client]:
+def client(server: Server, request: pytest.FixtureRequest) -> Iterator[Client]:
     with contextlib.closing(Client(request.param, server)) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def small(bundles) -> Iterator[Server]:
+def small(bundles: Mapping[str, Path]) -> Iterator[Server]:
     """A server of narrow limits."""
     with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
         yield server

@@ -1,5 +1,8 @@
 """The same code of `tritonclient` against `stagepack serve` and against a real `tritonserver`, over HTTP and over gRPC."""
 
+from collections.abc import Mapping
+from typing import Any
+from tests.serve.servers import Server
 import concurrent.futures
 import contextlib
 import http.client
@@ -17,26 +20,26 @@ from tests.serve.servers import Client
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def numbers(*shape, dtype="float32"):
+def numbers(*shape: Any, dtype: Any="float32"):
     return numpy.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 
-def tokens(batch, length):
+def tokens(batch: int, length: int):
     ids = numpy.random.default_rng(batch * 1000 + length).integers(1, 3000, (batch, length))
     return {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
 
 
-def in_process(pipe, given):
+def in_process(pipe: Any, given: Any):
     """The answer of the pipeline in this process, as arrays."""
     with torch.no_grad():
         return pipe(**{name: torch.from_numpy(array) for name, array in given.items()})
 
 
-def same(found, wanted):
+def same(found: Any, wanted: Any):
     return found.dtype == wanted.numpy().dtype and numpy.array_equal(found, wanted.numpy())
 
 
-def refused(client, status, call):
+def refused(client: Client, status: Any, call: Any):
     """Call what must be refused; the message."""
     with pytest.raises(InferenceServerException) as caught:
         call()
@@ -51,7 +54,7 @@ BAD = (400, "INVALID_ARGUMENT")
 GONE = (404, "NOT_FOUND")
 
 
-def test_health(client):
+def test_health(client: Client):
     assert client.raw.is_server_live()
     assert client.raw.is_server_ready()
     assert client.raw.is_model_ready("minilm")
@@ -59,7 +62,7 @@ def test_health(client):
     assert client.raw.get_server_metadata()
 
 
-def test_metadata(client):
+def test_metadata(client: Client):
     found = client.metadata("minilm")
     assert found["name"] == "minilm"
     assert found["versions"] == ["1"]
@@ -69,7 +72,7 @@ def test_metadata(client):
     assert outputs == [("last_hidden_state", "FP32", [-1, -1, 384]), ("pooler_output", "FP32", [-1, 384])]
 
 
-def test_config(client):
+def test_config(client: Client):
     found = client.config("minilm")
     assert found["max_batch_size"] == 32
     assert [one["name"] for one in found["input"]] == ["input_ids", "attention_mask"]
@@ -78,7 +81,7 @@ def test_config(client):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_sizes_change(client, pipes, binary):
+def test_sizes_change(client: Client, pipes: Mapping[str, Any], binary: bool):
     for batch, length in ((1, 5), (3, 17), (2, 64), (8, 2), (1, 5)):
         given = tokens(batch, length)
         wanted = in_process(pipes["minilm"], given)
@@ -86,12 +89,12 @@ def test_sizes_change(client, pipes, binary):
         assert all(same(found[name], wanted[name]) for name in wanted), (batch, length)
 
 
-def test_asks_for_one_output(client, pipes):
+def test_asks_for_one_output(client: Client, pipes: Mapping[str, Any]):
     given = tokens(2, 9)
     assert list(client.ask("minilm", given, outputs=["pooler_output"])) == ["pooler_output"]
 
 
-def test_skips_and_results_that_are_given_twice(client, pipes):
+def test_skips_and_results_that_are_given_twice(client: Client, pipes: Mapping[str, Any]):
     given = {"x": numbers(5, 8), "weight": numbers(5, 1)}
     wanted = in_process(pipes["skips"], given)
     found = client.ask("skips", given)
@@ -102,12 +105,12 @@ def test_skips_and_results_that_are_given_twice(client, pipes):
     assert same(found["parts.1"], wanted["parts"][1])
 
 
-def test_what_crosses_may_have_strides(client, pipes):
+def test_what_crosses_may_have_strides(client: Client, pipes: Mapping[str, Any]):
     given = {"x": numbers(2, 3, 4)}
     assert same(client.ask("strided", given)["y"], in_process(pipes["strided"], given)["y"])
 
 
-def test_bfloat16(client, pipes):
+def test_bfloat16(client: Client, pipes: Mapping[str, Any]):
     given = numbers(3, 16).astype(ml_dtypes.bfloat16)
     answer = client.raw.infer("half", [client.input("x", given, "BF16")])
     with torch.no_grad():
@@ -117,7 +120,7 @@ def test_bfloat16(client, pipes):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_all_kinds_of_values(client, pipes, binary):
+def test_all_kinds_of_values(client: Client, pipes: Mapping[str, Any], binary: bool):
     given = {
         "x": numbers(3, 4),
         "flag": numpy.array([False, True]),
@@ -136,7 +139,7 @@ def test_all_kinds_of_values(client, pipes, binary):
     assert same(found["y"], wanted["y"])
 
 
-def test_empty_tensors(client, pipes):
+def test_empty_tensors(client: Client, pipes: Mapping[str, Any]):
     given = {
         "x": numbers(2, 4),
         "flag": numpy.array([False, True]),
@@ -147,12 +150,12 @@ def test_empty_tensors(client, pipes):
     assert "0" in message
 
 
-def test_64_requests_at_once(client, server, pipes):
+def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str, Any]):
     lengths = [5, 9, 16, 33]
     given = [tokens(1 + number % 3, lengths[number % 4]) for number in range(64)]
     wanted = [in_process(pipes["minilm"], one)["pooler_output"].numpy() for one in given]
 
-    def ask(number):  # a client of its own: that for HTTP stays in one thread
+    def ask(number: int):  # a client of its own: that for HTTP stays in one thread
         with contextlib.closing(Client(client.protocol, server)) as mine:
             return mine.ask("minilm", given[number], outputs=["pooler_output"])["pooler_output"]
 
@@ -161,7 +164,7 @@ def test_64_requests_at_once(client, server, pipes):
     assert max(abs(one - other).max() for one, other in zip(found, wanted, strict=True)) < 1e-5
 
 
-def test_sequences_keep_their_state_apart(client, pipes):
+def test_sequences_keep_their_state_apart(client: Client, pipes: Mapping[str, Any]):
     with torch.no_grad():
         first = [pipes["counting"](torch.full((3,), 2.0)) for _ in range(3)]
         pipes["counting"].reset_state()
@@ -182,13 +185,13 @@ def test_sequences_keep_their_state_apart(client, pipes):
         assert same(found["other"], wanted["other"])
 
 
-def test_a_sequence_that_did_not_start(client):
+def test_a_sequence_that_did_not_start(client: Client):
     given = {"x": numpy.ones(3, "float32")}
     assert "START" in refused(client, BAD, lambda: client.ask("counting", given, sequence_id=99)).upper()
     refused(client, BAD, lambda: client.ask("counting", given))
 
 
-def test_wrong_names(client):
+def test_wrong_names(client: Client):
     given = tokens(1, 4)
     assert "nope" in refused(client, GONE, lambda: client.ask("nope", given, outputs=["x"]))
     assert "nope" in refused(client, GONE, lambda: client.metadata("nope"))
@@ -199,31 +202,31 @@ def test_wrong_names(client):
     assert "extra" in refused(client, BAD, lambda: client.ask("minilm", given, outputs=["extra"]))
 
 
-def test_a_missing_input(client):
+def test_a_missing_input(client: Client):
     message = refused(client, BAD, lambda: client.ask("minilm", {"input_ids": tokens(1, 4)["input_ids"]}))
     assert "attention_mask" in message
 
 
-def test_wrong_dtype(client):
+def test_wrong_dtype(client: Client):
     given = tokens(1, 4)
     message = refused(client, BAD, lambda: client.ask("minilm", given | {"input_ids": numbers(1, 4)}))
     assert "input_ids" in message
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4, 1), (1, 600), (1, 1), (1, 7)])
-def test_wrong_shapes(client, shape):
+def test_wrong_shapes(client: Client, shape: Any):
     given = tokens(1, 4)
     message = refused(client, BAD, lambda: client.ask("minilm", given | {"input_ids": numpy.ones(shape, "int64")}))
     assert "input_ids" in message
 
 
-def test_token_numbers_beyond_the_vocabulary(client):
+def test_token_numbers_beyond_the_vocabulary(client: Client):
     given = tokens(1, 4)
     beyond = given | {"input_ids": given["input_ids"] + 10**6}
     assert "out of range in stage 0" in refused(client, BAD, lambda: client.ask("minilm", beyond))
 
 
-def test_more_bytes_than_the_shape_says(client):
+def test_more_bytes_than_the_shape_says(client: Client):
     given = client.input("x", numbers(4, 8))
     given._shape = [2, 8]
     if client.protocol == "grpc":
@@ -232,7 +235,7 @@ def test_more_bytes_than_the_shape_says(client):
     assert "64" in message
 
 
-def test_an_oversized_body(client, server):
+def test_an_oversized_body(client: Client, server: Server):
     """Of 70 MB, where the model takes 36 bytes a row; each server says so in its way."""
     large = client.input("x", numpy.zeros((70_000_000 // 32, 8), "float32"))
     given = [large, client.input("weight", numpy.zeros((2, 1), "float32"))]
@@ -248,7 +251,7 @@ def test_an_oversized_body(client, server):
     assert client.raw.is_server_live()
 
 
-def test_garbage_bytes(client, server):
+def test_garbage_bytes(client: Client, server: Server):
     garbage = numpy.random.default_rng(0).bytes(20_000)
     if client.protocol == "http":
         for headers in ({}, {"Inference-Header-Content-Length": "100"}, {"Inference-Header-Content-Length": "-1"}):

@@ -8,17 +8,19 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.serve.servers import INFER, STAGEPACK, post, skips_request, stagepack_server
+from tests.serve.servers import INFER, STAGEPACK, Server, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
 
 @pytest.mark.parametrize("head", ["Content-Length: 200000", "Content-Length: 200000\r\nExpect: 100-continue"])
-def test_a_body_that_is_too_large_by_its_head(small, head):
+def test_a_body_that_is_too_large_by_its_head(small: Server, head: Any) -> None:
     with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
         plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
         asked = time.monotonic()
@@ -28,7 +30,7 @@ def test_a_body_that_is_too_large_by_its_head(small, head):
             pass
 
 
-def test_an_upload_without_end(small):
+def test_an_upload_without_end(small: Server) -> None:
     with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
         plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         chunks = itertools.repeat(b"8000\r\n" + bytes(0x8000) + b"\r\n")
@@ -37,7 +39,7 @@ def test_an_upload_without_end(small):
     assert post(small.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
-def test_a_length_and_chunks_end_the_connection(small):
+def test_a_length_and_chunks_end_the_connection(small: Server) -> None:
     """A proxy before the server may have read another request than this one."""
     with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
         text = json.dumps(skips_request())
@@ -49,7 +51,7 @@ def test_a_length_and_chunks_end_the_connection(small):
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-def test_one_connection_too_many(bundles):
+def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
     text = json.dumps(skips_request())
     with stagepack_server([bundles["skips"]], "--max-connections", "3") as server, contextlib.ExitStack() as stack:
         known = stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)))
@@ -69,7 +71,7 @@ def test_one_connection_too_many(bundles):
         assert idle.recv(1) == b""
 
 
-def test_half_a_request_is_let_go(bundles):
+def test_half_a_request_is_let_go(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["skips"]], "--deadline-s", "0.5") as server:
         with socket.create_connection(("127.0.0.1", server.http)) as plain:
             plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
@@ -77,7 +79,7 @@ def test_half_a_request_is_let_go(bundles):
         assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
-def test_uploads_take_no_place_in_the_queue(bundles):
+def test_uploads_take_no_place_in_the_queue(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["skips"]], "--max-queue", "2") as server, contextlib.ExitStack() as stack:
         for _ in range(5):
             plain = stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
@@ -86,7 +88,7 @@ def test_uploads_take_no_place_in_the_queue(bundles):
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
-def test_a_port_in_use(small, bundles, option):
+def test_a_port_in_use(small: Server, bundles: Mapping[str, Path], option: str) -> None:
     port = small.http if option == "--http-port" else small.grpc
     other = "--grpc-port" if option == "--http-port" else "--http-port"
     command = [STAGEPACK, "serve", bundles["skips"], option, str(port), other, "0"]
@@ -96,7 +98,7 @@ def test_a_port_in_use(small, bundles, option):
     assert str(port) in line
 
 
-def test_listens_at_home_only(small):
+def test_listens_at_home_only(small: Server) -> None:
     lines = [
         line.split()
         for name in ("tcp", "tcp6")

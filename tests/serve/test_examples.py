@@ -4,7 +4,9 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -30,14 +32,14 @@ def run(client: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def module(name: str):
+def module(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
 
 
-def test_embeddings(bundles):
+def test_embeddings(bundles: Mapping[str, Path]) -> None:
     sentences = ["A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday."]
     with stagepack_server([bundles["minilm"]]) as server:
         printed = run("embed", f"127.0.0.1:{server.http}", minilm_folder() / "tokenizer.json", *sentences)
@@ -50,7 +52,7 @@ def test_embeddings(bundles):
     assert numpy.allclose(found, (means @ means.T).numpy(), atol=0.006)
 
 
-def test_images(tmp_path):
+def test_images(tmp_path: Path) -> None:
     bundle = export("resnet", tmp_path / "resnet.stagepack", 2)
     picture = EXAMPLES.parent / "docs" / "report.png"
     with stagepack_server([bundle]) as server:
@@ -63,16 +65,16 @@ def test_images(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory) -> Path:
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export("decoder", tmp_path_factory.mktemp("decoder") / "decoder.stagepack", 3)
 
 
-def test_generation(decoder):
+def test_generation(decoder: Path) -> None:
     with stagepack_server([decoder]) as server:
         check_generation(server.grpc)
 
 
-def test_generation_in_triton(decoder, tmp_path):
+def test_generation_in_triton(decoder: Path, tmp_path: Path) -> None:
     if reason := why_no_triton():
         pytest.skip(reason)
     subprocess.run([STAGEPACK, "triton", decoder, "-o", tmp_path / "repository"], check=True)

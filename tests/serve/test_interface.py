@@ -1,10 +1,15 @@
 """Names and shapes that clients see, and which rows may run together."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import stagepack
 from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.protocol.rows import rows_at_once
 
@@ -14,15 +19,15 @@ pytestmark = pytest.mark.xdist_group("serve")
 class Named(torch.nn.Module):
     """Returns what the test says."""
 
-    def __init__(self, result):
+    def __init__(self, result: Any) -> None:
         super().__init__()
         self.result = result
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return self.result(x)
 
 
-def names(result, tmp_path):
+def names(result: Any, tmp_path: Path) -> Any:
     bundle = stagepack.export(Named(result), (torch.ones(2, 3),), out=tmp_path / "m.stagepack", stages=1)
     return list(Interface(bundle.manifest).outputs)
 
@@ -38,11 +43,11 @@ def names(result, tmp_path):
         (lambda x: {"a.b": x + 1, "a": {"b": x + 2}}, ["a.b", "output.a.b"]),
     ],
 )
-def test_outputs_are_named_by_their_place(result, wanted, tmp_path):
+def test_outputs_are_named_by_their_place(result: Any, wanted: Any, tmp_path: Path) -> None:
     assert names(result, tmp_path) == wanted
 
 
-def test_what_clients_state_is_checked(bundles):
+def test_what_clients_state_is_checked(bundles: Mapping[str, Path]) -> None:
     interface = Interface(stagepack.open(bundles["kinds"]).manifest)
     assert interface.check("factor", "FP32", (1,)) == interface.check("factor", "FP32", ()) == ()
     with pytest.raises(InputError, match="one number"):
@@ -57,7 +62,7 @@ def test_what_clients_state_is_checked(bundles):
         interface.check_all({"x": (65, 4), "count": (2,), "factor": (), "flag": (2,)}, {})
 
 
-def ends(bundle):
+def ends(bundle: Bundle) -> Any:
     interface = Interface(bundle.manifest)
     return [spec.edge for spec in (*interface.inputs.values(), *interface.outputs.values())]
 
@@ -73,7 +78,9 @@ def ends(bundle):
         ("together", 1, "other rows change the answer to the example's"),
     ],
 )
-def test_rows_run_together_where_they_keep_apart(bundles, pipes, name, rows, reason):
+def test_rows_run_together_where_they_keep_apart(
+    bundles: Mapping[str, Path], pipes: Mapping[str, Any], name: str, rows: int, reason: str
+) -> None:
     bundle = stagepack.open(bundles[name])
     assert rows_at_once(bundle, ends(bundle), 8, pipes[name]) == (rows, reason)
     assert rows_at_once(bundle, ends(bundle), 1, pipes[name])[0] == 1
@@ -90,7 +97,7 @@ def test_rows_run_together_where_they_keep_apart(bundles, pipes, name, rows, rea
     ],
 )
 @pytest.mark.parametrize("rows", [2, 3])
-def test_rows_that_meet_are_seen(together, rows, tmp_path):
+def test_rows_that_meet_are_seen(together: Any, rows: int, tmp_path: Path) -> None:
     size = torch.export.Dim("rows", min=1)
     shapes = {"x": {0: size}}
     given = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
@@ -101,13 +108,13 @@ def test_rows_that_meet_are_seen(together, rows, tmp_path):
     )
 
 
-def test_rows_are_no_more_than_the_bundle_allows(bundles, pipes):
+def test_rows_are_no_more_than_the_bundle_allows(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
     bundle = stagepack.open(bundles["skips"])
     assert rows_at_once(bundle, ends(bundle), 1000, pipes["skips"])[0] == 64
     assert rows_at_once(stagepack.open(bundles["together"]), ends(bundle), 8, None) == (8, "")  # taken on trust
 
 
-def test_state_takes_turns_in_a_stage(bundles):
+def test_state_takes_turns_in_a_stage(bundles: Mapping[str, Path]) -> None:
     stage = stagepack.load_stage(bundles["counting"], 0)
     one = torch.ones(3)
     begin = stage.fresh_state()

@@ -1,5 +1,9 @@
 """Requests that `stagepack serve` refuses: malformed, too large, too many, too slow."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from tests.serve.servers import Server
 import concurrent.futures
 import contextlib
 import gzip
@@ -23,7 +27,7 @@ from tests.serve.servers import INFER, Client, ask_slow, post, skips_request, st
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def test_a_body_that_is_too_large(small):
+def test_a_body_that_is_too_large(small: Server):
     for size in (200_000, 1_500_000, 5_000_000):
         status, answer, _ = post(small.http, INFER, b" " * size)
         assert status == 413
@@ -31,7 +35,7 @@ def test_a_body_that_is_too_large(small):
         assert post(small.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
-def test_a_message_that_is_too_large(small):
+def test_a_message_that_is_too_large(small: Server):
     with contextlib.closing(Client("grpc", small)) as client:
         with pytest.raises(InferenceServerException) as caught:
             client.ask(
@@ -43,7 +47,7 @@ def test_a_message_that_is_too_large(small):
         assert client.raw.is_server_live()
 
 
-def test_a_packed_body(small):
+def test_a_packed_body(small: Server):
     plain = json.dumps(skips_request()).encode()
     wanted = post(small.http, INFER, plain)[1]
     status, answer, _ = post(small.http, INFER, gzip.compress(plain), {"Content-Encoding": "gzip"})
@@ -89,7 +93,7 @@ def test_a_packed_body(small):
         (lambda given: given.update(parameters={"timeout": "soon"}), "timeout"),
     ],
 )
-def test_requests_that_break_the_protocol(small, change, says):
+def test_requests_that_break_the_protocol(small: Server, change: Any, says: str):
     given = skips_request()
     change(given)
     status, answer, _ = post(small.http, INFER, json.dumps(given))
@@ -98,13 +102,13 @@ def test_requests_that_break_the_protocol(small, change, says):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"inputs": [NaN]}', "\ufeff{}", "\x00"])
-def test_bodies_that_are_no_request(small, text):
+def test_bodies_that_are_no_request(small: Server, text: str):
     status, answer, _ = post(small.http, INFER, text.encode()[:90_000])
     assert status == 400
     assert answer["error"]
 
 
-def test_long_names_over_grpc(small):
+def test_long_names_over_grpc(small: Server):
     with contextlib.closing(Client("grpc", small)) as client:
         for call in (lambda: client.metadata("m" * 20_000), lambda: client.ask("m" * 20_000, {}, outputs=["y"])):
             with pytest.raises(InferenceServerException) as caught:
@@ -118,7 +122,7 @@ def test_large_unsigned_numbers():
     assert found.array.tolist() == wanted
 
 
-def test_special_numbers_in_json(small):
+def test_special_numbers_in_json(small: Server):
     given = skips_request()
     given["inputs"][0]["data"][3] = float("nan")
     given["inputs"][0]["data"][9] = float("-inf")
@@ -130,7 +134,7 @@ def test_special_numbers_in_json(small):
     assert found[9] == float("-inf")
 
 
-def test_paths_and_methods(small):
+def test_paths_and_methods(small: Server):
     for path, status in (
         ("/v2/nothing", 404),
         ("/v2/models/skips/versions/2/infer", 404),
@@ -142,7 +146,7 @@ def test_paths_and_methods(small):
     assert (found, bool(answer["error"])) == (405, True)
 
 
-def ask_when_free(server):
+def ask_when_free(server: Server):
     """The answer to a short request, once the runs before it, which were given up, are over."""
     until = time.monotonic() + 60
     while True:
@@ -152,7 +156,7 @@ def ask_when_free(server):
             assert time.monotonic() < until
 
 
-def test_deadlines(slow):
+def test_deadlines(slow: Server):
     with stagepack_server([slow], "--deadline-s", "0.5") as server:
         for protocol, status in (("http", "504"), ("grpc", "StatusCode.DEADLINE_EXCEEDED")):
             for times, options in ((1000, {}), (300, {"timeout": 100_000})):
@@ -162,7 +166,7 @@ def test_deadlines(slow):
                 assert ask_when_free(server).shape == (256, 512)
 
 
-def test_a_full_queue(slow):
+def test_a_full_queue(slow: Server):
     with stagepack_server([slow], "--max-queue", "2") as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(ask_slow, server, 300, ("http", "grpc")[number % 2]) for number in range(6)]
@@ -173,7 +177,7 @@ def test_a_full_queue(slow):
         assert ask_slow(server, 1).shape == (256, 512)
 
 
-def test_clients_that_hang_up_are_not_worked_for(slow):
+def test_clients_that_hang_up_are_not_worked_for(slow: Server):
     with stagepack_server([slow]) as server:
         given = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}
         inputs = [
@@ -194,11 +198,11 @@ def test_clients_that_hang_up_are_not_worked_for(slow):
 class Wide(torch.nn.Module):
     """Answers more than sockets hold."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return x.repeat(10_000_000)
 
 
-def test_who_does_not_read_is_let_go(tmp_path):
+def test_who_does_not_read_is_let_go(tmp_path: Path):
     stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
     with stagepack_server([tmp_path / "wide.stagepack"], "--deadline-s", "2", "--max-queue", "1") as server:
         path, given = "/v2/models/wide/infer", {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
@@ -214,7 +218,7 @@ def test_who_does_not_read_is_let_go(tmp_path):
         assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
 
 
-def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles):
+def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles: Mapping[str, Path]):
     with stagepack_server([bundles["half"]]) as server, contextlib.closing(Client("http", server)) as client:
         given = [client.input("x", numpy.zeros((1, 16), ml_dtypes.bfloat16), "BF16")]
         with pytest.raises(InferenceServerException, match="binary"):

@@ -4,7 +4,9 @@ import errno
 import itertools
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy
 import onnxruntime
@@ -15,6 +17,7 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInsta
 
 import stagepack
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
+from stagepack.format.reader import Bundle
 from stagepack_serving.triton.models import Options
 from stagepack_serving.triton.repository import write_repository
 from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
@@ -23,7 +26,7 @@ MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary f
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def write(bundle, out, **options):
+def write(bundle: Bundle, out: Any, **options: Any) -> Any:
     return write_repository(stagepack.open(bundle), out, Options(**({"name": "m"} | options)))
 
 
@@ -31,7 +34,7 @@ def config(folder: Path) -> ModelConfig:
     return text_format.Parse((folder / "config.pbtxt").read_text(), ModelConfig())
 
 
-def test_a_model_a_stage_and_an_ensemble(bundles, tmp_path):
+def test_a_model_a_stage_and_an_ensemble(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     names = write(bundles["skips"], tmp_path, batch=8, delay=0.01)
     assert names == ["m_stage_0", "m_stage_1", "m_stage_2", "m_results", "m"]
     assert sorted(os.listdir(tmp_path)) == sorted(names)
@@ -45,7 +48,7 @@ def test_a_model_a_stage_and_an_ensemble(bundles, tmp_path):
     assert steps["m_results"].input_map["x"] == "x"
 
 
-def test_files_are_links_or_copies(bundles, tmp_path):
+def test_files_are_links_or_copies(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     write(bundles["half"], tmp_path / "links")
     write(bundles["half"], tmp_path / "copies", copy=True)
     stage = Path("m_stage_0") / "1"
@@ -59,7 +62,7 @@ def test_files_are_links_or_copies(bundles, tmp_path):
 
 
 @pytest.mark.skipif(not os.access(MEMORY, os.W_OK), reason="needs a second file system")
-def test_no_links_to_another_file_system(bundles, tmp_path):
+def test_no_links_to_another_file_system(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     if os.stat(MEMORY).st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("needs a second file system")
     out = Path(MEMORY) / f"stagepack-{os.getpid()}"
@@ -69,7 +72,7 @@ def test_no_links_to_another_file_system(bundles, tmp_path):
     out.rmdir()
 
 
-def test_other_models_of_the_repository_stay(bundles, tmp_path):
+def test_other_models_of_the_repository_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     write(bundles["half"], tmp_path, name="one")
     write(bundles["half"], tmp_path, name="two")
     with pytest.raises(OutputExistsError, match="one: exists already"):
@@ -87,13 +90,15 @@ def test_other_models_of_the_repository_stay(bundles, tmp_path):
 
 
 @pytest.mark.parametrize("failing", range(1, 9))
-def test_what_cannot_be_renamed_leaves_all_as_it_was(bundles, tmp_path, monkeypatch, failing):
+def test_what_cannot_be_renamed_leaves_all_as_it_was(
+    bundles: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Any
+) -> None:
     """Five models make room for three: one of the eight renames fails."""
     write(bundles["skips"], tmp_path, name="one")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     rename, number = Path.rename, itertools.count(1)
 
-    def failing_rename(source, target):
+    def failing_rename(source: Any, target: Any) -> Any:
         if next(number) == failing:
             raise OSError(errno.EBUSY, "Device or resource busy", str(source), None, str(target))
         return rename(source, target)
@@ -104,14 +109,14 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(bundles, tmp_path, monkeypa
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_repository_in_the_bundle(bundles):
+def test_a_repository_in_the_bundle(bundles: Mapping[str, Path]) -> None:
     for folder in (bundles["half"], bundles["half"] / "models"):
         with pytest.raises(InputError, match="a bundle holds no models"):
             write(bundles["half"], folder)
     stagepack.open(bundles["half"]).verify()
 
 
-def test_devices(bundles, tmp_path):
+def test_devices(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     write(bundles["skips"], tmp_path, devices=["cpu", "cuda", "cuda:1"])
     groups = [config(tmp_path / f"m_stage_{number}").instance_group[0] for number in range(3)]
     assert [(group.kind, list(group.gpus)) for group in groups] == [
@@ -124,7 +129,7 @@ def test_devices(bundles, tmp_path):
             write(bundles["skips"], tmp_path / "other", devices=devices)
 
 
-def test_what_onnxruntime_cannot_run(bundles, tmp_path):
+def test_what_onnxruntime_cannot_run(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="stagepack onnx"):
         write(bundles["half"], tmp_path, runtime="onnxruntime", backend="onnxruntime")
     tower = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
@@ -133,7 +138,9 @@ def test_what_onnxruntime_cannot_run(bundles, tmp_path):
     assert write(tower, tmp_path, runtime="onnxruntime")
 
 
-def test_tritons_onnxruntime_backend_finds_what_it_needs(bundles, pipes, tmp_path):
+def test_tritons_onnxruntime_backend_finds_what_it_needs(
+    bundles: Mapping[str, Path], pipes: Mapping[str, Any], tmp_path: Path
+) -> None:
     """The backend makes a session of the file that the configuration names, by its path, and wants the names and types there."""
     write(bundles["skips"], tmp_path, runtime="onnxruntime", backend="onnxruntime", batch=8)
     given = {"x": numpy.ones((2, 8), "float32"), "weight": numpy.ones((2, 1), "float32")}
@@ -158,13 +165,13 @@ def test_tritons_onnxruntime_backend_finds_what_it_needs(bundles, pipes, tmp_pat
 
 
 @pytest.fixture
-def needs_triton():
+def needs_triton() -> None:
     if reason := why_no_triton():
         pytest.skip(reason)
 
 
 @pytest.mark.usefixtures("needs_triton")
-def test_a_bundle_with_onnx_in_triton(bundles, pipes, tmp_path):
+def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mapping[str, Any], tmp_path: Path) -> None:
     command = [
         STAGEPACK,
         "triton",
@@ -197,7 +204,7 @@ def test_a_bundle_with_onnx_in_triton(bundles, pipes, tmp_path):
 
 @pytest.mark.usefixtures("needs_triton")
 @pytest.mark.parametrize("change", ["dims", "weights"])
-def test_triton_refuses_what_was_changed(bundles, tmp_path, change):
+def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: Path, change: Any) -> None:
     write(bundles["half"], tmp_path / "repository", copy=True)
     if change == "dims":
         path = tmp_path / "repository" / "m_stage_1" / "config.pbtxt"
@@ -214,7 +221,7 @@ def test_triton_refuses_what_was_changed(bundles, tmp_path, change):
     assert "tritonserver ended" in str(caught.value)
 
 
-def test_the_command(bundles, tmp_path):
+def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     for arguments, says in (
         ([bundles["together"]], "other rows change the answer"),
         ([bundles["counting"]], "it keeps state from call to call"),

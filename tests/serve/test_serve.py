@@ -6,7 +6,9 @@ import queue
 import subprocess
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -14,12 +16,12 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import STAGEPACK, Client, stagepack_server
+from tests.serve.servers import STAGEPACK, Client, Server, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def metrics(server):
+def metrics(server: Server) -> Any:
     """All samples of the page: (name, labels) -> value."""
     page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
     return {
@@ -29,16 +31,18 @@ def metrics(server):
     }
 
 
-def skips(rows, value=1.0):
+def skips(rows: int, value: Any = 1.0) -> Any:
     return {"x": numpy.full((rows, 8), value, "float32"), "weight": numpy.full((rows, 1), value, "float32")}
 
 
-def ask(server, protocol, model, given, **options):
+def ask(server: Server, protocol: str, model: Any, given: Any, **options: Any) -> Any:
     with contextlib.closing(Client(protocol, server)) as client:
         return client.ask(model, given, **options)
 
 
-def test_requests_run_as_one_batch_and_get_their_own_rows(bundles, pipes):
+def test_requests_run_as_one_batch_and_get_their_own_rows(
+    bundles: Mapping[str, Path], pipes: Mapping[str, Any]
+) -> None:
     with stagepack_server([bundles["skips"]], "--max-delay-ms", "300", "--max-batch", "16") as server:
         given = [skips(1 + number % 3, float(number)) for number in range(8)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -52,7 +56,7 @@ def test_requests_run_as_one_batch_and_get_their_own_rows(bundles, pipes):
         assert seen["stagepack_batch_rows_count", "skips"] < 8
 
 
-def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles):
+def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles: Mapping[str, Path]) -> None:
     ids = numpy.array([[101, 1037, 4937, 102]])
     good = {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
     bad = good | {"input_ids": ids + 10**6}
@@ -64,7 +68,7 @@ def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles):
         assert metrics(server)["stagepack_batch_rows_sum", "minilm"] > 8  # those beside it ran again
 
 
-def test_metrics(torch_server):
+def test_metrics(torch_server: Server) -> None:
     before = metrics(torch_server)
     given = skips(4)
     ask(torch_server, "http", "skips", given, outputs=["y"])
@@ -73,7 +77,7 @@ def test_metrics(torch_server):
         ask(torch_server, "http", "skips", {"x": given["x"]}, outputs=["y"])
     after = metrics(torch_server)
 
-    def grew(*key):
+    def grew(*key: Any) -> Any:
         return after[key] - before.get(key, 0)
 
     assert grew("stagepack_requests_total", "OK", "rest", "skips") == 1
@@ -89,7 +93,9 @@ def test_metrics(torch_server):
     assert grew("stagepack_request_seconds_count", "rest", "skips") == 2
 
 
-def test_stages_on_several_devices_work_on_several_batches(bundles, pipes):
+def test_stages_on_several_devices_work_on_several_batches(
+    bundles: Mapping[str, Path], pipes: Mapping[str, Any]
+) -> None:
     devices = (
         "--device",
         "cpu",
@@ -110,7 +116,7 @@ def test_stages_on_several_devices_work_on_several_batches(bundles, pipes):
             assert numpy.array_equal(answer["parts.0"], wanted["parts"][0].numpy())
 
 
-def test_names_of_several_bundles(bundles):
+def test_names_of_several_bundles(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([f"one={bundles['skips']}", f"two={bundles['skips']}", bundles["half"]]) as server:
         for name in ("one", "two"):
             assert ask(server, "http", name, skips(2), outputs=["y"])["y"].shape == (2, 8)
@@ -121,7 +127,7 @@ def test_names_of_several_bundles(bundles):
     assert "'skips'" in done.stderr
 
 
-def test_onnxruntime(bundles, pipes):
+def test_onnxruntime(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
     with stagepack_server([bundles["skips"]], "--runtime", "onnxruntime") as server:
         assert server.facts["models"][0]["batch"] == 32
         given = skips(3, 0.5)
@@ -133,7 +139,7 @@ def test_onnxruntime(bundles, pipes):
         assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
-def test_a_stream_of_requests(torch_server):
+def test_a_stream_of_requests(torch_server: Server) -> None:
     answers: queue.Queue = queue.Queue()
     with contextlib.closing(Client("grpc", torch_server)) as client:
         client.raw.start_stream(lambda result, error: answers.put((result, error)))
@@ -149,7 +155,7 @@ def test_a_stream_of_requests(torch_server):
     assert "sequence" in str(found[4][1])
 
 
-def test_numbers_have_ranges_too(bundles):
+def test_numbers_have_ranges_too(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["first"]]) as server:
         given = {"x": numpy.arange(9, dtype="float32"), "n": numpy.array([3])}
         assert ask(server, "http", "first", given)["output"].tolist() == [0, 1, 2]
@@ -158,7 +164,7 @@ def test_numbers_have_ranges_too(bundles):
                 ask(server, "grpc", "first", given | {"n": numpy.array([number])})
 
 
-def test_a_stream_runs_its_requests_together(bundles):
+def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> None:
     answers: queue.Queue = queue.Queue()
     with (
         stagepack_server([bundles["skips"]], "--max-delay-ms", "300") as server,
@@ -178,7 +184,7 @@ def test_a_stream_runs_its_requests_together(bundles):
         client.raw.stop_stream(cancel_requests=True)
 
 
-def test_state_that_is_given_out_stays_that_of_its_call(bundles):
+def test_state_that_is_given_out_stays_that_of_its_call(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["alias"]]) as server, contextlib.closing(Client("grpc", server)) as client:
         answers: queue.Queue = queue.Queue()
         given = [client.input("x", numpy.ones(1, "float32"))]
@@ -194,7 +200,7 @@ def test_state_that_is_given_out_stays_that_of_its_call(bundles):
             assert sorted(array.flat[0] for array in arrays) == list(range(2, 22))
 
 
-def test_sequences_have_places(bundles):
+def test_sequences_have_places(bundles: Mapping[str, Path]) -> None:
     given = {"x": numpy.ones(3, "float32")}
     options = ("--max-sequences", "2", "--sequence-idle-s", "1")
     with (
@@ -215,7 +221,7 @@ def test_sequences_have_places(bundles):
         assert client.ask("counting", given, sequence_id="b", sequence_start=True)["sum"].tolist() == [1.0] * 3
 
 
-def test_what_is_not_there(torch_server):
+def test_what_is_not_there(torch_server: Server) -> None:
     with contextlib.closing(Client("grpc", torch_server)) as client:
         with pytest.raises(InferenceServerException) as caught:
             client.raw.get_inference_statistics()
@@ -227,7 +233,7 @@ def test_what_is_not_there(torch_server):
         assert caught.value.status() == "404"
 
 
-def test_a_bundle_that_fails_its_own_rules(bundles, tmp_path):
+def test_a_bundle_that_fails_its_own_rules(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     for arguments in (
         [tmp_path / "nothing"],
         [bundles["skips"], "--device", "cuda:7"],
