@@ -1,12 +1,11 @@
 """The same code of `tritonclient` against `stagepack serve` and against a real `tritonserver`, over HTTP and over gRPC."""
 
-from collections.abc import Mapping
-from typing import Any
-from tests.serve.servers import Server
 import concurrent.futures
 import contextlib
 import http.client
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 import grpc
 import ml_dtypes
@@ -15,12 +14,12 @@ import pytest
 import torch
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import Client
+from tests.serve.servers import Client, Server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def numbers(*shape: Any, dtype: Any="float32"):
+def numbers(*shape: Any, dtype: Any = "float32"):
     return numpy.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 

@@ -1,9 +1,5 @@
 """Requests that `stagepack serve` refuses: malformed, too large, too many, too slow."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-from tests.serve.servers import Server
 import concurrent.futures
 import contextlib
 import gzip
@@ -12,6 +8,9 @@ import json
 import socket
 import time
 import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import msgspec
@@ -22,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack_serving.server.messages import from_numbers
-from tests.serve.servers import INFER, Client, ask_slow, post, skips_request, stagepack_server
+from tests.serve.servers import INFER, Client, Server, ask_slow, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
