@@ -130,12 +130,12 @@ class Together(torch.nn.Module):
 class Slow(torch.nn.Module):
     """Takes a while: as many products as the first input says."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.register_buffer("weight", torch.full((512, 512), 1e-3))
 
-    def forward(self, x, times):
-        def step(number, value):
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> Any:
+        def step(number: int, value: Any) -> Any:
             return number - 1, torch.tanh(value @ self.weight)
 
         return while_loop(lambda number, value: number > 0, step, (times.clone(), x))[1]

@@ -62,7 +62,7 @@ def small(bundles: Mapping[str, Path]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def slow(tmp_path_factory) -> Path:
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle whose calls take as long as an input says."""
     path = tmp_path_factory.mktemp("slow") / "slow.stagepack"
     stagepack.export(Slow(), (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)

@@ -19,26 +19,26 @@ from tests.serve.servers import Client, Server
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def numbers(*shape: Any, dtype: Any = "float32"):
+def numbers(*shape: Any, dtype: Any = "float32") -> Any:
     return numpy.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 
-def tokens(batch: int, length: int):
+def tokens(batch: int, length: int) -> Any:
     ids = numpy.random.default_rng(batch * 1000 + length).integers(1, 3000, (batch, length))
     return {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
 
 
-def in_process(pipe: Any, given: Any):
+def in_process(pipe: Any, given: Any) -> Any:
     """The answer of the pipeline in this process, as arrays."""
     with torch.no_grad():
         return pipe(**{name: torch.from_numpy(array) for name, array in given.items()})
 
 
-def same(found: Any, wanted: Any):
+def same(found: Any, wanted: Any) -> Any:
     return found.dtype == wanted.numpy().dtype and numpy.array_equal(found, wanted.numpy())
 
 
-def refused(client: Client, status: Any, call: Any):
+def refused(client: Client, status: Any, call: Any) -> Any:
     """Call what must be refused; the message."""
     with pytest.raises(InferenceServerException) as caught:
         call()
@@ -53,7 +53,7 @@ BAD = (400, "INVALID_ARGUMENT")
 GONE = (404, "NOT_FOUND")
 
 
-def test_health(client: Client):
+def test_health(client: Client) -> None:
     assert client.raw.is_server_live()
     assert client.raw.is_server_ready()
     assert client.raw.is_model_ready("minilm")
@@ -61,7 +61,7 @@ def test_health(client: Client):
     assert client.raw.get_server_metadata()
 
 
-def test_metadata(client: Client):
+def test_metadata(client: Client) -> None:
     found = client.metadata("minilm")
     assert found["name"] == "minilm"
     assert found["versions"] == ["1"]
@@ -71,7 +71,7 @@ def test_metadata(client: Client):
     assert outputs == [("last_hidden_state", "FP32", [-1, -1, 384]), ("pooler_output", "FP32", [-1, 384])]
 
 
-def test_config(client: Client):
+def test_config(client: Client) -> None:
     found = client.config("minilm")
     assert found["max_batch_size"] == 32
     assert [one["name"] for one in found["input"]] == ["input_ids", "attention_mask"]
@@ -80,7 +80,7 @@ def test_config(client: Client):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_sizes_change(client: Client, pipes: Mapping[str, Any], binary: bool):
+def test_sizes_change(client: Client, pipes: Mapping[str, Any], binary: bool) -> None:
     for batch, length in ((1, 5), (3, 17), (2, 64), (8, 2), (1, 5)):
         given = tokens(batch, length)
         wanted = in_process(pipes["minilm"], given)
@@ -88,12 +88,12 @@ def test_sizes_change(client: Client, pipes: Mapping[str, Any], binary: bool):
         assert all(same(found[name], wanted[name]) for name in wanted), (batch, length)
 
 
-def test_asks_for_one_output(client: Client, pipes: Mapping[str, Any]):
+def test_asks_for_one_output(client: Client, pipes: Mapping[str, Any]) -> None:
     given = tokens(2, 9)
     assert list(client.ask("minilm", given, outputs=["pooler_output"])) == ["pooler_output"]
 
 
-def test_skips_and_results_that_are_given_twice(client: Client, pipes: Mapping[str, Any]):
+def test_skips_and_results_that_are_given_twice(client: Client, pipes: Mapping[str, Any]) -> None:
     given = {"x": numbers(5, 8), "weight": numbers(5, 1)}
     wanted = in_process(pipes["skips"], given)
     found = client.ask("skips", given)
@@ -104,12 +104,12 @@ def test_skips_and_results_that_are_given_twice(client: Client, pipes: Mapping[s
     assert same(found["parts.1"], wanted["parts"][1])
 
 
-def test_what_crosses_may_have_strides(client: Client, pipes: Mapping[str, Any]):
+def test_what_crosses_may_have_strides(client: Client, pipes: Mapping[str, Any]) -> None:
     given = {"x": numbers(2, 3, 4)}
     assert same(client.ask("strided", given)["y"], in_process(pipes["strided"], given)["y"])
 
 
-def test_bfloat16(client: Client, pipes: Mapping[str, Any]):
+def test_bfloat16(client: Client, pipes: Mapping[str, Any]) -> None:
     given = numbers(3, 16).astype(ml_dtypes.bfloat16)
     answer = client.raw.infer("half", [client.input("x", given, "BF16")])
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_bfloat16(client: Client, pipes: Mapping[str, Any]):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_all_kinds_of_values(client: Client, pipes: Mapping[str, Any], binary: bool):
+def test_all_kinds_of_values(client: Client, pipes: Mapping[str, Any], binary: bool) -> None:
     given = {
         "x": numbers(3, 4),
         "flag": numpy.array([False, True]),
@@ -138,7 +138,7 @@ def test_all_kinds_of_values(client: Client, pipes: Mapping[str, Any], binary: b
     assert same(found["y"], wanted["y"])
 
 
-def test_empty_tensors(client: Client, pipes: Mapping[str, Any]):
+def test_empty_tensors(client: Client, pipes: Mapping[str, Any]) -> None:
     given = {
         "x": numbers(2, 4),
         "flag": numpy.array([False, True]),
@@ -149,12 +149,12 @@ def test_empty_tensors(client: Client, pipes: Mapping[str, Any]):
     assert "0" in message
 
 
-def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str, Any]):
+def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str, Any]) -> None:
     lengths = [5, 9, 16, 33]
     given = [tokens(1 + number % 3, lengths[number % 4]) for number in range(64)]
     wanted = [in_process(pipes["minilm"], one)["pooler_output"].numpy() for one in given]
 
-    def ask(number: int):  # a client of its own: that for HTTP stays in one thread
+    def ask(number: int) -> Any:  # a client of its own: that for HTTP stays in one thread
         with contextlib.closing(Client(client.protocol, server)) as mine:
             return mine.ask("minilm", given[number], outputs=["pooler_output"])["pooler_output"]
 
@@ -163,7 +163,7 @@ def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str,
     assert max(abs(one - other).max() for one, other in zip(found, wanted, strict=True)) < 1e-5
 
 
-def test_sequences_keep_their_state_apart(client: Client, pipes: Mapping[str, Any]):
+def test_sequences_keep_their_state_apart(client: Client, pipes: Mapping[str, Any]) -> None:
     with torch.no_grad():
         first = [pipes["counting"](torch.full((3,), 2.0)) for _ in range(3)]
         pipes["counting"].reset_state()
@@ -184,13 +184,13 @@ def test_sequences_keep_their_state_apart(client: Client, pipes: Mapping[str, An
         assert same(found["other"], wanted["other"])
 
 
-def test_a_sequence_that_did_not_start(client: Client):
+def test_a_sequence_that_did_not_start(client: Client) -> None:
     given = {"x": numpy.ones(3, "float32")}
     assert "START" in refused(client, BAD, lambda: client.ask("counting", given, sequence_id=99)).upper()
     refused(client, BAD, lambda: client.ask("counting", given))
 
 
-def test_wrong_names(client: Client):
+def test_wrong_names(client: Client) -> None:
     given = tokens(1, 4)
     assert "nope" in refused(client, GONE, lambda: client.ask("nope", given, outputs=["x"]))
     assert "nope" in refused(client, GONE, lambda: client.metadata("nope"))
@@ -201,31 +201,31 @@ def test_wrong_names(client: Client):
     assert "extra" in refused(client, BAD, lambda: client.ask("minilm", given, outputs=["extra"]))
 
 
-def test_a_missing_input(client: Client):
+def test_a_missing_input(client: Client) -> None:
     message = refused(client, BAD, lambda: client.ask("minilm", {"input_ids": tokens(1, 4)["input_ids"]}))
     assert "attention_mask" in message
 
 
-def test_wrong_dtype(client: Client):
+def test_wrong_dtype(client: Client) -> None:
     given = tokens(1, 4)
     message = refused(client, BAD, lambda: client.ask("minilm", given | {"input_ids": numbers(1, 4)}))
     assert "input_ids" in message
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4, 1), (1, 600), (1, 1), (1, 7)])
-def test_wrong_shapes(client: Client, shape: Any):
+def test_wrong_shapes(client: Client, shape: Any) -> None:
     given = tokens(1, 4)
     message = refused(client, BAD, lambda: client.ask("minilm", given | {"input_ids": numpy.ones(shape, "int64")}))
     assert "input_ids" in message
 
 
-def test_token_numbers_beyond_the_vocabulary(client: Client):
+def test_token_numbers_beyond_the_vocabulary(client: Client) -> None:
     given = tokens(1, 4)
     beyond = given | {"input_ids": given["input_ids"] + 10**6}
     assert "out of range in stage 0" in refused(client, BAD, lambda: client.ask("minilm", beyond))
 
 
-def test_more_bytes_than_the_shape_says(client: Client):
+def test_more_bytes_than_the_shape_says(client: Client) -> None:
     given = client.input("x", numbers(4, 8))
     given._shape = [2, 8]
     if client.protocol == "grpc":
@@ -234,7 +234,7 @@ def test_more_bytes_than_the_shape_says(client: Client):
     assert "64" in message
 
 
-def test_an_oversized_body(client: Client, server: Server):
+def test_an_oversized_body(client: Client, server: Server) -> None:
     """Of 70 MB, where the model takes 36 bytes a row; each server says so in its way."""
     large = client.input("x", numpy.zeros((70_000_000 // 32, 8), "float32"))
     given = [large, client.input("weight", numpy.zeros((2, 1), "float32"))]
@@ -250,7 +250,7 @@ def test_an_oversized_body(client: Client, server: Server):
     assert client.raw.is_server_live()
 
 
-def test_garbage_bytes(client: Client, server: Server):
+def test_garbage_bytes(client: Client, server: Server) -> None:
     garbage = numpy.random.default_rng(0).bytes(20_000)
     if client.protocol == "http":
         for headers in ({}, {"Inference-Header-Content-Length": "100"}, {"Inference-Header-Content-Length": "-1"}):

@@ -26,7 +26,7 @@ from tests.serve.servers import INFER, Client, Server, ask_slow, post, skips_req
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def test_a_body_that_is_too_large(small: Server):
+def test_a_body_that_is_too_large(small: Server) -> None:
     for size in (200_000, 1_500_000, 5_000_000):
         status, answer, _ = post(small.http, INFER, b" " * size)
         assert status == 413
@@ -34,7 +34,7 @@ def test_a_body_that_is_too_large(small: Server):
         assert post(small.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
-def test_a_message_that_is_too_large(small: Server):
+def test_a_message_that_is_too_large(small: Server) -> None:
     with contextlib.closing(Client("grpc", small)) as client:
         with pytest.raises(InferenceServerException) as caught:
             client.ask(
@@ -46,7 +46,7 @@ def test_a_message_that_is_too_large(small: Server):
         assert client.raw.is_server_live()
 
 
-def test_a_packed_body(small: Server):
+def test_a_packed_body(small: Server) -> None:
     plain = json.dumps(skips_request()).encode()
     wanted = post(small.http, INFER, plain)[1]
     status, answer, _ = post(small.http, INFER, gzip.compress(plain), {"Content-Encoding": "gzip"})
@@ -92,7 +92,7 @@ def test_a_packed_body(small: Server):
         (lambda given: given.update(parameters={"timeout": "soon"}), "timeout"),
     ],
 )
-def test_requests_that_break_the_protocol(small: Server, change: Any, says: str):
+def test_requests_that_break_the_protocol(small: Server, change: Any, says: str) -> None:
     given = skips_request()
     change(given)
     status, answer, _ = post(small.http, INFER, json.dumps(given))
@@ -101,13 +101,13 @@ def test_requests_that_break_the_protocol(small: Server, change: Any, says: str)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"inputs": [NaN]}', "\ufeff{}", "\x00"])
-def test_bodies_that_are_no_request(small: Server, text: str):
+def test_bodies_that_are_no_request(small: Server, text: str) -> None:
     status, answer, _ = post(small.http, INFER, text.encode()[:90_000])
     assert status == 400
     assert answer["error"]
 
 
-def test_long_names_over_grpc(small: Server):
+def test_long_names_over_grpc(small: Server) -> None:
     with contextlib.closing(Client("grpc", small)) as client:
         for call in (lambda: client.metadata("m" * 20_000), lambda: client.ask("m" * 20_000, {}, outputs=["y"])):
             with pytest.raises(InferenceServerException) as caught:
@@ -115,13 +115,13 @@ def test_long_names_over_grpc(small: Server):
             assert caught.value.status() == "StatusCode.NOT_FOUND"
 
 
-def test_large_unsigned_numbers():
+def test_large_unsigned_numbers() -> None:
     wanted = [1, 2**63, 2**64 - 1]
     found = from_numbers("x", "UINT64", [3], lambda kind: msgspec.json.decode(json.dumps(wanted), type=kind))
     assert found.array.tolist() == wanted
 
 
-def test_special_numbers_in_json(small: Server):
+def test_special_numbers_in_json(small: Server) -> None:
     given = skips_request()
     given["inputs"][0]["data"][3] = float("nan")
     given["inputs"][0]["data"][9] = float("-inf")
@@ -133,7 +133,7 @@ def test_special_numbers_in_json(small: Server):
     assert found[9] == float("-inf")
 
 
-def test_paths_and_methods(small: Server):
+def test_paths_and_methods(small: Server) -> None:
     for path, status in (
         ("/v2/nothing", 404),
         ("/v2/models/skips/versions/2/infer", 404),
@@ -145,7 +145,7 @@ def test_paths_and_methods(small: Server):
     assert (found, bool(answer["error"])) == (405, True)
 
 
-def ask_when_free(server: Server):
+def ask_when_free(server: Server) -> Any:
     """The answer to a short request, once the runs before it, which were given up, are over."""
     until = time.monotonic() + 60
     while True:
@@ -155,7 +155,7 @@ def ask_when_free(server: Server):
             assert time.monotonic() < until
 
 
-def test_deadlines(slow: Server):
+def test_deadlines(slow: Server) -> None:
     with stagepack_server([slow], "--deadline-s", "0.5") as server:
         for protocol, status in (("http", "504"), ("grpc", "StatusCode.DEADLINE_EXCEEDED")):
             for times, options in ((1000, {}), (300, {"timeout": 100_000})):
@@ -165,7 +165,7 @@ def test_deadlines(slow: Server):
                 assert ask_when_free(server).shape == (256, 512)
 
 
-def test_a_full_queue(slow: Server):
+def test_a_full_queue(slow: Server) -> None:
     with stagepack_server([slow], "--max-queue", "2") as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(ask_slow, server, 300, ("http", "grpc")[number % 2]) for number in range(6)]
@@ -176,7 +176,7 @@ def test_a_full_queue(slow: Server):
         assert ask_slow(server, 1).shape == (256, 512)
 
 
-def test_clients_that_hang_up_are_not_worked_for(slow: Server):
+def test_clients_that_hang_up_are_not_worked_for(slow: Server) -> None:
     with stagepack_server([slow]) as server:
         given = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}
         inputs = [
@@ -201,7 +201,7 @@ class Wide(torch.nn.Module):
         return x.repeat(10_000_000)
 
 
-def test_who_does_not_read_is_let_go(tmp_path: Path):
+def test_who_does_not_read_is_let_go(tmp_path: Path) -> None:
     stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
     with stagepack_server([tmp_path / "wide.stagepack"], "--deadline-s", "2", "--max-queue", "1") as server:
         path, given = "/v2/models/wide/infer", {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
@@ -217,7 +217,7 @@ def test_who_does_not_read_is_let_go(tmp_path: Path):
         assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
 
 
-def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles: Mapping[str, Path]):
+def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["half"]]) as server, contextlib.closing(Client("http", server)) as client:
         given = [client.input("x", numpy.zeros((1, 16), ml_dtypes.bfloat16), "BF16")]
         with pytest.raises(InferenceServerException, match="binary"):

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -12,7 +13,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 DISTRIBUTIONS = {"PIL": "pillow", "numpy": "tritonclient"}
 
 
-def imported_names(path):
+def imported_names(path: Path) -> Any:
     """The modules that a file imports from elsewhere than the standard library."""
     for node in ast.walk(ast.parse(path.read_text())):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -20,7 +21,7 @@ def imported_names(path):
         yield from (module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names)
 
 
-def test_example_clients_import_what_their_readme_installs():
+def test_example_clients_import_what_their_readme_installs() -> None:
     [line] = re.findall(r"^    pip install (.+)$", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
     installed = set(
         line.replace("'tritonclient[grpc,http]'", "tritonclient tritonclient.grpc tritonclient.http").split()
@@ -32,7 +33,7 @@ def test_example_clients_import_what_their_readme_installs():
         assert needed <= installed, client
 
 
-def test_the_container_does_not_run_as_root():
+def test_the_container_does_not_run_as_root() -> None:
     """Kubernetes refuses a user that is given by name where `runAsNonRoot` is set."""
     text = (ROOT / "Dockerfile").read_text()
     [user] = re.findall(r"^USER (.+)$", text, re.MULTILINE)
@@ -41,6 +42,6 @@ def test_the_container_does_not_run_as_root():
     assert f"--uid {user} " in text
 
 
-def test_the_container_installs_extras_that_there_are():
+def test_the_container_installs_extras_that_there_are() -> None:
     [extras] = re.findall(r'"\.\[(.+)\]"', (ROOT / "Dockerfile").read_text())
     assert set(extras.replace("$RUNTIME", "torch,onnxruntime").split(",")) <= EXTRAS.keys()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import termios
 import time
+from typing import Any
 
 import pytest
 from tritonclient.utils import InferenceServerException
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_what_was_accepted_is_answered_before_the_end(slow, number):
+def test_what_was_accepted_is_answered_before_the_end(slow: Server, number: int) -> None:
     with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask_slow, server, 300, protocol) for protocol in ("http", "grpc", "http", "grpc")]
         time.sleep(0.5)
@@ -33,7 +34,7 @@ def test_what_was_accepted_is_answered_before_the_end(slow, number):
 
 
 @pytest.mark.parametrize("names", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGTERM", "SIGHUP")])
-def test_a_hang_up_does_not_end_the_drain(slow, names):
+def test_a_hang_up_does_not_end_the_drain(slow: Server, names: Any) -> None:
     with stagepack_server([slow], "--linger-s", "0") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_slow, server, 1000)
         time.sleep(0.5)
@@ -45,10 +46,10 @@ def test_a_hang_up_does_not_end_the_drain(slow, names):
         assert json.loads(server.process.stdout.read())["answers"] == {"OK": 1}
 
 
-def test_requests_are_answered_after_the_terminal_closes(slow):
+def test_requests_are_answered_after_the_terminal_closes(slow: Server) -> None:
     terminal, end_of_server = pty.openpty()
 
-    def take_terminal():
+    def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     command = [STAGEPACK, "serve", slow, "--http-port", "0", "--grpc-port", "0"]
@@ -70,7 +71,7 @@ def test_requests_are_answered_after_the_terminal_closes(slow):
         process.wait()
 
 
-def test_a_hang_up_is_ignored_under_nohup(slow):
+def test_a_hang_up_is_ignored_under_nohup(slow: Server) -> None:
     with stagepack_server([slow], prefix=["nohup"]) as server:
         server.process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
@@ -79,7 +80,7 @@ def test_a_hang_up_is_ignored_under_nohup(slow):
         assert server.stop() == 0
 
 
-def test_a_run_that_was_given_up_does_not_hold_the_end(slow):
+def test_a_run_that_was_given_up_does_not_hold_the_end(slow: Server) -> None:
     with stagepack_server([slow], "--deadline-s", "0.3", "--linger-s", "0", "--drain-s", "1") as server:
         with pytest.raises(InferenceServerException):
             ask_slow(server, 50_000)
@@ -89,7 +90,7 @@ def test_a_run_that_was_given_up_does_not_hold_the_end(slow):
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_what_is_not_done_when_the_drain_ends_is_refused(slow, protocol):
+def test_what_is_not_done_when_the_drain_ends_is_refused(slow: Server, protocol: str) -> None:
     with (
         stagepack_server([slow], "--linger-s", "0", "--drain-s", "1") as server,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
@@ -103,7 +104,7 @@ def test_what_is_not_done_when_the_drain_ends_is_refused(slow, protocol):
         assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1}
 
 
-def test_a_second_signal_ends_at_once(slow):
+def test_a_second_signal_ends_at_once(slow: Server) -> None:
     with stagepack_server([slow]) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_slow, server, 10_000)
         time.sleep(0.5)
@@ -114,7 +115,7 @@ def test_a_second_signal_ends_at_once(slow):
         assert asked.exception() is not None
 
 
-def test_it_says_that_it_stops(slow):
+def test_it_says_that_it_stops(slow: Server) -> None:
     with stagepack_server([slow], "--linger-s", "2") as server:
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)

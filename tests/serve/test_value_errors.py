@@ -1,6 +1,8 @@
 """Values that a model cannot take are errors of the client (400, INVALID_ARGUMENT); other failures are errors of the server."""
 
 import contextlib
+from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -10,7 +12,7 @@ from tritonclient.utils import InferenceServerException
 import stagepack
 from stagepack.errors import InputError
 from stagepack_serving.protocol.value_errors import raises_input_errors
-from tests.serve.servers import Client, stagepack_server
+from tests.serve.servers import Client, Server, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -21,29 +23,29 @@ OUTSIDE = torch.tensor([7])
 class Lookup(torch.nn.Module):
     """Reads rows of a table in its first stage, and elements of these in its second."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(10, 4)
         self.pick = Pick()
 
-    def forward(self, tokens, indices):
+    def forward(self, tokens: torch.Tensor, indices: torch.Tensor) -> Any:
         return self.pick(self.embedding(tokens), indices)
 
 
 class Pick(torch.nn.Module):
-    def forward(self, rows, indices):
+    def forward(self, rows: int, indices: torch.Tensor) -> Any:
         return rows.gather(1, indices)
 
 
 class Grow(torch.nn.Module):
     """Answers as many numbers as the input says."""
 
-    def forward(self, x, count):
+    def forward(self, x: torch.Tensor, count: Any) -> Any:
         return x.new_ones(count)
 
 
 @pytest.fixture(scope="module")
-def lookup(tmp_path_factory):
+def lookup(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("lookup") / "lookup.stagepack"
     batch = torch.export.Dim("batch", min=1, max=8)
     inputs = (torch.tensor([1, 2]), torch.tensor([[0, 1], [2, 3]]))
@@ -53,7 +55,7 @@ def lookup(tmp_path_factory):
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
-def test_values_out_of_range_are_errors_of_the_client(lookup, runtime):
+def test_values_out_of_range_are_errors_of_the_client(lookup: Server, runtime: str) -> None:
     good = {"tokens": numpy.array([1, 9]), "indices": numpy.array([[0, 3], [1, 2]])}
     with stagepack_server([lookup], "--runtime", runtime) as server:
         for protocol, status in (("http", "400"), ("grpc", "StatusCode.INVALID_ARGUMENT")):
@@ -69,7 +71,7 @@ def test_values_out_of_range_are_errors_of_the_client(lookup, runtime):
                 assert client.ask("lookup", good)["output"].shape == (2, 2)
 
 
-def test_a_failure_of_the_server_stays_its_own(tmp_path):
+def test_a_failure_of_the_server_stays_its_own(tmp_path: Path) -> None:
     sizes = {"x": None, "count": torch.export.Dim.DYNAMIC(min=2, max=2**50)}
     stagepack.export(Grow(), (torch.ones(1), 4), out=tmp_path / "grow.stagepack", stages=1, dynamic_shapes=sizes)
     with stagepack_server([tmp_path / "grow.stagepack"]) as server:
@@ -101,7 +103,7 @@ def test_a_failure_of_the_server_stays_its_own(tmp_path):
         lambda: torch.ops.aten._assert_scalar(False, "Runtime assertion failed for expression u0 <= 5 on node 'le'"),
     ],
 )
-def test_how_torch_reports_values_out_of_range(operation):
+def test_how_torch_reports_values_out_of_range(operation: Any) -> None:
     with pytest.raises(InputError, match=r"an input value is out of range in stage 3: \w"), raises_input_errors(3):
         operation()
 
@@ -115,7 +117,7 @@ def test_how_torch_reports_values_out_of_range(operation):
         lambda: {}["a"],
     ],
 )
-def test_other_errors_stay_what_they_are(operation):
+def test_other_errors_stay_what_they_are(operation: Any) -> None:
     with pytest.raises((RuntimeError, KeyError)) as caught, raises_input_errors(3):
         operation()
     assert "out of range in stage" not in str(caught.value)

@@ -192,7 +192,7 @@ class Pair(torch.Tensor):
     """A tensor that consists of two others and has no memory of its own."""
 
     @staticmethod
-    def __new__(cls, a: torch.Tensor, b: torch.Tensor) -> Self:
+    def __new__(cls: type[Self], a: torch.Tensor, b: torch.Tensor) -> Self:
         pair: Self = torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)  # type: ignore[attr-defined]
         pair.a, pair.b = a, b  # type: ignore[attr-defined]
         return pair
