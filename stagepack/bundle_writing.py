@@ -81,7 +81,7 @@ def write_bundle(
                 )
             )
             entry = _entry(stage, name, tuple(files), weights)
-            writer.write(name, [encode_graph(fold_graph(graph, entry.numbers))])
+            writer.write_file(name, [encode_graph(fold_graph(graph, entry.node_numbers))])
             stages.append(entry)
         for file in dict.fromkeys(placed.values()):
             writer.write_tensors(file, (weights.specs[name] for name in placed if placed[name] == file), weights.read)
@@ -89,7 +89,7 @@ def write_bundle(
             writer.write_tensors(EXAMPLE_FILE_NAME, example.specs.values(), example.read)
         index = _index(cut, placed, weights)
         for name, content in {**origin.files, **index}.items():
-            writer.write(name, [content])
+            writer.write_file(name, [content])
         writer.finish(
             Manifest(
                 format="stagepack",

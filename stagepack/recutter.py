@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagepack.bundle_writing import INDEX_FILE_NAME, ModelOrigin, write_bundle
-from stagepack.format.dtypes import STORED_AS
+from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.plan import Plan
 from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
@@ -137,7 +137,7 @@ def _example(bundle: Bundle) -> TensorSource:
 
 def _tensors(places: dict[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> TensorSource:
     """Tensors that lie in files, and weights of zeros that lie in none."""
-    specs = {name: TensorSpec(name=name, dtype=STORED_AS[t.dtype], shape=t.shape) for name, (_, t) in places.items()}
+    specs = {name: TensorSpec(name=name, dtype=TORCH_DTYPES[t.dtype], shape=t.shape) for name, (_, t) in places.items()}
     specs |= {w.stored: TensorSpec(name=w.stored, dtype=w.dtype, shape=w.shape) for w in weights if w.zeros}
     return TensorSource(specs=specs, read=lambda name: _pieces(*places[name]))
 

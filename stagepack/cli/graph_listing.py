@@ -130,13 +130,15 @@ class _Printed:
 def _shown(region: Region) -> list[int]:
     """The holes of a region that weights and modules have: those of values are seen from the values themselves."""
     texts = [name for weight in region.weights for name in weight.names] + [scope.path for scope in region.scopes]
-    return sorted({part.number for text in texts for part in parse_template(text) if isinstance(part, Hole)})
+    return sorted({part.text_index for text in texts for part in parse_template(text) if isinstance(part, Hole)})
 
 
 def _holes(template: str, literal: Callable[[str], str] = str) -> str:
     """A template with names for its holes; `literal` writes what stands between them."""
     return "".join(
-        f"{{at{part.number}{f'{part.plus:+d}' * bool(part.plus)}}}" if isinstance(part, Hole) else literal(part)
+        f"{{at{part.text_index}{f'{part.increment:+d}' * bool(part.increment)}}}"
+        if isinstance(part, Hole)
+        else literal(part)
         for part in parse_template(template)
     )
 

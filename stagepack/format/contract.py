@@ -24,7 +24,7 @@ from stagepack.format.shapes import (
 )
 from stagepack.format.signature import Signature
 from stagepack.format.tree import (
-    UNUSED,
+    UNUSED_VALUE,
     ConstantLeaf,
     NonFiniteLeaf,
     ValueLeaf,
@@ -40,7 +40,7 @@ _PYTHON: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool
 class BoundArgument:
     """A value that the caller gave; `where` names the place in the call, such as ``batch['input_ids']``."""
 
-    where: str
+    location: str
     value: Any
 
 
@@ -62,8 +62,8 @@ def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, 
             if isinstance(leaf, ValueLeaf):
                 first = bound.setdefault(leaf.name, BoundArgument(where, given))
                 same = first.value is given or (isinstance(given, bool | int | float) and first.value == given)
-                if not same and leaf.name != UNUSED:
-                    raise InputError(f"{where} was the same as {first.where} at export: export again to change it")
+                if not same and leaf.name != UNUSED_VALUE:
+                    raise InputError(f"{where} was the same as {first.location} at export: export again to change it")
             else:
                 check_constant(leaf, given, where)
     return bound
@@ -137,22 +137,24 @@ def _sizes(value: Value | Edge, given: BoundArgument) -> Iterable[tuple[str, Dim
     if value.dtype in SCALAR_DTYPES:
         wanted = _PYTHON[value.dtype]
         if type(given.value) is not wanted:
-            raise InputError(f"{given.where}: expected a Python {wanted.__name__}, found {type(given.value).__name__}")
+            raise InputError(
+                f"{given.location}: expected a Python {wanted.__name__}, found {type(given.value).__name__}"
+            )
         number: Any = given.value
-        return [(given.where, value.expr, number)] if value.expr is not None else []
+        return [(given.location, value.expr, number)] if value.expr is not None else []
     shape, dtype = getattr(given.value, "shape", None), getattr(given.value, "dtype", None)
     if shape is None or dtype is None:
         raise InputError(
-            f"{given.where}: expected a tensor of {value.dtype} {format_shape(value.shape)}, found {type(given.value).__name__}"
+            f"{given.location}: expected a tensor of {value.dtype} {format_shape(value.shape)}, found {type(given.value).__name__}"
         )
     if str(dtype).removeprefix("torch.") != value.dtype:
-        raise InputError(f"{given.where}: expected dtype {value.dtype}, found {str(dtype).removeprefix('torch.')}")
+        raise InputError(f"{given.location}: expected dtype {value.dtype}, found {str(dtype).removeprefix('torch.')}")
     if len(shape) != len(value.shape):
         raise InputError(
-            f"{given.where}: expected {len(value.shape)} dimensions {format_shape(value.shape)}, found the shape {list(shape)}"
+            f"{given.location}: expected {len(value.shape)} dimensions {format_shape(value.shape)}, found the shape {list(shape)}"
         )
     return [
-        (f"{given.where}: dimension {number}", dim, size)
+        (f"{given.location}: dimension {number}", dim, size)
         for number, (dim, size) in enumerate(zip(value.shape, shape, strict=True))
     ]
 

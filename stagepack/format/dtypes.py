@@ -30,13 +30,13 @@ _STORED: Final = {
 _AS_BYTES: Final = {"complex128": 16, "complex32": 4}
 
 ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType({name: size for name, size in _STORED.values()} | _AS_BYTES)
-STORED_NAME: Final[Mapping[str, str]] = MappingProxyType(
+HEADER_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {name: stored for stored, (name, _) in _STORED.items()} | dict.fromkeys(_AS_BYTES, "U8")
 )
-STORED_SIZE: Final[Mapping[str, int]] = MappingProxyType({stored: size for stored, (_, size) in _STORED.items()})
+HEADER_ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType({stored: size for stored, (_, size) in _STORED.items()})
 
 # The torch name of what a header names; a tensor that is stored as bytes is of bytes.
-STORED_AS: Final[Mapping[str, str]] = MappingProxyType({stored: name for stored, (name, _) in _STORED.items()})
+TORCH_DTYPES: Final[Mapping[str, str]] = MappingProxyType({stored: name for stored, (name, _) in _STORED.items()})
 
 # Symbolic scalars travel as Python numbers, not as tensors.
 SCALAR_DTYPES: Final = frozenset({"symint", "symfloat", "symbool"})

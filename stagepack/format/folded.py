@@ -13,7 +13,7 @@ from stagepack.format.limits import Int64
 from stagepack.format.shapes import Symbol
 
 
-class Call(NamedTuple):
+class RegionCall(NamedTuple):
     """The nodes of a region, with these texts in the holes. Inside a region the texts are templates themselves."""
 
     region: Int64
@@ -33,7 +33,7 @@ class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
         calls: the calls of modules that each call of the region has for itself.
     """
 
-    nodes: tuple[Node | Call, ...]
+    nodes: tuple[Node | RegionCall, ...]
     weights: tuple[Weight, ...] = ()
     scopes: tuple[Scope, ...] = ()
     calls: tuple[ModuleCall, ...] = ()
@@ -45,7 +45,7 @@ class FoldedGraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     symbols: tuple[Symbol, ...] = ()
     inputs: tuple[Value, ...] = ()
     weights: tuple[Weight, ...] = ()
-    nodes: tuple[Node | Call, ...] = ()
+    nodes: tuple[Node | RegionCall, ...] = ()
     outputs: tuple[str, ...] = ()
     subgraphs: tuple[Subgraph, ...] = ()
     ops: tuple[Op, ...] = ()

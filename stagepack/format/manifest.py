@@ -79,7 +79,7 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return () if self.onnx is None else (self.onnx.model, *self.onnx.weights)
 
     @property
-    def numbers(self) -> list[int]:
+    def node_numbers(self) -> list[int]:
         """Where each node stands in the list of nodes of the whole model; -1 for one that was added."""
         return [-1] * self.added + list(run_members(self.places))
 

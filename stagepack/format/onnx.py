@@ -16,7 +16,7 @@ from stagepack.format import limits
 
 # How the names begin of what an ONNX file takes and gives beside the edges: the content of the weights that the stage writes, their
 # next content, and what it writes into its inputs.
-STATE, NEXT, WRITTEN = "state.", "next.", "written."
+STATE_PREFIX, NEXT_STATE_PREFIX, WRITTEN_PREFIX = "state.", "next.", "written."
 
 # The element types of ONNX by their torch name.
 ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
@@ -42,8 +42,8 @@ ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 # What stands for a type that ONNX has not: numbers of the host, and pairs of the real and the imaginary part.
-SCALAR_TYPES: Final = MappingProxyType({"symint": "int64", "symfloat": "float64", "symbool": "bool"})
-PAIRS: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
+SCALAR_TENSOR_DTYPES: Final = MappingProxyType({"symint": "int64", "symfloat": "float64", "symbool": "bool"})
+COMPLEX_PART_DTYPES: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
 # The wire types of plain fields: numbers, texts and bytes (and messages that no rule is on), floats; lists of numbers may be packed.
 _WIRES: Final[Mapping[str, frozenset[int]]] = {
@@ -129,7 +129,7 @@ class OnnxModel:
 
 def onnx_element_type(dtype: str) -> int | None:
     """The element type of ONNX that a dtype of this format has; None if there is none."""
-    return ELEMENT_TYPES.get(SCALAR_TYPES.get(dtype, PAIRS.get(dtype, dtype)))
+    return ELEMENT_TYPES.get(SCALAR_TENSOR_DTYPES.get(dtype, COMPLEX_PART_DTYPES.get(dtype, dtype)))
 
 
 def parse_onnx_model(content: bytes, where: str) -> OnnxModel:

@@ -24,7 +24,7 @@ from stagepack.format.file_checks import (
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge, File, Manifest, Stage
-from stagepack.format.onnx import NEXT, STATE, OnnxModel, parse_onnx_model
+from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
 from stagepack.format.unfold import unfold_graph
 from stagepack.format.upgrade import check_version, is_newer_minor
 from stagepack.format.validate import (
@@ -238,7 +238,11 @@ class Bundle:
         if stage.state:
             weights = self.graph_file(stage_number, module_calls=False).graph.weights
             written = [weight for weight in weights if weight.names[0] in stage.state]
-            expected_values |= {f"{prefix}{weight.names[0]}": weight for weight in written for prefix in (STATE, NEXT)}
+            expected_values |= {
+                f"{prefix}{weight.names[0]}": weight
+                for weight in written
+                for prefix in (STATE_PREFIX, NEXT_STATE_PREFIX)
+            }
         raise_problems(check_onnx(model, stage, expected_values, dict(headers), file_name))
         return OnnxFile(content, model)
 

@@ -36,7 +36,7 @@ def names_in_weight(weight: Weight) -> Iterator[str]:
         yield weight.base
 
 
-def names_in_call(call: ModuleCall) -> Iterator[str]:
+def names_in_module_call(call: ModuleCall) -> Iterator[str]:
     """Yield the names in the call of a module, and where it begins."""
     yield call.path
     yield call.first
@@ -52,7 +52,7 @@ def names_in_region(region: Region) -> Iterator[str]:
     for weight in region.weights:
         yield from names_in_weight(weight)
     for call in region.calls:
-        yield from names_in_call(call)
+        yield from names_in_module_call(call)
 
 
 def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
@@ -86,8 +86,8 @@ def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
     )
 
 
-def rename_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
-    """Rebuild a module call with renamed names; `rename` is called in the order of `names_in_call`."""
+def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
+    """Rebuild a module call with renamed names; `rename` is called in the order of `names_in_module_call`."""
     return replace(
         call,
         path=rename(call.path),

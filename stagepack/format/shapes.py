@@ -38,8 +38,8 @@ Dim = Int64 | str | Expr
 
 def _bounded(number: int) -> int:
     """The number itself, so that a hostile expression cannot grow it without end."""
-    if abs(number) > limits.ELEMENTS:
-        raise OverflowError(f"a size is over {limits.ELEMENTS}")
+    if abs(number) > limits.TENSOR_ELEMENTS:
+        raise OverflowError(f"a size is over {limits.TENSOR_ELEMENTS}")
     return number
 
 

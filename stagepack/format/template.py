@@ -18,12 +18,12 @@ class TemplateError(ValueError):
 class Hole(NamedTuple):
     """A place in a template: the text of this number, or the number that it is plus another."""
 
-    number: int
-    plus: int = 0
+    text_index: int
+    increment: int = 0
 
     def __str__(self) -> str:
         """As it is written."""
-        return f"{{{self.number}{self.plus:+d}}}" if self.plus else f"{{{self.number}}}"
+        return f"{{{self.text_index}{self.increment:+d}}}" if self.increment else f"{{{self.text_index}}}"
 
 
 def escape_template(text: str) -> str:
@@ -66,12 +66,12 @@ def fill_template(template: str, texts: Sequence[str]) -> str:
 
 
 def _filled(hole: Hole, texts: Sequence[str]) -> str:
-    if hole.number >= len(texts):
+    if hole.text_index >= len(texts):
         raise TemplateError(f"the hole {hole} has no text")
-    text = texts[hole.number]
-    if not hole.plus:
+    text = texts[hole.text_index]
+    if not hole.increment:
         return text
-    number = int(text) + hole.plus if _NUMBER.fullmatch(text) else -1
+    number = int(text) + hole.increment if _NUMBER.fullmatch(text) else -1
     if number < 0:
         raise TemplateError(f"the hole {hole} cannot be filled with {text[:80]!r}")
     return str(number)

@@ -57,7 +57,7 @@ class ObjectTree(Struct, frozen=True, kw_only=True, tag="object"):
 
 
 # The name of a value that nothing uses, so that no graph has it.
-UNUSED: Final = "_"
+UNUSED_VALUE: Final = "_"
 
 Tree = ValueLeaf | ConstantLeaf | NonFiniteLeaf | SequenceTree | DictTree | ObjectTree
 

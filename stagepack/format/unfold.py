@@ -7,9 +7,9 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from stagepack.errors import FormatError, Problem
-from stagepack.format.folded import Call, FoldedGraph, Region
+from stagepack.format.folded import FoldedGraph, Region, RegionCall
 from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Scope, Value, ValueArg, Weight
-from stagepack.format.renaming import names_in_region, names_in_value, rename_call, rename_value, rename_weight
+from stagepack.format.renaming import names_in_region, names_in_value, rename_module_call, rename_value, rename_weight
 from stagepack.format.template import TemplateError, fill_template, has_holes
 from stagepack.format.traversal import input_names, leaf_arguments, map_arguments, sort_module_calls
 
@@ -36,7 +36,9 @@ def unfold_graph(folded: FoldedGraph, where: str = "", *, module_calls: bool = T
     try:
         steps = list(_Steps(folded.regions, module_calls=module_calls).of(folded))
         inner = (
-            [rename_call(call, step.texts.__getitem__) for step in steps for call in step.calls] if module_calls else []
+            [rename_module_call(call, step.texts.__getitem__) for step in steps for call in step.calls]
+            if module_calls
+            else []
         )
     except TemplateError as error:
         raise FormatError([Problem(rule="F5", where=where, message=str(error))]) from None
@@ -98,7 +100,7 @@ class _Steps:
         return self._body(folded.nodes, makers, list(folded.scopes), {})
 
     def _body(
-        self, items: Sequence[Node | Call], makers: Sequence[_Maker], scopes: list[Scope], texts: _Texts
+        self, items: Sequence[Node | RegionCall], makers: Sequence[_Maker], scopes: list[Scope], texts: _Texts
     ) -> Iterator[_Step]:
         done = nodes = 0
         for item in items:

@@ -15,11 +15,11 @@ from msgspec import Struct
 from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.codec import parse_json
-from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, STORED_SIZE, stored_shape
+from stagepack.format.dtypes import HEADER_DTYPES, HEADER_ITEM_SIZE, ITEM_SIZE, stored_shape
 
 ALIGNMENT = 64
 PADDING_PREFIX = "__padding__"  # names of padding tensors begin so
-METADATA = "__metadata__"  # not a tensor: texts by name, which no reader of a bundle uses
+METADATA_KEY = "__metadata__"  # not a tensor: texts by name, which no reader of a bundle uses
 
 
 class StoredTensor(Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ def tensor_layout(tensors: Iterable[TensorSpec]) -> list[StoredTensor]:
         start, position = position + gap, position + gap + spec.nbytes
         shape = stored_shape(spec.dtype, spec.shape)
         found.append(
-            StoredTensor(name=spec.name, dtype=STORED_NAME[spec.dtype], shape=shape, start=start, end=position)
+            StoredTensor(name=spec.name, dtype=HEADER_DTYPES[spec.dtype], shape=shape, start=start, end=position)
         )
     return found
 
@@ -80,7 +80,7 @@ def weight_file_header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]
         gaps.append(gap)
         position += gap
         fields[tensor.name] = {
-            "dtype": STORED_NAME[tensor.dtype],
+            "dtype": HEADER_DTYPES[tensor.dtype],
             "shape": list(stored_shape(tensor.dtype, tensor.shape)),
             "data_offsets": [position, position + tensor.nbytes],
         }
@@ -109,10 +109,10 @@ def read_weight_header(path: Path) -> dict[str, StoredTensor]:
     fields = parse_json(text, where)
     if not text.startswith(b"{"):
         raise _error("W2", where, "the header is not a JSON object, or does not begin with one")
-    if not _is_metadata(fields.pop(METADATA, {})):
-        raise _error("W2", where, f"{METADATA} does not hold texts by name")
+    if not _is_metadata(fields.pop(METADATA_KEY, {})):
+        raise _error("W2", where, f"{METADATA_KEY} does not hold texts by name")
     tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in fields.items()}
-    problems = list(itertools.islice(_layout(tensors.values(), 8 + length, size, where), limits.PROBLEMS))
+    problems = list(itertools.islice(_layout(tensors.values(), 8 + length, size, where), limits.REPORTED_PROBLEMS))
     if problems:
         raise FormatError(problems)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING_PREFIX)}
@@ -134,10 +134,14 @@ def _stored(name: str, entry: object, data_start: int, where: str) -> StoredTens
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > limits.RANK or not isinstance(offsets, list) or len(offsets) != 2:
         raise _error("W3", where, f"expected at most {limits.RANK} sizes and two offsets")
-    if not all(type(number) is int and 0 <= number <= limits.ELEMENTS for number in (*shape, *offsets)):
+    if not all(type(number) is int and 0 <= number <= limits.TENSOR_ELEMENTS for number in (*shape, *offsets)):
         raise _error("W3", where, "a size or an offset is not one")
     start, end = offsets
-    if not isinstance(dtype, str) or dtype not in STORED_SIZE or end - start != math.prod(shape) * STORED_SIZE[dtype]:
+    if (
+        not isinstance(dtype, str)
+        or dtype not in HEADER_ITEM_SIZE
+        or end - start != math.prod(shape) * HEADER_ITEM_SIZE[dtype]
+    ):
         raise _error("W4", where, "the dtype is not known, or the bytes do not fit the dtype and the shape")
     return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), start=data_start + start, end=data_start + end)
 

@@ -24,7 +24,7 @@ from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_probl
 from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The bytes of a stored tensor, in pieces of any length.
-Pieces = Iterable[bytes | memoryview]
+ByteChunks = Iterable[bytes | memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class TensorSource:
     """
 
     specs: Mapping[str, TensorSpec]
-    read: Callable[[str], Pieces]
+    read: Callable[[str], ByteChunks]
 
 
 # How the manifest of a bundle begins, a damaged one too.
@@ -100,7 +100,7 @@ class BundleWriter:
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
             ) from error
 
-    def write(self, name: str, pieces: Pieces) -> None:
+    def write_file(self, name: str, pieces: ByteChunks) -> None:
         """Write one file, and note its size and digest."""
         digest = hashlib.sha256()
         with (self._folder / name).open("xb") as file:
@@ -112,7 +112,7 @@ class BundleWriter:
             os.fsync(file.fileno())
         self._files.append(File(name=name, size=size, sha256=digest.hexdigest()))
 
-    def keep(self, path: Path, file: File) -> None:
+    def link_file(self, path: Path, file: File) -> None:
         """Take a file of another bundle over as it is: without a copy where the file system can, and without reading it."""
         try:
             os.link(path, self._folder / file.name)
@@ -121,18 +121,18 @@ class BundleWriter:
             _sync(self._folder / file.name)
         self._files.append(file)
 
-    def write_tensors(self, name: str, tensors: Iterable[TensorSpec], read: Callable[[str], Pieces]) -> None:
+    def write_tensors(self, name: str, tensors: Iterable[TensorSpec], read: Callable[[str], ByteChunks]) -> None:
         """Write a weight file with the tensors in the order given; `read` gives the bytes of each by name."""
         specs = list(tensors)
 
-        def pieces() -> Pieces:
+        def pieces() -> ByteChunks:
             head, gaps = weight_file_header(specs)
             yield head
             for spec, gap in zip(specs, gaps, strict=True):
                 yield bytes(gap)
                 yield from read(spec.name)
 
-        self.write(name, pieces())
+        self.write_file(name, pieces())
 
     def finish(self, manifest: Manifest) -> None:
         """Write the manifest, with the files written so far, and give the bundle its name.
@@ -143,7 +143,7 @@ class BundleWriter:
         """
         manifest = msgspec.structs.replace(manifest, files=tuple(sorted(self._files, key=lambda file: file.name)))
         raise_problems(check_manifest(manifest))
-        self.write(MANIFEST_NAME, [encode_manifest(manifest)])
+        self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
         _sync(self._folder)
         check_output_path(self._out, overwrite=self._overwrite)
         try:

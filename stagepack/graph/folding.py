@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from msgspec.msgpack import encode
 from msgspec.structs import replace
 
-from stagepack.format.folded import Call, FoldedGraph, Region, trivially_folded
+from stagepack.format.folded import FoldedGraph, Region, RegionCall, trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Scope, Weight
 from stagepack.format.renaming import (
-    names_in_call,
+    names_in_module_call,
     names_in_node,
     names_in_weight,
-    rename_call,
     rename_in_order,
+    rename_module_call,
     rename_node,
     rename_weight,
 )
@@ -80,7 +80,7 @@ class _Folding:
         graph = self.graph
         nodes = []
         for start, inner in self._items(0, len(graph.nodes), None):
-            nodes.append(graph.nodes[start] if inner is None else Call(inner.number, inner.texts(start)))
+            nodes.append(graph.nodes[start] if inner is None else RegionCall(inner.number, inner.texts(start)))
         kept = {node.scope for node in nodes if isinstance(node, Node)}
         kept.update(node.scope for subgraph in graph.subgraphs for node in subgraph.nodes)
         at = {scope: number for number, scope in enumerate(sorted(kept))}
@@ -115,12 +115,12 @@ class _Folding:
         weights = self._own_weights(places)
         template_of = places.holes.template
         scopes: dict[Scope, int] = {}
-        nodes: list[Node | Call] = []
+        nodes: list[Node | RegionCall] = []
         for number, inner in self._items(first, first + places.repeat.length, places):
             here = [number - first + start for start in places.starts]
             if inner is not None:
                 columns = zip(*(inner.texts(place) for place in here), strict=True)
-                nodes.append(Call(inner.number, tuple(map(template_of, columns))))
+                nodes.append(RegionCall(inner.number, tuple(map(template_of, columns))))
                 continue
             found = [graph.nodes[place] for place in here]
             paths = tuple(graph.scopes[node.scope].path for node in found)
@@ -133,8 +133,10 @@ class _Folding:
             declared.append(rename_weight(column[0], rename))
         calls = []
         for same in self._own_calls(places):
-            rename = rename_in_order([template_of(texts) for texts in zip(*map(names_in_call, same), strict=True)])
-            calls.append(rename_call(same[0], rename))
+            rename = rename_in_order(
+                [template_of(texts) for texts in zip(*map(names_in_module_call, same), strict=True)]
+            )
+            calls.append(rename_module_call(same[0], rename))
         return Region(nodes=tuple(nodes), weights=tuple(declared), scopes=tuple(scopes), calls=tuple(calls))
 
     def _own_calls(self, places: _Places) -> list[tuple[ModuleCall, ...]]:
@@ -175,4 +177,4 @@ def _begins(calls: Iterable[ModuleCall], numbers: Sequence[int]) -> list[list[Mo
 
 
 def _nameless(call: ModuleCall) -> bytes:
-    return encode(rename_call(call, lambda _: ""))
+    return encode(rename_module_call(call, lambda _: ""))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagepack.format.folded import Call, FoldedGraph
+from stagepack.format.folded import FoldedGraph, RegionCall
 from stagepack.format.graph import Graph, Node
 from stagepack.format.template import fill_template
 from stagepack.format.traversal import input_names, output_names
@@ -60,7 +60,9 @@ def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem],
         lengths.append(sum(1 if isinstance(item, Node) else lengths[item.region] for item in region.nodes))
     calls_of: list[list[RegionCallSite]] = [[] for _ in lengths]
 
-    def items(body: Sequence[Node | Call], start: int, texts: tuple[str, ...] | None = None) -> Iterator[BodyItem]:
+    def items(
+        body: Sequence[Node | RegionCall], start: int, texts: tuple[str, ...] | None = None
+    ) -> Iterator[BodyItem]:
         for item in body:
             if isinstance(item, Node):
                 yield start

@@ -31,7 +31,7 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.traversal import child_arguments, subgraph_indices
-from stagepack.format.tree import UNUSED
+from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.operators import seen_aliases
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.tensors import inner_name
@@ -55,7 +55,7 @@ class BodyBuilder:
         self.tables = tables
         self.module = module
         self.inner = inner
-        self.taken = set() if inner else {UNUSED, *tables.weights.values()}
+        self.taken = set() if inner else {UNUSED_VALUE, *tables.weights.values()}
         self.env: dict[FxNode, Argument | list[Argument]] = {}
         self.wrapped: dict[
             FxNode, str

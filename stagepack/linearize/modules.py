@@ -12,7 +12,7 @@ from stagepack.format.graph import Argument, ModuleCall, Scope, ValueArg
 from stagepack.format.shapes import Dim
 from stagepack.format.signature import Signature
 from stagepack.format.traversal import split_call_path
-from stagepack.format.tree import UNUSED
+from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.body import BodyBuilder
 from stagepack.linearize.signature import Leaf, call_signature
 from stagepack.linearize.tables import module_stack
@@ -52,10 +52,10 @@ def _signature(
 
     def leaf(found: Any, argument: object) -> Leaf:
         if isinstance(found, torch.Tensor):
-            return argument.name if isinstance(argument, ValueArg) else UNUSED
+            return argument.name if isinstance(argument, ValueArg) else UNUSED_VALUE
         if isinstance(found, torch.SymInt):
             size = body.tables.symbols.known(found)
-            return UNUSED if size is None else sizes.get(size, UNUSED)
+            return UNUSED_VALUE if size is None else sizes.get(size, UNUSED_VALUE)
         return ConstantArgument(name="", value=found)
 
     def named(found: Sequence[Any], kind: Any) -> list[Leaf]:

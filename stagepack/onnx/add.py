@@ -115,10 +115,10 @@ def _write(bundle: Bundle, made: Mapping[int, OnnxFiles], out: Path, *, overwrit
     with BundleWriter(out, overwrite=overwrite) as writer:
         for file in bundle.manifest.files:
             if file.name not in replaced:
-                writer.keep(bundle.path / file.name, file)
+                writer.link_file(bundle.path / file.name, file)
         for number, files in made.items():
             name, own = f"stage-{number}.onnx", _own(number)
-            writer.write(name, [files.model])
+            writer.write_file(name, [files.model])
             if files.tensors:
                 writer.write_tensors(own, files.tensors, files.read)
             onnx = Onnx(model=name, weights=(own,) if files.tensors else ())

@@ -14,7 +14,14 @@ from onnxscript.optimizer import optimize_ir
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge
-from stagepack.format.onnx import ELEMENT_TYPES, NEXT, PAIRS, STATE, WRITTEN, onnx_element_type
+from stagepack.format.onnx import (
+    COMPLEX_PART_DTYPES,
+    ELEMENT_TYPES,
+    NEXT_STATE_PREFIX,
+    STATE_PREFIX,
+    WRITTEN_PREFIX,
+    onnx_element_type,
+)
 from stagepack.format.shapes import format_dim
 from stagepack.format.version import VERSION
 from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
@@ -125,8 +132,12 @@ def _name(model: ir.Model, graph: Graph, written: Written, stage: int) -> None:
     """
     weights = {weight.value: weight.names[0] for weight in graph.weights}
     state = [weights[name] for name in written.state]
-    inputs = [*(value.name for value in graph.inputs), *(STATE + name for name in state)]
-    outputs = [*graph.outputs, *(NEXT + name for name in state), *(WRITTEN + name for name in written.inputs)]
+    inputs = [*(value.name for value in graph.inputs), *(STATE_PREFIX + name for name in state)]
+    outputs = [
+        *graph.outputs,
+        *(NEXT_STATE_PREFIX + name for name in state),
+        *(WRITTEN_PREFIX + name for name in written.inputs),
+    ]
     edges = {*inputs, *outputs}
     prefix = f"s{stage}."
     while any(name.startswith(prefix) for name in weights.values()):
@@ -154,7 +165,7 @@ def _describe(
         _convert(model, value, _expected(value.name, edges, weights).dtype)
     for value in (*model.graph.inputs, *model.graph.outputs):
         expected = _expected(value.name, edges, weights)
-        pair = [2] if expected.dtype in PAIRS else []
+        pair = [2] if expected.dtype in COMPLEX_PART_DTYPES else []
         value.shape = ir.Shape([*(dim if isinstance(dim, int) else format_dim(dim) for dim in expected.shape), *pair])
     model.ir_version = _IR_VERSION
     model.producer_name, model.producer_version = "stagepack", importlib.metadata.version("stagepack")
@@ -174,10 +185,10 @@ def _describe(
 def _expected(name: str | None, edges: Mapping[str, Edge], weights: Mapping[str, Weight]) -> Edge | Weight:
     """What stands behind the name of an input or output."""
     assert name is not None
-    for prefix in (STATE, NEXT):
+    for prefix in (STATE_PREFIX, NEXT_STATE_PREFIX):
         if name.startswith(prefix):
             return weights[name.removeprefix(prefix)]
-    return edges[name.removeprefix(WRITTEN)]
+    return edges[name.removeprefix(WRITTEN_PREFIX)]
 
 
 def _convert(model: ir.Model, output: ir.Value, dtype: str) -> None:

@@ -87,8 +87,8 @@ def test_closed_sets_are_those_of_the_code() -> None:
     assert denied == DENIED_OPERATORS
     assert set(re.findall(r"^\| `(\w+)` \| 2", SPEC, re.MULTILINE)) == shapes.OPERATIONS.keys()
     rows = re.findall(r"^\| `([A-Z0-9_]+)` \| `(\w+)` \| (\d+) \|", SPEC, re.MULTILINE)
-    assert {stored: int(size) for stored, _, size in rows} == dtypes.STORED_SIZE
-    assert {name: stored for stored, name, _ in rows}.items() <= dtypes.STORED_NAME.items()
+    assert {stored: int(size) for stored, _, size in rows} == dtypes.HEADER_ITEM_SIZE
+    assert {name: stored for stored, name, _ in rows}.items() <= dtypes.HEADER_DTYPES.items()
 
 
 def test_limits_are_those_of_the_code() -> None:
@@ -100,14 +100,14 @@ def test_limits_are_those_of_the_code() -> None:
         limits.GRAPH_BYTES,
         limits.WEIGHT_HEADER_BYTES,
         limits.RANK,
-        limits.TERMS,
+        limits.EXPR_TERMS,
         limits.ONNX_BYTES,
         limits.ONNX_FIELDS,
-        limits.UNFOLDED,
+        limits.UNFOLDED_ITEMS,
     ):
         assert limit in stated
-    assert limits.ELEMENTS == 2**62
-    assert (limits.DEPTH, limits.NAME_CHARACTERS, limits.STAGES) == (64, 1024, 4096)
+    assert limits.TENSOR_ELEMENTS == 2**62
+    assert (limits.NESTING_DEPTH, limits.NAME_CHARACTERS, limits.STAGES) == (64, 1024, 4096)
     assert f"ONNX file MUST NOT be nested deeper than {limits.ONNX_DEPTH}" in SPEC.replace("\n", " ")
 
 

@@ -59,7 +59,7 @@ def write(out: Path) -> None:
     """Write the bundle."""
     with BundleWriter(out, overwrite=False) as writer:
         for number, graph in enumerate(STAGES):
-            writer.write(f"stage-{number}.msgpack", [encode_graph(trivially_folded(graph))])
+            writer.write_file(f"stage-{number}.msgpack", [encode_graph(trivially_folded(graph))])
         writer.write_tensors(
             "stage-0.safetensors",
             [spec for spec, _ in TENSORS.values()],

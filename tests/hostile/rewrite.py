@@ -44,7 +44,7 @@ class Work:
         bundle = Bundle(self.sound)
         with BundleWriter(self.out, overwrite=True) as writer:
             for name in bundle.files:
-                writer.write(name, self.pieces(name))
+                writer.write_file(name, self.pieces(name))
             writer.finish(bundle.manifest)
 
     def pieces(self, name: str) -> Iterator[bytes]:

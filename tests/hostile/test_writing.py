@@ -133,7 +133,7 @@ def test_an_export_that_fails_leaves_the_old_bundle(editor: BundleEditor) -> Non
 
 def write_half(out: Path, error: type[BaseException]) -> None:
     with BundleWriter(out, overwrite=False) as writer:
-        writer.write("stage-0.msgpack", [b"half"])
+        writer.write_file("stage-0.msgpack", [b"half"])
         raise error
 
 
@@ -148,7 +148,7 @@ def write_while_another_takes_the_name(sound: Path, out: Path, *, overwrite: boo
     bundle = Bundle(sound)
     with BundleWriter(out, overwrite=overwrite) as writer:
         for name in bundle.files:
-            writer.write(name, [(sound / name).read_bytes()])
+            writer.write_file(name, [(sound / name).read_bytes()])
         folder_of_the_user(out)
         writer.finish(bundle.manifest)
 

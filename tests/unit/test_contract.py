@@ -155,7 +155,7 @@ def test_one_size_that_is_off_is_named_with_its_dimension_and_what_is_allowed(
     place = data.draw(st.integers(0, len(shape) - 1))
     shape[place] += data.draw(st.integers(-3, 5).filter(bool))
     assume(shape[place] >= 0)
-    given[name] = BoundArgument(given[name].where, np.empty(shape, given[name].value.dtype))
+    given[name] = BoundArgument(given[name].location, np.empty(shape, given[name].value.dtype))
     with pytest.raises(InputError, match=r"^where_(late|double|plain|sum|size)(: dimension \d)? is -?\d+, ") as caught:
         check_values(VALUES, given, SYMBOLS)
     assert "allowed is" in str(caught.value) or "they must be equal" in str(caught.value)

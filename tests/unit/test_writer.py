@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from stagepack.errors import FormatError, LimitError, WriteError
 from stagepack.format import limits
-from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
+from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
 from stagepack.format.manifest import Edge, Manifest, Producer, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.signature import Parameter, Signature
@@ -68,7 +68,7 @@ def test_a_weight_file_is_read_as_it_was_written(
         place = index[spec.name]
         assert place.start % ALIGNMENT == 0
         assert whole[place.start : place.end] == content(spec)
-        assert (place.dtype, place.shape) == (STORED_NAME[spec.dtype], stored_shape(spec.dtype, spec.shape))
+        assert (place.dtype, place.shape) == (HEADER_DTYPES[spec.dtype], stored_shape(spec.dtype, spec.shape))
     start = 8 + int.from_bytes(whole[:8], "little")
     assert start % ALIGNMENT == 0
     assert len(whole) - start - sum(spec.nbytes for spec in specs) < ALIGNMENT * max(1, len(specs))
@@ -87,7 +87,7 @@ def test_the_safetensors_library_reads_every_weight_file(
         for spec in specs:
             part = file.get_slice(spec.name)
             assert tuple(part.get_shape()) == stored_shape(spec.dtype, spec.shape)
-            assert part.get_dtype() == STORED_NAME[spec.dtype]
+            assert part.get_dtype() == HEADER_DTYPES[spec.dtype]
 
 
 def test_a_file_without_tensors_is_one_too(tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def finish(out: Path, described: Manifest) -> None:
 def test_a_manifest_that_no_reader_takes_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="the result holds 'ghost', which no edge carries"):
         finish(tmp_path / "m.stagepack", manifest(ValueLeaf("ghost")))
-    with pytest.raises(LimitError, match=f"nested deeper than {limits.DEPTH}"):
-        finish(tmp_path / "m.stagepack", manifest(nested(limits.DEPTH + 1)))
+    with pytest.raises(LimitError, match=f"nested deeper than {limits.NESTING_DEPTH}"):
+        finish(tmp_path / "m.stagepack", manifest(nested(limits.NESTING_DEPTH + 1)))
     assert list(tmp_path.iterdir()) == []
-    finish(tmp_path / "m.stagepack", manifest(nested(limits.DEPTH)))
+    finish(tmp_path / "m.stagepack", manifest(nested(limits.NESTING_DEPTH)))
     Bundle(tmp_path / "m.stagepack")
 
 
@@ -201,7 +201,7 @@ def test_a_file_that_is_kept_is_linked_or_else_copied(
         monkeypatch.setattr("os.link", refuse)
     with BundleWriter(folder, overwrite=True) as writer:
         for file in bundle.manifest.files:
-            writer.keep(folder / file.name, file)
+            writer.link_file(folder / file.name, file)
         writer.finish(bundle.manifest)
     Bundle(folder).verify()
     assert {name: (folder / name).stat().st_ino == inode for name, inode in before.items()} == dict.fromkeys(

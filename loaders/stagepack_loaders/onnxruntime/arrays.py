@@ -10,7 +10,7 @@ import numpy
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS
+from stagepack.format.dtypes import SCALAR_DTYPES, TORCH_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
 from stagepack_loaders.onnxruntime.values import dtype_of, to_numpy
@@ -21,7 +21,7 @@ inference = contextlib.nullcontext
 def load(path: Path) -> dict[str, Array]:
     """The tensors of a safetensors file. Those of types that numpy has not are of ml_dtypes."""
     return {
-        name: numpy.frombuffer(entry["data"], dtype_of(STORED_AS[entry["dtype"]])).reshape(entry["shape"])
+        name: numpy.frombuffer(entry["data"], dtype_of(TORCH_DTYPES[entry["dtype"]])).reshape(entry["shape"])
         for name, entry in deserialize(path.read_bytes())
     }
 

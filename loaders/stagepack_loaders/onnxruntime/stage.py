@@ -16,7 +16,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import Edge
 from stagepack.format.manifest import Stage as StageEntry
-from stagepack.format.onnx import NEXT, STATE, WRITTEN
+from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, WRITTEN_PREFIX
 from stagepack.format.reader import Bundle, OnnxFile, read_graph
 from stagepack.format.upgrade import is_newer_minor
 from stagepack_loaders.onnxruntime.values import is_torch, to_numpy, to_ort, to_torch
@@ -79,7 +79,9 @@ class OnnxRuntimeStage:
         self._inputs = prepared.edges(prepared.entry.inputs)
         self._outputs = prepared.edges(prepared.entry.outputs)
         self._written = [
-            one.name.removeprefix(WRITTEN) for one in prepared.onnx.model.outputs if one.name.startswith(WRITTEN)
+            one.name.removeprefix(WRITTEN_PREFIX)
+            for one in prepared.onnx.model.outputs
+            if one.name.startswith(WRITTEN_PREFIX)
         ]
         self._turn = threading.Lock()
         self.state = self.fresh_state()
@@ -123,11 +125,14 @@ class OnnxRuntimeStage:
         for edge, value in zip(edges, values, strict=True):
             binding.bind_ortvalue_input(edge.name, to_ort(value, edge.dtype, edge.name, str(self.device)))
         for name, value in self.state.items():
-            binding.bind_ortvalue_input(STATE + name, value)
+            binding.bind_ortvalue_input(STATE_PREFIX + name, value)
         for edge in outputs:
             on_host = edge.dtype in SCALAR_DTYPES
             binding.bind_output(edge.name, *(("cpu", 0) if on_host else (self.device.type, self.device.index)))
-        for name in (*(NEXT + name for name in self.state), *(WRITTEN + name for name in self._written)):
+        for name in (
+            *(NEXT_STATE_PREFIX + name for name in self.state),
+            *(WRITTEN_PREFIX + name for name in self._written),
+        ):
             binding.bind_output(name, self.device.type, self.device.index)
         session.run_with_iobinding(binding)
         binding.synchronize_outputs()

@@ -9,7 +9,7 @@ from onnxruntime import OrtValue
 
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.onnx import ELEMENT_TYPES, PAIRS, SCALAR_TYPES
+from stagepack.format.onnx import COMPLEX_PART_DTYPES, ELEMENT_TYPES, SCALAR_TENSOR_DTYPES
 
 _NOT_IN_DLPACK: Final = frozenset(
     name for name in ELEMENT_TYPES if name.startswith("float8")
@@ -38,12 +38,12 @@ def to_ort(value: Any, dtype: str, where: str, device: str = "cpu") -> OrtValue:
     if isinstance(value, OrtValue):
         return value
     if dtype in SCALAR_DTYPES:
-        return OrtValue.ortvalue_from_numpy(numpy.array(value, dtype=SCALAR_TYPES[dtype]))
+        return OrtValue.ortvalue_from_numpy(numpy.array(value, dtype=SCALAR_TENSOR_DTYPES[dtype]))
     if is_torch(value):
         return _from_torch(value, device, where)
     if not isinstance(value, numpy.ndarray):
         raise InputError(f"{where}: expected a numpy array or a torch tensor, found {type(value).__name__}")
-    if dtype in PAIRS:
+    if dtype in COMPLEX_PART_DTYPES:
         value = numpy.stack([value.real, value.imag], axis=-1)
     array = numpy.ascontiguousarray(value).reshape(value.shape)  # the first alone gives a scalar a dimension
     if _is_beyond_numpy(dtype):
@@ -62,14 +62,14 @@ def to_numpy(value: Any, dtype: str) -> Any:
         return value.numpy().item()
     if value.device_name().lower() != "cpu":
         value = OrtValue.ortvalue_from_numpy(value.numpy())
-    single = dtype_of(PAIRS.get(dtype, dtype))
+    single = dtype_of(COMPLEX_PART_DTYPES.get(dtype, dtype))
     octets = f"u{single.itemsize}" if _is_beyond_numpy(dtype) else single.str
     array = (
         numpy.asarray(_Memory(value, octets)).view(single)
         if 0 not in value.shape()
         else numpy.empty(value.shape(), single)
     )
-    return array.view(dtype_of(dtype))[..., 0] if dtype in PAIRS else array
+    return array.view(dtype_of(dtype))[..., 0] if dtype in COMPLEX_PART_DTYPES else array
 
 
 def to_torch(value: Any, dtype: str) -> Any:
@@ -91,7 +91,7 @@ def to_torch(value: Any, dtype: str) -> Any:
     tensor: Any = torch.utils.dlpack.from_dlpack(value)
     if dtype == "bool":
         return tensor.view(torch.bool)
-    return torch.view_as_complex(tensor) if dtype in PAIRS else tensor
+    return torch.view_as_complex(tensor) if dtype in COMPLEX_PART_DTYPES else tensor
 
 
 def _is_beyond_numpy(dtype: str) -> bool:

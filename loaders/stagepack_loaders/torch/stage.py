@@ -241,7 +241,7 @@ def _prepare(
     calls: Sequence[ModuleCallBody] = ()
     try:
         if modules:
-            module, calls = build_modules(graph, entry.numbers, targets, device, types)
+            module, calls = build_modules(graph, entry.node_numbers, targets, device, types)
         else:
             module = build(folded, graph, targets, device)
     except (DeviceError, OperatorError) as error:

@@ -10,7 +10,7 @@ from stagepack.format.renaming import names_in_region
 from stagepack.format.template import Hole, TemplateError, parse_template
 from stagepack.format.traversal import child_arguments
 from stagepack.format.tree import Tree, child_trees
-from stagepack.format.validate.problems import Fault
+from stagepack.format.validate.problems import BrokenRule
 from stagepack.format.validate.signature import check_depth
 
 
@@ -23,7 +23,7 @@ def check_folded(folded: FoldedGraph, where: str) -> Iterator[Problem]:
         yield Problem(rule=rule, where=f"{where}: {place}", message=message)
 
 
-def _folded(folded: FoldedGraph) -> Iterator[Fault]:
+def _folded(folded: FoldedGraph) -> Iterator[BrokenRule]:
     holes: list[int] = []
     depths: list[int] = []
     sizes: list[int] = []
@@ -33,7 +33,7 @@ def _folded(folded: FoldedGraph) -> Iterator[Fault]:
         holes.append(0)
         for template in dict.fromkeys(names_in_region(region)):
             try:
-                used = [part.number for part in parse_template(template) if isinstance(part, Hole)]
+                used = [part.text_index for part in parse_template(template) if isinstance(part, Hole)]
             except TemplateError as error:
                 yield "F2", where, str(error)
             else:
@@ -48,15 +48,15 @@ def _folded(folded: FoldedGraph) -> Iterator[Fault]:
         called.update(inner)
         depths.append(1 + max((depths[index] for index in inner), default=0))
         sizes.append(_size(region) + sum(sizes[index] for index in inner))
-        if depths[number] > limits.DEPTH:
-            yield "L2", where, f"calls of regions are nested deeper than {limits.DEPTH}"
+        if depths[number] > limits.NESTING_DEPTH:
+            yield "L2", where, f"calls of regions are nested deeper than {limits.NESTING_DEPTH}"
     yield from _calls(folded, holes, "nodes")
     outer = [call.region for call in folded.nodes if not isinstance(call, Node) and 0 <= call.region < len(sizes)]
-    if sum(sizes[index] for index in outer) > limits.UNFOLDED:
+    if sum(sizes[index] for index in outer) > limits.UNFOLDED_ITEMS:
         yield (
             "L1",
             "nodes",
-            f"unfolded, the calls of regions have more than {limits.UNFOLDED} nodes, arguments and names",
+            f"unfolded, the calls of regions have more than {limits.UNFOLDED_ITEMS} nodes, arguments and names",
         )
     for number in sorted(set(range(len(folded.regions))).difference(called, outer)):
         yield "F4", f"region {number}", "nothing calls it"
@@ -69,7 +69,7 @@ def _scopes(folded: FoldedGraph) -> Iterator[int]:
     return (item.scope for item in folded.nodes if isinstance(item, Node))
 
 
-def _calls(body: FoldedGraph | Region, holes: list[int], where: str) -> Iterator[Fault]:
+def _calls(body: FoldedGraph | Region, holes: list[int], where: str) -> Iterator[BrokenRule]:
     """The rules on the calls of a body, which may call regions as many as there are `holes`."""
     for call in body.nodes:
         if isinstance(call, Node):

@@ -29,8 +29,8 @@ from stagepack.format.graph import (
 )
 from stagepack.format.operators import is_denied_operator, is_operator_name
 from stagepack.format.traversal import child_arguments, sort_module_calls, subgraph_indices
-from stagepack.format.validate.names import PLACE, WORD, is_identifier, is_tensor_name
-from stagepack.format.validate.problems import Fault
+from stagepack.format.validate.names import DECIMAL_PATTERN, WORD_PATTERN, is_identifier, is_tensor_name
+from stagepack.format.validate.problems import BrokenRule
 from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
 
@@ -43,7 +43,7 @@ def check_graph(graph: Graph, where: str) -> Iterator[Problem]:
         yield Problem(rule=rule, where=f"{where}: {place}", message=message)
 
 
-def _graph(graph: Graph) -> Iterator[Fault]:
+def _graph(graph: Graph) -> Iterator[BrokenRule]:
     yield from check_symbols(graph.symbols)
     symbols = {symbol.name for symbol in graph.symbols}
     yield from _ops(graph.ops)
@@ -65,7 +65,7 @@ def _graph(graph: Graph) -> Iterator[Fault]:
     yield from _calls(graph.calls)
 
 
-def _calls(calls: tuple[ModuleCall, ...]) -> Iterator[Fault]:
+def _calls(calls: tuple[ModuleCall, ...]) -> Iterator[BrokenRule]:
     """The rules on the calls of modules."""
     seen: set[str] = set()
     open_: list[int] = []  # where calls around this one end
@@ -77,7 +77,7 @@ def _calls(calls: tuple[ModuleCall, ...]) -> Iterator[Fault]:
         if not all(call.path.split(".")) or call.path in seen:
             yield "G15", where, "the path has an empty part, or stands twice"
         seen.add(call.path)
-        if not PLACE.fullmatch(call.first) or call.nodes < 1:
+        if not DECIMAL_PATTERN.fullmatch(call.first) or call.nodes < 1:
             sound = False
             yield "G15", where, f"{call.first[:80]!r} is not the place of a node, or it has {call.nodes} nodes"
         if call.signature is not None:
@@ -90,12 +90,12 @@ def _calls(calls: tuple[ModuleCall, ...]) -> Iterator[Fault]:
         if open_ and open_[-1] < end:
             yield "G15", f"call of {call.path[:80]!r}", "another call ends in the middle of it"
         open_.append(end)
-        if len(open_) > limits.DEPTH:
-            yield "L2", f"call of {call.path[:80]!r}", f"calls of modules are nested deeper than {limits.DEPTH}"
+        if len(open_) > limits.NESTING_DEPTH:
+            yield "L2", f"call of {call.path[:80]!r}", f"calls of modules are nested deeper than {limits.NESTING_DEPTH}"
             break
 
 
-def _contexts(contexts: tuple[Context, ...]) -> Iterator[Fault]:
+def _contexts(contexts: tuple[Context, ...]) -> Iterator[BrokenRule]:
     depths: list[int] = []
     for number, context in enumerate(contexts):
         where = f"context {number}"
@@ -103,24 +103,24 @@ def _contexts(contexts: tuple[Context, ...]) -> Iterator[Fault]:
         if not before or (context.grad is None) == (context.autocast is None):
             yield "G5", where, "the parent does not stand before it, or it is not one of grad and autocast"
         words = () if context.autocast is None else (context.autocast.dtype, context.autocast.device or "own")
-        if not all(WORD.fullmatch(word) for word in words):
+        if not all(WORD_PATTERN.fullmatch(word) for word in words):
             yield "G13", where, "the dtype or the device of autocast is not a name"
         depths.append(1 + (depths[context.parent] if before and context.parent is not None else 0))
-        if depths[-1] > limits.DEPTH:
-            yield "L2", where, f"contexts are nested deeper than {limits.DEPTH}"
+        if depths[-1] > limits.NESTING_DEPTH:
+            yield "L2", where, f"contexts are nested deeper than {limits.NESTING_DEPTH}"
 
 
-def _subgraph_depths(graph: Graph) -> Iterator[Fault]:
+def _subgraph_depths(graph: Graph) -> Iterator[BrokenRule]:
     """The depth of subgraphs that call subgraphs; an index that is not one is told elsewhere."""
     depths: list[int] = []
     for number, subgraph in enumerate(graph.subgraphs):
         called = (index for node in subgraph.nodes for index in subgraph_indices(node) if 0 <= index < number)
         depths.append(1 + max((depths[index] for index in called), default=0))
-        if depths[-1] > limits.DEPTH:
-            yield "L2", f"subgraph {number}", f"calls of subgraphs are nested deeper than {limits.DEPTH}"
+        if depths[-1] > limits.NESTING_DEPTH:
+            yield "L2", f"subgraph {number}", f"calls of subgraphs are nested deeper than {limits.NESTING_DEPTH}"
 
 
-def _ops(ops: tuple[Op, ...]) -> Iterator[Fault]:
+def _ops(ops: tuple[Op, ...]) -> Iterator[BrokenRule]:
     seen: set[str] = set()
     for number, op in enumerate(ops):
         if op.name in seen:
@@ -129,7 +129,7 @@ def _ops(ops: tuple[Op, ...]) -> Iterator[Fault]:
         yield from _op(op, f"op {number}")
 
 
-def _op(op: Op, where: str) -> Iterator[Fault]:
+def _op(op: Op, where: str) -> Iterator[BrokenRule]:
     if not is_operator_name(op.name) or len(op.name) > limits.NAME_CHARACTERS:
         yield "G10", where, f"{op.name[:80]!r} is not the name of an operator"
     elif is_denied_operator(op.name):
@@ -143,7 +143,7 @@ def _op(op: Op, where: str) -> Iterator[Fault]:
         yield "G12", where, f"{op.name[:80]}: aliases name a result below 0"
 
 
-def _weights(weights: tuple[Weight, ...], made: set[str]) -> Iterator[Fault]:
+def _weights(weights: tuple[Weight, ...], made: set[str]) -> Iterator[BrokenRule]:
     seen: set[str] = set()
     for weight in weights:
         where = f"weight {weight.value[:80]}"
@@ -162,15 +162,15 @@ def _weights(weights: tuple[Weight, ...], made: set[str]) -> Iterator[Fault]:
         yield from _layout(weight, where)
 
 
-def _layout(weight: Weight, where: str) -> Iterator[Fault]:
+def _layout(weight: Weight, where: str) -> Iterator[BrokenRule]:
     """The rules on shape, strides and offset."""
     numbers = (*weight.shape, *(weight.strides or ()), weight.offset)
-    if len(weight.shape) > limits.RANK or not all(0 <= number <= limits.ELEMENTS for number in numbers):
+    if len(weight.shape) > limits.RANK or not all(0 <= number <= limits.TENSOR_ELEMENTS for number in numbers):
         yield "G9", where, "too many dimensions, or a number of its layout is not one"
     elif (
-        math.prod(size or 1 for size in weight.shape) > limits.ELEMENTS
+        math.prod(size or 1 for size in weight.shape) > limits.TENSOR_ELEMENTS
     ):  # also of none: torch multiplies up to the zero
-        yield "G9", where, f"more than {limits.ELEMENTS} elements"
+        yield "G9", where, f"more than {limits.TENSOR_ELEMENTS} elements"
     elif len(weight.shape if weight.strides is None else weight.strides) != len(weight.shape):
         yield "G9", where, "the strides do not fit the shape"
     elif weight.base is None and (weight.offset or not _is_dense(weight)):
@@ -189,7 +189,7 @@ def _is_dense(weight: Weight) -> bool:
     return True
 
 
-def _made(value: Value, symbols: set[str], made: set[str], where: str) -> Iterator[Fault]:
+def _made(value: Value, symbols: set[str], made: set[str], where: str) -> Iterator[BrokenRule]:
     if not is_identifier(value.name):
         yield "G1", where, f"{value.name[:80]!r} is not an identifier"
     if value.name in made:
@@ -200,7 +200,7 @@ def _made(value: Value, symbols: set[str], made: set[str], where: str) -> Iterat
 
 def _body(
     graph: Graph, body: Graph | Subgraph, symbols: set[str], made: set[str], callable_below: int, prefix: str
-) -> Iterator[Fault]:
+) -> Iterator[BrokenRule]:
     """The rules on the nodes of a graph or a subgraph; it may call subgraphs below an index."""
     if isinstance(body, Subgraph):
         for value in body.inputs:
@@ -222,7 +222,7 @@ def _body(
         yield from _argument(body.result, made, callable_below, f"{prefix}result")
 
 
-def _tables(graph: Graph, node: Node, where: str) -> Iterator[Fault]:
+def _tables(graph: Graph, node: Node, where: str) -> Iterator[BrokenRule]:
     if not 0 <= node.op < len(graph.ops):
         yield "G4", where, f"op {node.op} is not in the table"
     if not 0 <= node.scope < len(graph.scopes):
@@ -231,7 +231,7 @@ def _tables(graph: Graph, node: Node, where: str) -> Iterator[Fault]:
         yield "G4", where, f"context {node.context} is not in the table"
 
 
-def _call(node: Node, where: str) -> Iterator[Fault]:
+def _call(node: Node, where: str) -> Iterator[BrokenRule]:
     if not node.unpack and len(node.outputs) > 1:
         yield "G8", where, "several outputs of an operator that returns no sequence"
     if node.kwargs and len({name for name, _ in node.kwargs}) != len(node.kwargs):
@@ -240,9 +240,11 @@ def _call(node: Node, where: str) -> Iterator[Fault]:
         yield "G8", where, "a cost is negative"
 
 
-def _argument(argument: Argument, made: set[str], callable_below: int, where: str, depth: int = 0) -> Iterator[Fault]:
-    if depth > limits.DEPTH:
-        yield "L2", where, f"arguments are nested deeper than {limits.DEPTH}"
+def _argument(
+    argument: Argument, made: set[str], callable_below: int, where: str, depth: int = 0
+) -> Iterator[BrokenRule]:
+    if depth > limits.NESTING_DEPTH:
+        yield "L2", where, f"arguments are nested deeper than {limits.NESTING_DEPTH}"
     elif isinstance(argument, ValueArg):
         if argument.name not in made:
             yield "G3", where, f"uses {argument.name[:80]!r}, which is not made before it"
@@ -257,6 +259,6 @@ def _argument(argument: Argument, made: set[str], callable_below: int, where: st
     elif (
         isinstance(argument, DtypeArg | LayoutArg | MemoryFormatArg | DeviceArg)
         and argument.name is not None
-        and not WORD.fullmatch(argument.name)
+        and not WORD_PATTERN.fullmatch(argument.name)
     ):
         yield "G13", where, f"{argument.name[:80]!r} is not a name of its kind"

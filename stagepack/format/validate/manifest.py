@@ -10,14 +10,14 @@ from stagepack.format.manifest import File, Manifest, Stage
 from stagepack.format.plan import Plan, Run
 from stagepack.format.tree import value_names
 from stagepack.format.validate.names import (
-    FILE_NAME,
+    FILE_NAME_PATTERN,
     MANIFEST_NAME,
-    SHA256,
+    SHA256_PATTERN,
     SIGNATURE_NAME,
-    WORD,
+    WORD_PATTERN,
     is_identifier,
 )
-from stagepack.format.validate.problems import Fault, format_names
+from stagepack.format.validate.problems import BrokenRule, format_names
 from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
 
@@ -28,7 +28,7 @@ def check_manifest(manifest: Manifest) -> Iterator[Problem]:
         yield Problem(rule=rule, where=f"{MANIFEST_NAME}: {where}", message=message)
 
 
-def _manifest(manifest: Manifest) -> Iterator[Fault]:
+def _manifest(manifest: Manifest) -> Iterator[BrokenRule]:
     if manifest.format != "stagepack":
         yield "M1", "format", f"expected 'stagepack', found {manifest.format[:80]!r}"
     if not 1 <= len(manifest.stages) <= limits.STAGES:
@@ -54,11 +54,11 @@ def _manifest(manifest: Manifest) -> Iterator[Fault]:
         yield from _edges(manifest, {symbol.name for symbol in manifest.symbols})
         yield from check_signature(manifest.signature, "signature")
         yield from _carried(manifest)
-    if not WORD.fullmatch(manifest.device):
+    if not WORD_PATTERN.fullmatch(manifest.device):
         yield "M11", "device", f"{manifest.device[:80]!r} is not a device type"
 
 
-def _places(stages: tuple[Stage, ...]) -> Iterator[Fault]:
+def _places(stages: tuple[Stage, ...]) -> Iterator[BrokenRule]:
     for number, stage in enumerate(stages):
         where = f"stage {number}"
         if not _ascends(stage.places) or stage.added < 0:
@@ -76,7 +76,7 @@ def _places(stages: tuple[Stage, ...]) -> Iterator[Fault]:
         end = max(end, first + count)
 
 
-def _plan(plan: Plan, stages: int) -> Iterator[Fault]:
+def _plan(plan: Plan, stages: int) -> Iterator[BrokenRule]:
     if len(plan.stages) != stages:
         yield "M13", "plan", f"has {len(plan.stages)} stages, the bundle {stages}"
     for number, stage in enumerate(plan.stages):
@@ -107,20 +107,20 @@ def _ascends(runs: tuple[Run, ...]) -> bool:
     return known and all(a + count < b for (a, count), (b, _) in itertools.pairwise(runs))
 
 
-def _files(files: tuple[File, ...]) -> Iterator[Fault]:
+def _files(files: tuple[File, ...]) -> Iterator[BrokenRule]:
     seen = {MANIFEST_NAME, SIGNATURE_NAME}
     for file in files:
         where = f"file {file.name[:80]!r}"
-        if not FILE_NAME.fullmatch(file.name):
+        if not FILE_NAME_PATTERN.fullmatch(file.name):
             yield "M5", where, "not a plain file name"
         elif file.name.lower() in seen:
             yield "M5", where, "the name stands twice, where case is ignored, or has another use"
         seen.add(file.name.lower())
-        if file.size < 0 or not SHA256.fullmatch(file.sha256):
+        if file.size < 0 or not SHA256_PATTERN.fullmatch(file.sha256):
             yield "M5", where, "the size or the digest is not one"
 
 
-def _edges(manifest: Manifest, symbols: set[str]) -> Iterator[Fault]:
+def _edges(manifest: Manifest, symbols: set[str]) -> Iterator[BrokenRule]:
     stages = range(len(manifest.stages))
     seen: set[str] = set()
     results = set(value_names(manifest.signature.result))
@@ -148,7 +148,7 @@ def _edges(manifest: Manifest, symbols: set[str]) -> Iterator[Fault]:
             yield "M10", f"stage {number}", "its inputs or outputs are not those that the edges give, in their order"
 
 
-def _carried(manifest: Manifest) -> Iterator[Fault]:
+def _carried(manifest: Manifest) -> Iterator[BrokenRule]:
     """The rules on the signature and the edges together."""
     given = list(value_names(*(parameter.tree for parameter in manifest.signature.parameters)))
     inputs = [edge.name for edge in manifest.edges if edge.producer is None]

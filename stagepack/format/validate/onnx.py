@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from stagepack.errors import Problem
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import Edge, Stage
-from stagepack.format.onnx import NEXT, PAIRS, STATE, WRITTEN, OnnxModel, OnnxValue, onnx_element_type
+from stagepack.format.onnx import (
+    COMPLEX_PART_DTYPES,
+    NEXT_STATE_PREFIX,
+    STATE_PREFIX,
+    WRITTEN_PREFIX,
+    OnnxModel,
+    OnnxValue,
+    onnx_element_type,
+)
 from stagepack.format.shapes import format_dim
 from stagepack.format.validate.problems import format_names
 from stagepack.format.weights import StoredTensor
@@ -46,21 +54,21 @@ def check_onnx(
 
 def _boundary(model: OnnxModel, stage: Stage, values: Mapping[str, Edge | Weight]) -> Iterator[str]:
     """What is wrong with the inputs and outputs."""
-    given = [*stage.inputs, *(STATE + name for name in stage.state)]
-    made = [*stage.outputs, *(NEXT + name for name in stage.state)]
+    given = [*stage.inputs, *(STATE_PREFIX + name for name in stage.state)]
+    made = [*stage.outputs, *(NEXT_STATE_PREFIX + name for name in stage.state)]
     inputs, outputs = [value.name for value in model.inputs], [value.name for value in model.outputs]
     if inputs != given:
         yield f"expected the inputs {format_names(given)}, found {format_names(inputs)}"
-    written = {WRITTEN + name for name in stage.inputs}
+    written = {WRITTEN_PREFIX + name for name in stage.inputs}
     if outputs[: len(made)] != made or len(set(outputs)) < len(outputs) or not written.issuperset(outputs[len(made) :]):
         yield f"expected the outputs {format_names(made)}, found {format_names(outputs)}"
     for value in (*model.inputs, *model.outputs):
-        expected = values.get(value.name.removeprefix(WRITTEN))
+        expected = values.get(value.name.removeprefix(WRITTEN_PREFIX))
         if expected is not None and not _fits(value, expected):
             yield f"{value.name[:80]!r} has another type or other sizes than what it stands for"
 
 
 def _fits(value: OnnxValue, expected: Edge | Weight) -> bool:
-    pair = (2,) if expected.dtype in PAIRS else ()
+    pair = (2,) if expected.dtype in COMPLEX_PART_DTYPES else ()
     shape = tuple(dim if isinstance(dim, int) else format_dim(dim) for dim in expected.shape)
     return value.element_type == onnx_element_type(expected.dtype) and value.shape == shape + pair

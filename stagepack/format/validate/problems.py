@@ -7,7 +7,7 @@ from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
 
 # rule, where, message
-Fault = tuple[str, str, str]
+BrokenRule = tuple[str, str, str]
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:
@@ -17,7 +17,7 @@ def raise_problems(problems: Iterable[Problem]) -> None:
         LimitError: every problem is a limit.
         FormatError: any other rule is broken.
     """
-    found = list(itertools.islice(problems, limits.PROBLEMS))
+    found = list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
     if found:
         raise (LimitError if all(problem.rule.startswith("L") for problem in found) else FormatError)(found)
 

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from stagepack.format import limits
 from stagepack.format.signature import Signature
 from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, child_trees
-from stagepack.format.validate.problems import Fault, format_names
+from stagepack.format.validate.problems import BrokenRule, format_names
 
 
-def check_depth(signature: Signature, where: str) -> Iterator[Fault]:
+def check_depth(signature: Signature, where: str) -> Iterator[BrokenRule]:
     """Yield a rule that is broken when containers are nested too deep for the other checks."""
     if any(_too_deep(tree) for tree in signature.trees):
-        yield "L2", where, f"containers are nested deeper than {limits.DEPTH}"
+        yield "L2", where, f"containers are nested deeper than {limits.NESTING_DEPTH}"
 
 
-def check_signature(signature: Signature, where: str) -> Iterator[Fault]:
+def check_signature(signature: Signature, where: str) -> Iterator[BrokenRule]:
     """Yield the rules that a signature breaks which is not nested too deep."""
     names = [parameter.name for parameter in signature.parameters]
     if len(set(names)) != len(names) or any(len(name) > limits.NAME_CHARACTERS for name in names):
@@ -28,7 +28,7 @@ def check_signature(signature: Signature, where: str) -> Iterator[Fault]:
         yield from _containers(tree, where)
 
 
-def _containers(tree: Tree, where: str) -> Iterator[Fault]:
+def _containers(tree: Tree, where: str) -> Iterator[BrokenRule]:
     if isinstance(tree, SequenceTree) and tree.maxlen is not None:
         if tree.kind != "deque" or tree.maxlen < len(tree.items):
             yield "T4", where, f"a {tree.kind} of {len(tree.items)} items has the maxlen {tree.maxlen}"
@@ -45,4 +45,4 @@ def _containers(tree: Tree, where: str) -> Iterator[Fault]:
 
 
 def _too_deep(tree: Tree, depth: int = 0) -> bool:
-    return depth > limits.DEPTH or any(_too_deep(child, depth + 1) for child in child_trees(tree))
+    return depth > limits.NESTING_DEPTH or any(_too_deep(child, depth + 1) for child in child_trees(tree))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from stagepack.errors import Problem
-from stagepack.format.dtypes import ITEM_SIZE, STORED_NAME, stored_shape
+from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
 from stagepack.format.graph import Weight
 from stagepack.format.weights import StoredTensor
 
@@ -41,7 +41,7 @@ def _mismatch(weight: Weight, tensor: StoredTensor | None) -> str | None:
     if tensor is None:
         return f"the weight {weight_name!r} is in none of the stage's weight files"
     if weight.base is None:
-        expected = (STORED_NAME[weight.dtype], stored_shape(weight.dtype, weight.shape))
+        expected = (HEADER_DTYPES[weight.dtype], stored_shape(weight.dtype, weight.shape))
         if (tensor.dtype, tensor.shape) != expected:
             shapes = f"{list(weight.shape)}, its file has {tensor.dtype} {list(tensor.shape)}"
             return f"the weight {weight_name!r} is {weight.dtype} {shapes}"
