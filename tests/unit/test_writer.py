@@ -135,7 +135,7 @@ def test_a_name_may_be_relative_and_end_with_a_slash(tmp_path: Path, monkeypatch
 
 def write(writer: BundleWriter, described: Manifest) -> None:
     """Write a bundle of one file that is not a graph; the writer does not look into files."""
-    writer.write("stage-0.msgpack", [b"graph"])
+    writer.write_file("stage-0.msgpack", [b"graph"])
     writer.finish(described)
 
 
