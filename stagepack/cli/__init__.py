@@ -1,43 +1,62 @@
-"""The `stagepack` command: one file a subcommand, imported when it is called."""
+"""The ``stagepack`` command: one file a subcommand, imported when the subcommand is called."""
 
 import importlib
 from typing import Any
 
 import click
 
-_COMMANDS = {
-    "compile": "Compile a bundle to native code, kept outside of it.",
-    "export": "Write a model as a bundle of pipeline stages.",
-    "inspect": "Show what a bundle holds, without torch.",
-    "load": "Load a bundle or one stage, and run it.",
-    "onnx": "Add ONNX files that use the weights of a bundle.",
-    "plan": "Show a cut: bytes, compute, traffic, balance.",
-    "recut": "Write a bundle in other stages, without torch.",
-    "report": "Draw a bundle as one HTML page.",
-    "serve": "Serve bundles by the Open Inference Protocol.",
-    "triton": "Write a bundle as a Triton model repository.",
-    "verify": "Check the digests and rules of a bundle.",
+# The subcommands with their summaries, which are also the first lines of their own help.
+_COMMAND_GROUPS = {
+    "Write bundles": {
+        "export": "Write a model as a bundle.",
+        "plan": "Show how a model or a bundle would be cut.",
+        "recut": "Write a bundle with another cut.",
+        "onnx": "Add ONNX files to a bundle.",
+        "compile": "Compile a bundle to native code.",
+    },
+    "Examine bundles": {
+        "inspect": "Show the stages, edges and nodes of a bundle.",
+        "verify": "Check a bundle against its digests and the format rules.",
+        "report": "Write a report about a bundle as an HTML page.",
+    },
+    "Run bundles": {
+        "load": "Load a bundle and run its example.",
+        "serve": "Serve bundles over the Open Inference Protocol.",
+        "triton": "Write a bundle into a Triton model repository.",
+    },
 }
 
 
-class _Commands(click.Group):
-    """Subcommands by name; the module of one is imported only when it is called, so that each starts fast."""
+class _LazyGroup(click.Group):
+    """Subcommands whose modules are imported only when they are called, so that each one starts fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [name for summaries in _COMMAND_GROUPS.values() for name in summaries]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in self.list_commands(ctx):
             return None
         command: click.Command = importlib.import_module(f"stagepack.cli.{cmd_name}_command").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+        for title, summaries in _COMMAND_GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(7), summary) for name, summary in summaries.items()])
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Run 'stagepack COMMAND --help' for the options and examples of a command.",
+)
 @click.version_option(package_name="stagepack")
 def main(**_: Any) -> None:
-    """Ship partitioned PyTorch models as bundles of pipeline stages."""
+    """Cut PyTorch models into pipeline stages, and store, check and run them as bundles.
+
+    A bundle is a folder that holds the graph and the weights of each stage. It is opened without pickle and without the source code of
+    the model.
+
+    The exit status is 0 on success, 1 if a check fails or an input is bad, and 2 if the command line is wrong. Set
+    STAGEPACK_TRACEBACK=1 to print the Python traceback of an error.
+    """

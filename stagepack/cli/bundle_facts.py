@@ -1,8 +1,8 @@
-"""What `inspect` and `export` say of a bundle, from its manifest alone."""
+"""The facts of a bundle that `inspect`, `export` and `recut` print, read from its manifest alone."""
 
 from typing import Any
 
-from stagepack.cli.output import print_line, print_table
+from stagepack.cli.output import count_of, print_line, print_table
 from stagepack.cli.quantities import format_bytes, format_flops
 from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
@@ -11,9 +11,9 @@ from stagepack.format.tree import value_names
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
-    """The facts of a bundle as plain data."""
+    """Return the facts of a bundle as plain data."""
     manifest = bundle.manifest
-    results = set(value_names(manifest.signature.result))
+    result_names = set(value_names(manifest.signature.result))
     return {
         "path": str(bundle.path),
         "version": manifest.version,
@@ -23,18 +23,18 @@ def bundle_facts(bundle: Bundle) -> dict[str, Any]:
         "symbols": {symbol.name: {"min": symbol.min, "max": symbol.max} for symbol in manifest.symbols},
         "stages": [
             {
-                "stage": number,
+                "stage": stage_number,
                 "nodes": stage.nodes,
                 "weight_bytes": stage.weight_bytes,
                 "flops": stage.flops,
                 "files": [stage.graph, *stage.weights],
-                "onnx": onnx_bytes(bundle, stage),
+                "onnx": onnx_facts(bundle, stage),
                 "inputs": list(stage.inputs),
                 "outputs": list(stage.outputs),
                 "namespaces": list(stage.namespaces),
                 "state": list(stage.state),
             }
-            for number, stage in enumerate(bundle.stages)
+            for stage_number, stage in enumerate(bundle.stages)
         ],
         "edges": [
             {
@@ -43,76 +43,83 @@ def bundle_facts(bundle: Bundle) -> dict[str, Any]:
                 "shape": format_shape(edge.shape),
                 "producer": edge.producer,
                 "consumers": list(edge.consumers),
-                "result": edge.name in results,
+                "result": edge.name in result_names,
             }
             for edge in bundle.edges
         ],
     }
 
 
-def onnx_bytes(bundle: Bundle, stage: Stage) -> dict[str, Any] | None:
-    """What a stage has for ONNX beside its weights."""
+def onnx_facts(bundle: Bundle, stage: Stage) -> dict[str, Any] | None:
+    """Return the ONNX files of a stage and their sizes in bytes, or None if it has no ONNX model."""
     if stage.onnx is None:
         return None
-    model, weights = stage.onnx.model, stage.onnx.weights
+    model_file, weight_files = stage.onnx.model, stage.onnx.weights
     return {
-        "files": [model, *weights],
-        "bytes": bundle.files[model].size,
-        "own_bytes": sum(bundle.files[name].size for name in weights),
+        "files": [model_file, *weight_files],
+        "bytes": bundle.files[model_file].size,
+        "own_bytes": sum(bundle.files[weight_file].size for weight_file in weight_files),
     }
 
 
-def print_facts(bundle: Bundle) -> None:
-    """Print a bundle for people."""
+def print_bundle(bundle: Bundle) -> None:
+    """Print the facts of a bundle for people."""
     facts = bundle_facts(bundle)
     producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
-    print_line(f"{facts['path']}: format {facts['version']}, {format_bytes(facts['bytes'])}, made by {producer}")
-    print_line(f"sha256 {facts['digest']}")
+    print_line(f"{facts['path']}: format {facts['version']}, {format_bytes(facts['bytes'])}, written by {producer}")
+    print_line(f"sha256: {facts['digest']}")
     if bundle.manifest.symbols:
-        print_line(
-            "sizes  " + ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.manifest.symbols)
-        )
+        ranges = ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.manifest.symbols)
+        print_line(f"dynamic sizes: {ranges}")
     print_stages(bundle)
-    rows = [
+    edge_rows = [
         [edge.name, f"{edge.dtype}{format_shape(edge.shape)}", *_ends(edge, fact["result"])]
         for edge, fact in zip(bundle.edges, facts["edges"], strict=True)
     ]
-    print_table("edges", ["name", "value", "from", "to"], rows)
-    if any(stage["onnx"] for stage in facts["stages"]):
-        rows = [
-            [
-                str(stage["stage"]),
-                format_bytes(found["bytes"]),
-                format_bytes(found["own_bytes"]),
-                " ".join(found["files"]),
-            ]
-            for stage in facts["stages"]
-            if (found := stage["onnx"])
+    print_table("edges", ["name", "value", "from", "to"], edge_rows)
+    onnx_rows = [
+        [
+            str(stage["stage"]),
+            format_bytes(stage["onnx"]["bytes"]),
+            format_bytes(stage["onnx"]["own_bytes"]),
+            " ".join(stage["onnx"]["files"]),
         ]
-        print_table("as ONNX", ["#stage", "#model", "#weights of its own", "files"], rows)
+        for stage in facts["stages"]
+        if stage["onnx"]
+    ]
+    if onnx_rows:
+        print_table("ONNX models", ["#stage", "#model", "#own weights", "files"], onnx_rows)
     for stage in facts["stages"]:
         if stage["state"]:
-            print_line(f"stage {stage['stage']} writes {', '.join(stage['state'])}")
+            print_line(f"stage {stage['stage']} has state: {', '.join(stage['state'])}")
         if stage["namespaces"]:
             print_line(f"stage {stage['stage']} needs --allow-ops {' --allow-ops '.join(stage['namespaces'])}")
+
+
+def print_written(bundle: Bundle, out: str, seconds: float) -> None:
+    """Print that a bundle was written, and its table of stages."""
+    size = format_bytes(sum(file.size for file in bundle.manifest.files))
+    print_line(f"wrote {out}: {count_of('stage', len(bundle.stages))}, {size}, in {seconds:.1f} s")
+    print_stages(bundle)
 
 
 def print_stages(bundle: Bundle) -> None:
     """Print the table of stages."""
     rows = [
         [
-            str(number),
+            str(stage_number),
             str(stage.nodes),
             format_bytes(stage.weight_bytes),
             format_flops(stage.flops),
             " ".join([stage.graph, *stage.weights]),
         ]
-        for number, stage in enumerate(bundle.stages)
+        for stage_number, stage in enumerate(bundle.stages)
     ]
     print_table("stages", ["#stage", "#nodes", "#weights", "#compute", "files"], rows)
 
 
-def _ends(edge: Edge, result: bool) -> list[str]:
+def _ends(edge: Edge, is_result: bool) -> list[str]:
+    """Return where an edge comes from and where it goes to."""
     source = "input" if edge.producer is None else f"stage {edge.producer}"
-    targets = [f"stage {consumer}" for consumer in edge.consumers] + (["result"] if result else [])
+    targets = [f"stage {consumer}" for consumer in edge.consumers] + ["result"] * is_result
     return [source, ", ".join(targets) or "(unused)"]

@@ -5,50 +5,67 @@ from typing import Any
 
 import click
 
-from stagepack.cli.output import import_modules, print_json, print_line, print_table, progress, reports_errors
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import print_json, print_line, print_table, progress
+from stagepack.cli.run_options import import_modules, json_option, operator_options
 from stagepack.format.reader import Bundle
 
 
-@click.command("compile")
-@click.argument("bundle", type=click.Path())
-@click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write; it must not exist.")
-@click.option("--device", default="cpu", show_default=True, help="The device to compile for.")
-@click.option("--allow-ops", multiple=True, metavar="NAMESPACE", help="A namespace of custom operators that may run.")
-@click.option(
-    "--import", "imports", multiple=True, metavar="MODULE", help="A module to import first, which registers them."
+@subcommand(
+    "compile",
+    examples=[
+        "stagepack compile net.stagepack -o net.compiled --device cuda",
+        "stagepack load net.stagepack --device cuda --compiled net.compiled",
+    ],
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
+@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@click.option(
+    "-o", "--out", required=True, type=click.Path(), metavar="FOLDER", help="Folder to write; it must not exist."
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    metavar="DEVICE",
+    help="Device of the kind to compile for, such as cpu or cuda.",
+)
+@operator_options
+@json_option
 def command(
-    bundle: str, out: str, device: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool
+    bundle_path: str, out: str, device: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool
 ) -> None:
-    """Compile the parts of BUNDLE to native code for one kind of device, each distinct part once.
+    """Compile a bundle to native code.
 
-    The code is for inference, and for this torch and this kind of processor. `stagepack load --compiled FOLDER` runs it.
+    A compilation unit is a region that the stages call several times, or a whole stage. Each distinct unit is compiled once with
+    AOTInductor. The code is for inference, with the installed version of torch, on this kind of processor. It is written to a folder
+    outside of the bundle, which 'stagepack load --compiled' and 'stagepack serve --compiled' take.
     """
-    opened = Bundle(bundle)
+    bundle = Bundle(bundle_path)
     import_modules(imports)
-    started = time.perf_counter()
-    with progress("compile") as say:
+    start = time.perf_counter()
+    with progress("importing torch") as next_step:
         from stagepack_loaders.torch.speed import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked
 
-        parts = compile_ahead(opened, out, device, allow_ops=allow_ops, progress=say)
-    seconds = round(time.perf_counter() - started, 3)
-    rows: list[dict[str, Any]] = [
-        {
-            "part": f"{name or 'all'} of stage {number}",
-            "more": len(part.places) - 1,
-            "file": part.file or None,
-            "reason": part.reason or None,
-        }
-        for part in parts
-        for number, name in part.places[:1]
-    ]
+        units = compile_ahead(bundle, out, device, allow_ops=allow_ops, progress=next_step)
+    seconds = round(time.perf_counter() - start, 3)
+    facts: list[dict[str, Any]] = []
+    for unit in units:
+        stage_number, region_name = unit.places[0]
+        facts.append(
+            {
+                "part": f"{region_name or 'all'} of stage {stage_number}",
+                "more": len(unit.places) - 1,
+                "file": unit.file or None,
+                "reason": unit.reason or None,
+            }
+        )
     if as_json:
-        print_json({"bundle": bundle, "out": out, "parts": rows, "seconds": seconds})
+        print_json({"bundle": bundle_path, "out": out, "parts": facts, "seconds": seconds})
         return
-    table = [
-        [row["part"], str(row["more"]), row["file"] or f"not compiled, runs as it is: {row['reason']}"] for row in rows
+    rows = [
+        [unit_facts["part"], str(unit_facts["more"]), unit_facts["file"] or f"not compiled: {unit_facts['reason']}"]
+        for unit_facts in facts
     ]
-    print_table("parts", ["part", "#more stages", "code"], table)
-    print_line(f"wrote {out}: {sum(bool(part.file) for part in parts)} of {len(parts)} parts, in {seconds:.1f} s")
+    print_table("compilation units", ["unit", "#other uses", "file"], rows)
+    compiled_count = sum(unit_facts["file"] is not None for unit_facts in facts)
+    print_line(f"wrote {out}: {compiled_count} of {len(facts)} units, in {seconds:.1f} s")

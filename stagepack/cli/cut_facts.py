@@ -1,4 +1,4 @@
-"""What a cut costs, as facts: `plan` prints them and `report` draws them."""
+"""The estimated costs of a cut as plain data, which `plan` prints and `report` draws."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,24 +8,25 @@ from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.shapes import Symbol, format_shape
 
-MICROBATCHES = (1, 2, 4, 8, 16, 32)
-DEVICES = "devices of 50 TFLOP/s and 1 TB/s that launch an operator in 2 µs, joined by 25 GB/s with 5 µs a value"
+MICROBATCH_COUNTS = (1, 2, 4, 8, 16, 32)
+ASSUMED_DEVICES = (
+    "devices of 50 TFLOP/s and 1 TB/s, 2 µs to launch an operator, links of 25 GB/s with 5 µs latency for each value"
+)
 
 
 def cut_facts(plan: Plan, edges: Sequence[Edge], symbols: Sequence[Symbol]) -> dict[str, Any]:
-    """The stages and edges of a cut with their costs at the sizes of the example."""
+    """Return the stages and edges of a cut with their costs at the sizes of the example."""
     sizes = example_sizes(symbols)
-    times = [stage.time for stage in plan.stages]
-    sent = [_edge_facts(edge, value_bytes(edge, sizes)) for edge in edges]
-    between = [edge["bytes"] * len(edge["consumers"]) for edge in sent if edge["producer"] is not None]
+    stage_times = [stage.time for stage in plan.stages]
+    edge_facts = [_edge_facts(edge, value_bytes(edge, sizes)) for edge in edges]
     return {
         "sizes": sizes,
         "shared": plan.shared,
         "stages": [
             {
-                "stage": number,
+                "stage": stage_number,
                 "starts_at": stage.module,
-                "nodes": sum(count for _, count in stage.nodes),
+                "nodes": sum(node_count for _, node_count in stage.nodes),
                 "weight_bytes": stage.weight_bytes,
                 "flops": stage.flops,
                 "memory": stage.memory,
@@ -34,32 +35,32 @@ def cut_facts(plan: Plan, edges: Sequence[Edge], symbols: Sequence[Symbol]) -> d
                 "speed": stage.speed,
                 "picoseconds": round(stage.time),
             }
-            for number, stage in enumerate(plan.stages)
+            for stage_number, stage in enumerate(plan.stages)
         ],
-        "edges": sent,
-        "traffic": sum(between),
-        "slowest_over_mean": max(times) / (sum(times) / len(times)) if sum(times) else 1.0,
-        "bubble": {str(count): bubble(times, count) for count in MICROBATCHES},
+        "edges": edge_facts,
+        "traffic": sum(edge["bytes"] * len(edge["consumers"]) for edge in edge_facts if edge["producer"] is not None),
+        "slowest_over_mean": max(stage_times) / (sum(stage_times) / len(stage_times)) if sum(stage_times) else 1.0,
+        "bubble": {str(count): bubble_share(stage_times, count) for count in MICROBATCH_COUNTS},
     }
 
 
-def bubble(times: Sequence[float], microbatches: int) -> float:
-    """The part of the devices' time that is spent waiting, when a batch goes through the stages in so many parts.
+def bubble_share(stage_times: Sequence[float], microbatch_count: int) -> float:
+    """Return the share of the devices' time that is idle while a batch passes through the pipeline in microbatches.
 
-    Stages work at the same time on different parts: the first part takes the sum of the times, each further one that of the
-    slowest stage. For even stages it is (S - 1) / (M + S - 1), as in GPipe (Huang et al., 2019, arXiv:1811.06965, section 3).
+    Stages work on different microbatches at the same time: the first microbatch takes the sum of the stage times, each further one the
+    time of the slowest stage. For M microbatches and S even stages the share is (S - 1) / (M + S - 1), as in GPipe (Huang et al.,
+    2019, arXiv:1811.06965, section 3).
     """
-    total = sum(times) + (microbatches - 1) * max(times)
-    return 1 - sum(times) * microbatches / (len(times) * total) if total else 0.0
+    batch_time = sum(stage_times) + (microbatch_count - 1) * max(stage_times)
+    return 1 - sum(stage_times) * microbatch_count / (len(stage_times) * batch_time) if batch_time else 0.0
 
 
-def _edge_facts(edge: Edge, size: int) -> dict[str, Any]:
-    skipped = [consumer for consumer in edge.consumers if edge.producer is not None and consumer > edge.producer + 1]
+def _edge_facts(edge: Edge, byte_count: int) -> dict[str, Any]:
     return {
         "name": edge.name,
         "value": f"{edge.dtype}{format_shape(edge.shape)}",
         "producer": edge.producer,
         "consumers": list(edge.consumers),
-        "bytes": size,
-        "skips": bool(skipped),
+        "bytes": byte_count,
+        "skips": edge.producer is not None and any(consumer > edge.producer + 1 for consumer in edge.consumers),
     }

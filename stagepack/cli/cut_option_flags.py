@@ -1,64 +1,106 @@
-"""The options that say where to cut, which several subcommands take."""
+"""The options that say how to cut a model, shared by `export`, `plan` and `recut`."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+if TYPE_CHECKING:
+    from stagepack.partition.cut_options import CutOptions
 
-def cut_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options; the command gets `where`, a function that returns a `Where` of the options that were given, or None.
+_OPTIONS = (
+    click.option(
+        "--stages",
+        "stage_count",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Cut into N stages so that the slowest stage is as fast as possible.",
+    ),
+    click.option(
+        "--split-at",
+        "split_modules",
+        multiple=True,
+        metavar="MODULE",
+        show_default="none",
+        help="Start a new stage at this module of the model, such as layers.8. Repeatable.",
+    ),
+    click.option(
+        "--plan",
+        "plan_file",
+        metavar="FILE",
+        show_default="none",
+        help="Cut as described in a plan file, written by 'stagepack plan --out'.",
+    ),
+    click.option(
+        "--memory",
+        "memory_sizes",
+        multiple=True,
+        metavar="SIZE",
+        show_default="unlimited",
+        help="Memory of the device of each stage in order, such as 24GiB, 24GB or a number of bytes. "
+        "Repeat it for each stage. Requires --stages.",
+    ),
+    click.option(
+        "--speed",
+        "speeds",
+        type=float,
+        multiple=True,
+        metavar="FACTOR",
+        show_default="1 for each stage",
+        help="Relative speed of the device of each stage in order: 2 is twice as fast as 1. "
+        "Repeat it for each stage. Requires --stages.",
+    ),
+    click.option(
+        "--shared",
+        "weight_sharing",
+        type=click.Choice(["replicate", "transmit"]),
+        default="replicate",
+        show_default=True,
+        help="What happens to a weight that several stages use: replicate loads it in each of them, transmit loads it in the first "
+        "one, which sends it to the others in each call.",
+    ),
+)
 
-    It is a function since numpy is imported for it, after the arguments are checked. None says that nothing was given.
+
+def cut_option_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options to a subcommand, which receives them as the argument `make_cut_options`.
+
+    It is a function that returns `CutOptions`, because that class needs numpy, which is imported after the command line is checked. It
+    is None when none of the options is used.
     """
 
     @functools.wraps(function)
     def wrapped(
-        stages: int | None,
-        split_at: tuple[str, ...],
+        stage_count: int | None,
+        split_modules: tuple[str, ...],
         plan_file: str | None,
-        memory: tuple[str, ...],
+        memory_sizes: tuple[str, ...],
         speeds: tuple[float, ...],
-        shared: Literal["replicate", "transmit"],
-        **others: Any,
+        weight_sharing: Literal["replicate", "transmit"],
+        **arguments: Any,
     ) -> Any:
-        ways = {"--stages": stages is not None, "--split-at": bool(split_at), "--plan": plan_file is not None}
-        given = [name for name, found in ways.items() if found]
-        if len(given) > 1:
-            raise click.UsageError(f"{' and '.join(given)} exclude each other")
-        if (memory or speeds) and stages is None:
-            raise click.UsageError("--memory and --speed choose among cuts: give --stages too")
+        ways = {"--stages": stage_count is not None, "--split-at": split_modules, "--plan": plan_file is not None}
+        used_flags = [flag for flag, is_used in ways.items() if is_used]
+        if len(used_flags) > 1:
+            raise click.UsageError(f"{' and '.join(used_flags)} cannot be used together")
+        if (memory_sizes or speeds) and stage_count is None:
+            raise click.UsageError(f"{'--memory' if memory_sizes else '--speed'} requires --stages")
 
-        def where() -> Any:
-            from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
-            from stagepack.partition.plan_file import read_plan  # noqa: PLC0415 - numpy, after the arguments are checked
+        def make_cut_options() -> "CutOptions":
+            from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, see above
+            from stagepack.partition.plan_file import read_plan  # noqa: PLC0415 - the same
 
-            plan = None if plan_file is None else read_plan(plan_file)
-            return CutOptions(stages=stages, split_at=split_at, plan=plan, memory=memory, speeds=speeds, shared=shared)
+            return CutOptions(
+                stages=stage_count,
+                split_at=split_modules,
+                plan=None if plan_file is None else read_plan(plan_file),
+                memory=memory_sizes,
+                speeds=speeds,
+                shared=weight_sharing,
+            )
 
-        return function(where=where if given or shared != "replicate" else None, **others)
+        is_used = used_flags or weight_sharing != "replicate"
+        return function(make_cut_options=make_cut_options if is_used else None, **arguments)
 
-    options = [
-        click.option(
-            "--stages", type=click.IntRange(min=1), help="Cut into this many stages, the slowest as fast as can be."
-        ),
-        click.option(
-            "--split-at", multiple=True, metavar="MODULE", help="Start a stage at this module; may be repeated."
-        ),
-        click.option("--plan", "plan_file", metavar="FILE", help="Cut as a plan says that `stagepack plan -o` wrote."),
-        click.option(
-            "--memory", multiple=True, metavar="SIZE", help="With --stages: of each stage's device, such as 24GiB."
-        ),
-        click.option(
-            "--speed", "speeds", type=float, multiple=True, help="With --stages: of each stage's device, relative."
-        ),
-        click.option(
-            "--shared",
-            type=click.Choice(["replicate", "transmit"]),
-            default="replicate",
-            show_default=True,
-            help="A weight that several stages use: each holds it, or the first sends it.",
-        ),
-    ]
-    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), wrapped)
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), wrapped)

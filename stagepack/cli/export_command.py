@@ -4,74 +4,98 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.bundle_facts import bundle_facts, print_stages
-from stagepack.cli.cut_option_flags import cut_options
-from stagepack.cli.onnx_command import onnx_facts, print_onnx
-from stagepack.cli.output import fail, finite, print_json, print_line, progress, reports_errors
-from stagepack.cli.quantities import format_bytes
-from stagepack.cli.run_options import namespaces, replayed
+from stagepack.cli.bundle_facts import bundle_facts, print_written
+from stagepack.cli.command import subcommand
+from stagepack.cli.cut_option_flags import cut_option_flags
+from stagepack.cli.failures import fail
+from stagepack.cli.onnx_command import conversion_facts, print_conversion
+from stagepack.cli.output import finite, print_json, print_line, progress
+from stagepack.cli.run_options import custom_namespaces, json_option, replay
 from stagepack.format.writer import check_output_path
 
+if TYPE_CHECKING:
+    from stagepack.partition.cut_options import CutOptions
 
-@click.command("export")
+
+@subcommand(
+    "export",
+    examples=[
+        "stagepack export net.py:make_model -o net.stagepack --stages 4",
+        "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
+        "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
+    ],
+)
 @click.argument("source")
-@click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write.")
-@cut_options
-@click.option("--inputs", metavar="FILE.py:FUNCTION", help="A function that returns the example inputs.")
-@click.option("--onnx", is_flag=True, help="Add ONNX files that use the weights of the bundle.")
-@click.option("--overwrite", is_flag=True, help="Replace a bundle that is there.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
+@click.option("-o", "--out", required=True, type=click.Path(), metavar="FOLDER", help="Bundle to write.")
+@click.option(
+    "--inputs",
+    "inputs_function",
+    metavar="FILE.py:FUNCTION",
+    show_default="those that SOURCE returns",
+    help="Function that returns the example inputs: a tuple by position, a dict by name, or stagepack.Inputs.",
+)
+@cut_option_flags
+@click.option("--onnx", "with_onnx", is_flag=True, help="Also add ONNX files, as 'stagepack onnx' does.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
+@json_option
 def command(
     source: str,
     out: str,
-    where: Callable[[], Any] | None,
-    inputs: str | None,
-    onnx: bool,
+    make_cut_options: "Callable[[], CutOptions] | None",
+    inputs_function: str | None,
+    with_onnx: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write SOURCE as a bundle, load it back, and compare it with the model on the example.
+    """Write a model as a bundle.
 
-    SOURCE is file.py:factory, package.module:factory, a .pt2 file, or a Hugging Face folder or hub name.
+    SOURCE is FILE.py:FUNCTION, package.module:FUNCTION, a .pt2 file, or a Hugging Face folder or hub name. FUNCTION takes no arguments
+    and returns a torch.nn.Module, or a module and its example inputs.
+
+    Without a cut option, the model is cut where its code calls stagepack.split_here(); without such calls it becomes one stage. The
+    written bundle is loaded back, and its answer to the example is compared with that of the model.
+
+    This runs the code of SOURCE. torch reads parts of a .pt2 file with pickle, so a .pt2 file can run code too: export only files
+    that you trust.
     """
     check_output_path(out, overwrite=overwrite)
-    started = time.perf_counter()
-    # What the model's own code prints goes to standard error: standard output is for our facts alone.
-    with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.user_code import capture_source_argument  # noqa: PLC0415 - the same
-        from stagepack.exporter import export_capture  # noqa: PLC0415 - torch, after the arguments are checked
+    start = time.perf_counter()
+    # The output of the model's own code goes to standard error: standard output is for our facts alone.
+    with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
+        from stagepack.capture.user_code import capture_source_argument  # noqa: PLC0415 - torch, slow to import
+        from stagepack.exporter import export_capture  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
-        if onnx:
-            from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
-        now("capture")
-        capture = capture_source_argument(source, inputs)
-        bundle = export_capture(
-            capture, out=out, cut_options=CutOptions() if where is None else where(), overwrite=overwrite, progress=now
-        )
-        now("load it back and run the example")
-        difference = replayed(bundle, allow_ops=namespaces(bundle)).largest
-        added = add_onnx(bundle, allow_ops=namespaces(bundle), progress=now) if onnx else None
-    seconds = time.perf_counter() - started
-    bundle = bundle if added is None else added.bundle
+        if with_onnx:
+            from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this option needs
+        cut_options = CutOptions() if make_cut_options is None else make_cut_options()
+        next_step("capturing the model")
+        capture = capture_source_argument(source, inputs_function)
+        bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step)
+        next_step("replaying the example")
+        namespaces = custom_namespaces(bundle)
+        difference = replay(bundle, allow_ops=namespaces).largest
+        conversion = add_onnx(bundle, allow_ops=namespaces, progress=next_step) if with_onnx else None
+    seconds = time.perf_counter() - start
+    if conversion is not None:
+        bundle = conversion.bundle
+    onnx_fields: dict[str, Any] = {} if conversion is None else {"onnx": conversion_facts(conversion)}
     if as_json:
-        print_json(
-            bundle_facts(bundle)
-            | ({} if added is None else {"onnx": onnx_facts(added)})
-            | {"captured_by": capture.method, "difference": finite(difference), "seconds": round(seconds, 3)}
-        )
+        run_fields = {
+            "captured_by": capture.method,
+            "difference": finite(difference),
+            "seconds": round(seconds, 3),
+        }
+        print_json(bundle_facts(bundle) | onnx_fields | run_fields)
     else:
-        size = format_bytes(sum(file.size for file in bundle.manifest.files))
-        print_line(f"captured {source} by {capture.method}")
-        print_line(f"wrote {out}: {len(bundle.stages)} stages, {size}, in {seconds:.1f} s")
-        print_stages(bundle)
-        print_line(f"loaded it back and ran the example: largest difference from the model {difference:g}")
-        if added is not None:
-            print_onnx(onnx_facts(added))
+        print_line(f"captured {source} ({capture.method})")
+        print_written(bundle, out, seconds)
+        print_line(f"replayed the example: largest difference from the model {difference:g}")
+        if onnx_fields:
+            print_conversion(onnx_fields["onnx"])
     if finite(difference) is None:
-        fail(f"{out}: the bundle answers with other shapes or types than the model")
+        fail(f"{out}: the bundle returns other shapes or types than the model")

@@ -1,6 +1,6 @@
-"""A graph as code to be read: a function a graph and a region, with shapes, and the modules that nodes came from, as comments.
+"""A graph as pseudocode: one function for the graph and for each region, with shapes and module paths as comments.
 
-It looks like Python and is not meant to run.
+The text has the syntax of Python, but is not meant to run.
 """
 
 import itertools
@@ -32,177 +32,215 @@ from stagepack.graph.region_functions import BodyItem, region_functions
 
 _INDENT = "    "
 
+# A node, or the finished line of a region call.
+Statement = Node | str
 
-def code(folded: FoldedGraph, graph: Graph, name: str) -> Iterator[str]:
-    """Yield the lines of a graph: its subgraphs and regions first, those that others call before them.
 
-    `graph` is the unfolded one. A region has the names of its first place, and takes what its calls have for themselves, such as the
-    number of a layer, as `at0`, `at1`.
+def graph_lines(folded: FoldedGraph, graph: Graph, function_name: str) -> Iterator[str]:
+    """Yield the lines of a graph: its subgraphs and regions first, each before those that call it.
+
+    Args:
+        folded: the graph with its regions.
+        graph: the same graph, unfolded.
+        function_name: the name of the function for the graph.
+
+    Yields:
+        One line. A region has the value names of its first call. The texts for its holes that occur in the names of weights and
+        modules, such as the number of a layer, are its parameters ``at0``, ``at1``.
     """
-    printed = _Printed(folded, graph)
-    for number, subgraph in enumerate(graph.subgraphs):
-        body = printed.function(f"subgraph_{number}", subgraph.inputs, subgraph.nodes, _Names({}, {}))
-        yield from [*body, f"{_INDENT}return {_text(subgraph.result, {})}", ""]
-    for number, region in enumerate(printed.regions):
-        yield from [f"# {region.calls} times", *printed.region(number), ""]
-    names = _Names(printed.weights, {})
-    yield from printed.function(name, graph.inputs, printed.steps(printed.items, names), names)
-    yield f"{_INDENT}return {', '.join(names.weights.get(output, output) for output in graph.outputs) or None}"
+    listing = _Listing(folded, graph)
+    for subgraph_index, subgraph in enumerate(graph.subgraphs):
+        yield from listing.function(f"subgraph_{subgraph_index}", subgraph.inputs, subgraph.nodes, _Spelling({}, {}))
+        yield from [f"{_INDENT}return {_argument_text(subgraph.result, {})}", ""]
+    for region_index, region_function in enumerate(listing.region_functions):
+        yield from [f"# called {region_function.calls} times", *listing.region(region_index), ""]
+    spelling = _Spelling(listing.graph_weights, {})
+    yield from listing.function(function_name, graph.inputs, listing.statements(listing.body, spelling), spelling)
+    results = ", ".join(spelling.weights.get(output, output) for output in graph.outputs)
+    yield f"{_INDENT}return {results or None}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    """How weights and the paths of modules are written in a function."""
+class _Spelling:
+    """How a function spells weights, by value name, and module paths, by the path in the unfolded graph."""
 
     weights: Mapping[str, str]
-    paths: Mapping[str, str]
+    module_paths: Mapping[str, str]
 
 
-class _Printed:
-    """A graph and its regions, to be printed."""
+class _Listing:
+    """A graph and its regions, to be listed."""
 
     def __init__(self, folded: FoldedGraph, graph: Graph) -> None:
-        self.folded = folded
-        self.graph = graph
-        self.items, self.regions = region_functions(folded, graph)
-        self.weights = {weight.value: f"weights[{weight.names[0]!r}]" for weight in graph.weights}
-        made = (value for node in graph.nodes for value in node.outputs if value is not None)
-        self.types = {value.name: value for value in (*graph.inputs, *made)}
+        self._folded = folded
+        self._graph = graph
+        self.body, self.region_functions = region_functions(folded, graph)
+        self.graph_weights = {weight.value: f"weights[{weight.names[0]!r}]" for weight in graph.weights}
+        node_values = (value for node in graph.nodes for value in node.outputs if value is not None)
+        self._values = {value.name: value for value in (*graph.inputs, *node_values)}
 
-    def region(self, number: int) -> Iterator[str]:
-        """Yield the function of a region."""
-        region, held = self.regions[number], self.folded.regions[number]
-        start, texts = region.first.start, region.first.texts
-        own = {fill_template(weight.value, texts): f"weights[{_formatted(weight.names[0])}]" for weight in held.weights}
-        names = _Names(
-            self.weights | own, {fill_template(scope.path, texts): _holes(scope.path) for scope in held.scopes}
+    def region(self, region_index: int) -> Iterator[str]:
+        """Yield the lines of the function of a region."""
+        region_function, region = self.region_functions[region_index], self._folded.regions[region_index]
+        start, hole_texts = region_function.first.start, region_function.first.texts
+        region_weights = {
+            fill_template(weight.value, hole_texts): f"weights[{_name_expression(weight.names[0])}]"
+            for weight in region.weights
+        }
+        spelling = _Spelling(
+            self.graph_weights | region_weights,
+            {fill_template(scope.path, hole_texts): _named_holes(scope.path) for scope in region.scopes},
         )
-        given = [self.types[name] for name in region.taken(self.graph, start) if name not in self.weights]
-        steps = self.steps(region.items, names)
-        yield from self.function(f"region_{number}", given, steps, names, [f"at{hole}" for hole in _shown(held)])
-        yield f"{_INDENT}return {', '.join(region.given(self.graph, start))}"
+        inputs = [
+            self._values[value_name]
+            for value_name in region_function.taken(self._graph, start)
+            if value_name not in self.graph_weights
+        ]
+        statements = self.statements(region_function.items, spelling)
+        hole_parameters = [f"at{hole}" for hole in _listed_holes(region)]
+        yield from self.function(f"region_{region_index}", inputs, statements, spelling, hole_parameters)
+        yield f"{_INDENT}return {', '.join(region_function.given(self._graph, start))}"
 
-    def steps(self, items: Iterable[BodyItem], names: _Names) -> Iterator[Node | str]:
-        """Yield nodes, and calls of regions as text."""
-        for item in items:
+    def statements(self, body: Iterable[BodyItem], spelling: _Spelling) -> Iterator[Statement]:
+        """Yield the nodes of a body, and its region calls as lines."""
+        for item in body:
             if isinstance(item, int):
-                yield self.graph.nodes[item]
+                yield self._graph.nodes[item]
                 continue
-            region = self.regions[item.region]
-            given = [name for name in region.taken(self.graph, item.start) if name not in names.weights]
-            given += [f"at{hole}={item.texts[hole]!r}" for hole in _shown(self.folded.regions[item.region])]
-            made = region.given(self.graph, item.start)
-            types = ", ".join(_type(self.types[name]) for name in made)
-            yield f"{', '.join(made)} = region_{item.region}({', '.join(given)})  # {types}"
+            region_function = self.region_functions[item.region]
+            arguments = [
+                value_name
+                for value_name in region_function.taken(self._graph, item.start)
+                if value_name not in spelling.weights
+            ]
+            listed_holes = _listed_holes(self._folded.regions[item.region])
+            arguments += [f"at{hole}={item.texts[hole]!r}" for hole in listed_holes]
+            outputs = region_function.given(self._graph, item.start)
+            types = ", ".join(_type_text(self._values[value_name]) for value_name in outputs)
+            yield f"{', '.join(outputs)} = region_{item.region}({', '.join(arguments)})  # {types}"
 
     def function(
-        self, name: str, inputs: Sequence[Value], steps: Iterable[Node | str], names: _Names, places: Sequence[str] = ()
+        self,
+        function_name: str,
+        inputs: Sequence[Value],
+        statements: Iterable[Statement],
+        spelling: _Spelling,
+        hole_parameters: Sequence[str] = (),
     ) -> Iterator[str]:
-        """Yield the head of a function and its steps."""
-        graph = self.graph
-        yield f"def {name}({'' if inputs or places else '):'}"
-        yield from (f"{_INDENT}{value.name},  # {_type(value)}" for value in inputs)
-        yield from (f"{_INDENT}{place}," for place in places)
-        if inputs or places:
+        """Yield the head and the body of a function, without its return statement."""
+        graph = self._graph
+        has_parameters = bool(inputs or hole_parameters)
+        yield f"def {function_name}({'' if has_parameters else '):'}"
+        yield from (f"{_INDENT}{value.name},  # {_type_text(value)}" for value in inputs)
+        yield from (f"{_INDENT}{parameter}," for parameter in hole_parameters)
+        if has_parameters:
             yield "):"
-        regions: list[int] = []
-        scope: int | None = None
-        for node in steps:
-            if isinstance(node, str):
-                yield _INDENT + node
-                regions, scope = [], None
+        open_contexts: list[int] = []
+        scope_index: int | None = None
+        for statement in statements:
+            if isinstance(statement, str):
+                yield _INDENT + statement
+                open_contexts, scope_index = [], None
                 continue
-            chain = _chain(graph.contexts, node.context)
-            shared = sum(
-                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(regions, chain, strict=False))
-            )
-            for depth in range(shared, len(chain)):
-                yield f"{_INDENT * (depth + 1)}with {_region(graph.contexts[chain[depth]])}:"
-            indent = _INDENT * (len(chain) + 1)
-            if node.scope != scope or chain != regions:
-                found = graph.scopes[node.scope]
-                path = names.paths.get(found.path, found.path)
-                yield f"{indent}# {path or 'the model'}" + (f" ({found.type})" if found.type else "")
-            regions, scope = chain, node.scope
-            yield indent + _call(graph, node, names.weights)
+            contexts = _enclosing_contexts(graph.contexts, statement.context)
+            pairs = zip(open_contexts, contexts, strict=False)
+            shared_count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            for depth in range(shared_count, len(contexts)):
+                yield f"{_INDENT * (depth + 1)}with {_context_text(graph.contexts[contexts[depth]])}:"
+            indent = _INDENT * (len(contexts) + 1)
+            if statement.scope != scope_index or contexts != open_contexts:
+                scope = graph.scopes[statement.scope]
+                path = spelling.module_paths.get(scope.path, scope.path)
+                yield f"{indent}# {path or 'the model'}" + (f" ({scope.type})" if scope.type else "")
+            open_contexts, scope_index = contexts, statement.scope
+            yield indent + _node_text(graph, statement, spelling.weights)
 
 
-def _shown(region: Region) -> list[int]:
-    """The holes of a region that weights and modules have: those of values are seen from the values themselves."""
-    texts = [name for weight in region.weights for name in weight.names] + [scope.path for scope in region.scopes]
-    return sorted({part.text_index for text in texts for part in parse_template(text) if isinstance(part, Hole)})
-
-
-def _holes(template: str, literal: Callable[[str], str] = str) -> str:
-    """A template with names for its holes; `literal` writes what stands between them."""
-    return "".join(
-        f"{{at{part.text_index}{f'{part.increment:+d}' * bool(part.increment)}}}"
-        if isinstance(part, Hole)
-        else literal(part)
-        for part in parse_template(template)
+def _listed_holes(region: Region) -> list[int]:
+    """Return the holes in the names of weights and modules; those in value names show in the values themselves."""
+    templates = [weight_name for weight in region.weights for weight_name in weight.names]
+    templates += [scope.path for scope in region.scopes]
+    return sorted(
+        {piece.text_index for template in templates for piece in parse_template(template) if isinstance(piece, Hole)}
     )
 
 
-def _formatted(template: str) -> str:
-    """The text of Python for a template."""
-    if any(isinstance(part, Hole) for part in parse_template(template)):
-        return f"f{_holes(template, escape_template)!r}"
-    return repr(_holes(template))
+def _named_holes(template: str, spell_literal: Callable[[str], str] = str) -> str:
+    """Return a template with ``{at0}`` for its hole 0, as in an f-string."""
+    return "".join(
+        f"{{at{piece.text_index}{f'{piece.increment:+d}' * bool(piece.increment)}}}"
+        if isinstance(piece, Hole)
+        else spell_literal(piece)
+        for piece in parse_template(template)
+    )
 
 
-def _call(graph: Graph, node: Node, weights: Mapping[str, str]) -> str:
-    given = [_text(argument, weights) for argument in node.args]
-    given += [f"{name}={_text(argument, weights)}" for name, argument in node.kwargs]
-    call = f"{graph.ops[node.op].name}({', '.join(given)})"
-    made = [value for value in node.outputs if value is not None]
-    if not made:
+def _name_expression(template: str) -> str:
+    """Return a template as a Python expression: an f-string if it has holes."""
+    if any(isinstance(piece, Hole) for piece in parse_template(template)):
+        return f"f{_named_holes(template, escape_template)!r}"
+    return repr(_named_holes(template))
+
+
+def _node_text(graph: Graph, node: Node, weights: Mapping[str, str]) -> str:
+    """Return the line of a node."""
+    arguments = [_argument_text(argument, weights) for argument in node.args]
+    arguments += [f"{parameter}={_argument_text(argument, weights)}" for parameter, argument in node.kwargs]
+    call = f"{graph.ops[node.op].name}({', '.join(arguments)})"
+    outputs = [value for value in node.outputs if value is not None]
+    if not outputs:
         return call
-    names = ", ".join("_" if value is None else value.name for value in node.outputs)
-    return f"{names}{',' if node.unpack and len(node.outputs) == 1 else ''} = {call}  # {', '.join(map(_type, made))}"
+    targets = ", ".join("_" if value is None else value.name for value in node.outputs)
+    trailing_comma = "," if node.unpack and len(node.outputs) == 1 else ""
+    return f"{targets}{trailing_comma} = {call}  # {', '.join(map(_type_text, outputs))}"
 
 
-def _type(value: Value) -> str:
+def _type_text(value: Value) -> str:
     return f"{value.dtype}{format_shape(value.shape)}"
 
 
-def _chain(contexts: Sequence[Context], index: int | None) -> list[int]:
-    """The regions that a node lies in, the outermost first."""
-    chain: list[int] = []
-    while index is not None:
-        chain.insert(0, index)
-        index = contexts[index].parent
-    return chain
+def _enclosing_contexts(contexts: Sequence[Context], context_index: int | None) -> list[int]:
+    """Return a context and the contexts around it, the outermost first."""
+    enclosing: list[int] = []
+    while context_index is not None:
+        enclosing.insert(0, context_index)
+        context_index = contexts[context_index].parent
+    return enclosing
 
 
-def _region(context: Context) -> str:
-    if context.autocast is not None:
-        region = context.autocast
-        device = "device" if region.device is None else repr(region.device)
-        cache = "" if region.cache else ", cache_enabled=False"
-        return f"autocast({device}, dtype={region.dtype}, enabled={region.enabled}{cache})"
-    return "enable_grad()" if context.grad else "no_grad()"
+def _context_text(context: Context) -> str:
+    autocast = context.autocast
+    if autocast is None:
+        return "enable_grad()" if context.grad else "no_grad()"
+    device = "device" if autocast.device is None else repr(autocast.device)
+    cache = "" if autocast.cache else ", cache_enabled=False"
+    return f"autocast({device}, dtype={autocast.dtype}, enabled={autocast.enabled}{cache})"
 
 
-def _text(argument: Argument, weights: Mapping[str, str]) -> str:
-    """An argument as it would stand in Python."""
+def _argument_text(argument: Argument, weights: Mapping[str, str]) -> str:
+    """Return an argument as it would be written in Python."""
     match argument:
-        case ValueArg(name):
-            return weights.get(name, name)
+        case ValueArg(value_name):
+            return weights.get(value_name, value_name)
         case ListArg(items):
-            return f"[{', '.join(_text(item, weights) for item in items)}]"
+            return f"[{_joined(items, weights)}]"
         case TupleArg(items):
-            return f"({', '.join(_text(item, weights) for item in items)}{',' if len(items) == 1 else ''})"
+            return f"({_joined(items, weights)}{',' if len(items) == 1 else ''})"
         case DictArg(items):
-            return "{" + ", ".join(f"{key!r}: {_text(item, weights)}" for key, item in items) + "}"
+            return "{" + ", ".join(f"{key!r}: {_argument_text(item, weights)}" for key, item in items) + "}"
         case SliceArg(start, stop, step):
-            return f"slice({', '.join(_text(part, weights) for part in (start, stop, step))})"
+            return f"slice({_joined((start, stop, step), weights)})"
         case ComplexArg(real, imag):
             return repr(complex(real, imag))
-        case DtypeArg(name) | LayoutArg(name) | MemoryFormatArg(name):
-            return name
-        case DeviceArg(name):
-            return "device" if name is None else repr(name)
-        case SubgraphArg(index):
-            return f"subgraph_{index}"
+        case DtypeArg(constant) | LayoutArg(constant) | MemoryFormatArg(constant):
+            return constant
+        case DeviceArg(device):
+            return "device" if device is None else repr(device)
+        case SubgraphArg(subgraph_index):
+            return f"subgraph_{subgraph_index}"
         case _:
             return repr(argument)
+
+
+def _joined(arguments: Sequence[Argument], weights: Mapping[str, str]) -> str:
+    return ", ".join(_argument_text(argument, weights) for argument in arguments)

@@ -3,197 +3,249 @@
 import importlib
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.output import (
-    fail,
-    finite,
-    import_modules,
-    print_json,
-    print_line,
-    print_table,
-    progress,
-    reports_errors,
-)
+from stagepack.cli.command import subcommand
+from stagepack.cli.failures import fail
+from stagepack.cli.output import finite, print_json, print_line, print_table, progress
 from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.run_options import chosen, operator_options, runtime_option
+from stagepack.cli.run_options import (
+    check_runtimes_compile,
+    check_stage_number,
+    compiled_option,
+    device_option,
+    import_modules,
+    json_option,
+    operator_options,
+    runtime_of_each_stage,
+    runtime_option,
+)
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
 
+if TYPE_CHECKING:
+    from stagepack_loaders.pipeline import LoadedStage, Pipeline
 
-@click.command("load")
-@click.argument("bundle", type=click.Path())
-@click.option("--stage", "number", type=int, help="Load this stage alone.")
-@click.option("--device", "devices", multiple=True, help="A device a stage in order, or fewer. Default: cpu.")
-@click.option("--inputs", type=click.Path(path_type=Path), help="A safetensors file with the inputs by edge name.")
-@click.option("--outputs", type=click.Path(path_type=Path), help="The safetensors file to write the results to.")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of the command line, named as they are declared below."""
+
+    stage_number: int | None
+    devices: tuple[str, ...]
+    inputs_file: Path | None
+    outputs_file: Path | None
+    runtimes: tuple[str, ...]
+    allow_ops: tuple[str, ...]
+    imports: tuple[str, ...]
+    compile_mode: str | None
+    compiled_folder: str | None
+    no_verify: bool
+    as_json: bool
+
+
+@subcommand(
+    "load",
+    examples=[
+        "stagepack load net.stagepack",
+        "stagepack load net.stagepack --device cuda:0 --device cuda:1",
+        "stagepack load net.stagepack --inputs x.safetensors --outputs y.safetensors",
+        "stagepack load net.stagepack --stage 1 --device cuda",
+    ],
+)
+@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@click.option(
+    "--stage",
+    "stage_number",
+    type=int,
+    metavar="N",
+    show_default="all",
+    help="Load only stage N, counted from 0, and run nothing.",
+)
+@device_option
+@click.option(
+    "--inputs",
+    "inputs_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    show_default="the example of the bundle",
+    help="Run these inputs: a safetensors file with a tensor for each input edge, under its name.",
+)
+@click.option(
+    "--outputs",
+    "outputs_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    show_default="not written",
+    help="Write the results to this safetensors file, as output.0, output.1 and so on.",
+)
 @runtime_option
 @operator_options
 @click.option(
     "--compile",
-    "how",
+    "compile_mode",
     is_flag=False,
     flag_value="regions",
     type=click.Choice(["regions", "whole"]),
-    help="Compile at the first call: each distinct region once, or each stage as a whole.",
+    show_default="off",
+    help="Compile with torch.compile at the first call: regions compiles each distinct region once, whole each stage. "
+    "Without a value: regions.",
 )
-@click.option(
-    "--compiled", type=click.Path(), help="Run the native code in this folder, which stagepack compile wrote."
-)
+@compiled_option
 @click.option("--no-verify", is_flag=True, help="Do not compare the weight files with their digests.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
-def command(
-    bundle: str,
-    number: int | None,
-    devices: tuple[str, ...],
-    inputs: Path | None,
-    outputs: Path | None,
-    runtimes: tuple[str, ...],
-    allow_ops: tuple[str, ...],
-    imports: tuple[str, ...],
-    how: str | None,
-    compiled: str | None,
-    no_verify: bool,
-    as_json: bool,
-) -> None:
-    """Load BUNDLE, say what was read, and run its example, or the inputs of a file."""
-    phases = PhaseTimer()
-    opened = Bundle(bundle)
-    phases.end("open")
-    if number is not None and not 0 <= number < len(opened.stages):
-        fail(f"--stage: expected 0 to {len(opened.stages) - 1}, found {number}")
-    if number is not None and (inputs or outputs):
-        raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
-    if number is not None and len(devices) > 1:
-        raise click.UsageError("--stage loads one stage: name one device")
-    if how and compiled:
-        raise click.UsageError("--compile and --compiled exclude each other")
-    kinds = chosen(runtimes, 1 if number is not None else len(opened.stages))
-    if (how or compiled) and "onnxruntime" in kinds:
-        raise click.UsageError("--compile and --compiled are for stages in torch: leave out --runtime")
-    if outputs and inputs is None and opened.example is None:
-        fail(f"--outputs: {bundle} has no example to run: pass --inputs")
-    import_modules(imports)
-    speed = (how or False, compiled)
-    rows, pipeline = _load(opened, number, kinds, list(devices) or ["cpu"], allow_ops, not no_verify, speed, phases)
-    facts: dict[str, Any] = {"bundle": bundle, "stages": rows}
-    if pipeline is not None:
-        facts |= _run(opened, pipeline, inputs, outputs, phases)
-    facts["start"] = phases.seconds
-    if as_json:
+@json_option
+def command(bundle_path: str, **arguments: Any) -> None:
+    """Load a bundle and run its example.
+
+    Prints what is read for each stage, the largest difference from the recorded results, and the time that each step takes until the
+    first answer.
+    """
+    options = _Options(**arguments)
+    timer = PhaseTimer()
+    bundle = Bundle(bundle_path)
+    timer.end("open")
+    check_stage_number(options.stage_number, bundle)
+    stage_runtimes = _check_usage(options, bundle)
+    import_modules(options.imports)
+    stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer)
+    facts: dict[str, Any] = {"bundle": bundle_path, "stages": stage_facts}
+    if options.stage_number is None:
+        from stagepack_loaders.load import assemble  # noqa: PLC0415 - after the arguments are checked
+
+        facts |= _run(bundle, assemble(bundle, stages), options, timer)
+    facts["start"] = timer.seconds
+    if options.as_json:
         print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
-        return
-    table = [
-        [
-            str(row["stage"]),
-            row["runtime"],
-            row["device"],
-            format_bytes(row["bytes_read"]),
-            f"{row['seconds']:.3f} s",
-            " ".join(row["files"]),
-        ]
-        for row in rows
-    ]
-    print_table("loaded", ["#stage", "runtime", "device", "#read", "#time", "files"], table)
-    if "difference" in facts:
-        print_line(f"example: {facts['outputs']} outputs, largest difference {facts['difference']:g}")
-    elif inputs is not None:
-        print_line(f"{inputs}: {facts['outputs']} outputs")
-    goal = "first answer" if "first call" in phases.seconds else "loaded"
-    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in phases.seconds.items())
-    print_line(f"{goal} after {sum(phases.seconds.values()):.3f} s: {parts}")
-    if outputs:
-        print_line(f"wrote {outputs}")
+    else:
+        _print_facts(facts, options)
 
 
-def _load(
-    bundle: Bundle,
-    number: int | None,
-    kinds: list[Any],
-    devices: list[str],
-    allow_ops: tuple[str, ...],
-    verify: bool,
-    speed: tuple[Any, str | None],
-    phases: PhaseTimer,
-) -> tuple[list[dict[str, Any]], Any]:
-    """Load the stages; return a row of facts for each, and the pipeline when it is whole."""
-    for kind in dict.fromkeys(kinds):
-        importlib.import_module(f"stagepack_loaders.{kind}.stage")
+def _check_usage(options: _Options, bundle: Bundle) -> list[Any]:
+    """Refuse options that do not fit together; return the runtime of each stage that is loaded."""
+    if options.stage_number is not None and (options.inputs_file or options.outputs_file):
+        raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
+    if options.stage_number is not None and len(options.devices) > 1:
+        raise click.UsageError("--stage loads one stage: pass one --device")
+    if options.compile_mode and options.compiled_folder:
+        raise click.UsageError("--compile and --compiled cannot be used together")
+    stage_count = len(bundle.stages) if options.stage_number is None else 1
+    stage_runtimes = runtime_of_each_stage(options.runtimes, stage_count)
+    if options.compile_mode or options.compiled_folder:
+        check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
+    if options.outputs_file and options.inputs_file is None and bundle.example is None:
+        fail(f"--outputs: {bundle.path} has no example to run: pass --inputs")
+    return stage_runtimes
+
+
+def _load_stages(
+    bundle: Bundle, options: _Options, stage_runtimes: list[Any], timer: PhaseTimer
+) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
+    """Load the stages one after another; return facts about each, and the stages."""
+    for runtime in dict.fromkeys(stage_runtimes):
+        importlib.import_module(f"stagepack_loaders.{runtime}.stage")
         importlib.import_module("stagepack_loaders.load")
-        phases.end(f"import {kind}")
-    from stagepack_loaders.load import assemble, prepare, prepare_stages, speed_up  # noqa: PLC0415 - after the arguments are checked
+        timer.end(f"import {runtime}")
+    from stagepack_loaders.load import prepare, prepare_stages, speed_up  # noqa: PLC0415 - after the arguments are checked
 
-    rows: list[dict[str, Any]] = []
+    facts: list[dict[str, Any]] = []
     stages = []
-    with progress("load"):
-        if number is None:
-            prepared = prepare_stages(bundle, devices, runtime=kinds, allow_ops=allow_ops)
+    with progress("loading stages"):
+        if options.stage_number is None:
+            prepared = prepare_stages(bundle, options.devices, runtime=stage_runtimes, allow_ops=options.allow_ops)
         else:
-            prepared = list(prepare(bundle, {number: devices[0]}, kinds[0], allow_ops=allow_ops).values())
-        phases.end("graphs")
-        ready = speed_up(bundle, prepared, *speed)
-        if any(speed):
-            phases.end("compile")
-        started = time.perf_counter()
-        for index, one in enumerate(ready, start=number or 0):
-            stage = one.finish(verify=verify)
-            files = _files(bundle.stages[index], stage.runtime)
-            rows.append(
-                {
-                    "stage": index,
-                    "runtime": stage.runtime,
-                    "device": str(stage.device),
-                    "files": files,
-                    "bytes_read": sum(bundle.files[name].size for name in files),
-                    "seconds": round(time.perf_counter() - started, 6),
-                }
-            )
+            device_of_stage = {options.stage_number: options.devices[0]}
+            prepared = list(prepare(bundle, device_of_stage, stage_runtimes[0], allow_ops=options.allow_ops).values())
+        timer.end("graphs")
+        compile_mode: Any = options.compile_mode or False
+        ready = speed_up(bundle, prepared, compile_mode, options.compiled_folder)
+        if options.compile_mode or options.compiled_folder:
+            timer.end("compile")
+        for stage_number, prepared_stage in enumerate(ready, start=options.stage_number or 0):
+            start = time.perf_counter()
+            stage = prepared_stage.finish(verify=not options.no_verify)
+            facts.append(_stage_facts(bundle, stage_number, stage, time.perf_counter() - start))
             stages.append(stage)
-            started = time.perf_counter()
-    phases.end("weights")
-    return rows, None if number is not None else assemble(bundle, stages)
+    timer.end("weights")
+    return facts, stages
 
 
-def _files(stage: Stage, runtime: str) -> list[str]:
-    """The files that a runtime reads of a stage."""
+def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", seconds: float) -> dict[str, Any]:
+    file_names = _files_read(bundle.stages[stage_number], stage.runtime)
+    return {
+        "stage": stage_number,
+        "runtime": stage.runtime,
+        "device": str(stage.device),
+        "files": file_names,
+        "bytes_read": sum(bundle.files[file_name].size for file_name in file_names),
+        "seconds": round(seconds, 6),
+    }
+
+
+def _files_read(stage: Stage, runtime: str) -> list[str]:
+    """Return the files that a runtime reads of a stage."""
     if runtime == "onnxruntime" and stage.onnx is not None:
         return [stage.onnx.model, *stage.weights, *stage.onnx.weights]
     return [stage.graph, *stage.weights]
 
 
-def _run(
-    bundle: Bundle, pipeline: Any, inputs: Path | None, outputs: Path | None, phases: PhaseTimer
-) -> dict[str, Any]:
-    """Run the inputs of a file, or the example; return facts about the result."""
+def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTimer) -> dict[str, Any]:
+    """Run the inputs of a file, or the example; return facts about the results."""
     from stagepack_loaders import example  # noqa: PLC0415 - after the arguments are checked
 
-    if inputs is None and bundle.example is None:
+    if options.inputs_file is None and bundle.example is None:
         return {}
-    with progress("run"):
-        if inputs is None:
-            given, expected = example.read_example(pipeline, bundle)
+    with progress("running the pipeline"):
+        if options.inputs_file is None:
+            inputs, expected = example.read_example(pipeline, bundle)
         else:
-            given, expected = example.read_inputs(pipeline, inputs), {}
-        phases.end("inputs")
-        compiled_before = _compile_seconds()
-        results = example.run_on_inputs(pipeline, given)
-        phases.end("first call")
-        phases.reassign("first call", "compile", _compile_seconds() - compiled_before)
-        if outputs is not None:
-            example.write_outputs(pipeline, results, outputs)
+            inputs, expected = example.read_inputs(pipeline, options.inputs_file), {}
+        timer.end("inputs")
+        compile_seconds_before = _compile_seconds()
+        results = example.run_on_inputs(pipeline, inputs)
+        timer.end("first call")
+        timer.reassign("first call", "compile", _compile_seconds() - compile_seconds_before)
+        if options.outputs_file is not None:
+            example.write_outputs(pipeline, results, options.outputs_file)
     facts: dict[str, Any] = {"outputs": len(results)}
-    return facts if inputs is not None else facts | {"difference": example.compare(pipeline, results, expected).largest}
+    if options.inputs_file is None:
+        facts["difference"] = example.compare(pipeline, results, expected).largest
+    return facts
 
 
 def _compile_seconds() -> float:
-    """How long torch's compiler has worked in this process, in seconds."""
+    """Return how long torch's compiler has worked in this process, in seconds."""
     if "torch" not in sys.modules:
         return 0.0
-    from stagepack_loaders.torch.compile import compile_seconds  # noqa: PLC0415 - torch is there already
+    from stagepack_loaders.torch.compile import compile_seconds  # noqa: PLC0415 - torch is imported already
 
     return compile_seconds()
+
+
+def _print_facts(facts: dict[str, Any], options: _Options) -> None:
+    rows = [
+        [
+            str(stage["stage"]),
+            stage["runtime"],
+            stage["device"],
+            format_bytes(stage["bytes_read"]),
+            f"{stage['seconds']:.3f} s",
+            " ".join(stage["files"]),
+        ]
+        for stage in facts["stages"]
+    ]
+    print_table("loaded stages", ["#stage", "runtime", "device", "#read", "#time", "files"], rows)
+    if "difference" in facts:
+        print_line(f"ran the example: {facts['outputs']} outputs, largest difference {facts['difference']:g}")
+    elif options.inputs_file is not None:
+        print_line(f"ran {options.inputs_file}: {facts['outputs']} outputs")
+    phases: dict[str, float] = facts["start"]
+    goal = "first answer" if "first call" in phases else "loaded"
+    durations = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items())
+    print_line(f"{goal} after {sum(phases.values()):.3f} s: {durations}")
+    if options.outputs_file:
+        print_line(f"wrote {options.outputs_file}")

@@ -1,72 +1,83 @@
 """`stagepack onnx`."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.bundle_facts import onnx_bytes
-from stagepack.cli.output import finite, import_modules, print_json, print_line, print_table, progress, reports_errors
+from stagepack.cli.bundle_facts import onnx_facts
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import finite, print_json, print_line, print_table, progress
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.run_options import operator_options
+from stagepack.cli.run_options import import_modules, json_option, operator_options
 from stagepack.format.reader import Bundle
 
+if TYPE_CHECKING:
+    from stagepack.onnx import AddedOnnx
 
-@click.command("onnx")
-@click.argument("bundle", type=click.Path())
+
+@subcommand("onnx", examples=["stagepack onnx net.stagepack"])
+@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
 @operator_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
-def command(bundle: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool) -> None:
-    """Add an ONNX file to each stage of BUNDLE; its weights stay in the weight files that are there.
+@json_option
+def command(bundle_path: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool) -> None:
+    """Add ONNX files to a bundle.
 
-    Each stage then answers the example in ONNX Runtime. One that has no ONNX form, or answers otherwise than in torch, runs in torch only.
+    Each stage gets an ONNX model whose initializers point into the weight files of the bundle, so weights are not copied. The model of
+    each stage is then run on the example in ONNX Runtime. A stage that cannot be converted, or whose answer differs from that in torch
+    by more than a tolerance, gets no ONNX model and runs in torch only.
     """
-    opened = Bundle(bundle)
+    bundle = Bundle(bundle_path)
     import_modules(imports)
-    started = time.perf_counter()
-    with progress("import torch") as say:
+    start = time.perf_counter()
+    with progress("importing torch") as next_step:
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
 
-        added = add_onnx(opened, allow_ops=allow_ops, progress=say)
-    facts = onnx_facts(added)
+        conversion = add_onnx(bundle, allow_ops=allow_ops, progress=next_step)
+    seconds = time.perf_counter() - start
+    stages = conversion_facts(conversion)
     if as_json:
-        print_json({"bundle": bundle, "stages": facts, "seconds": round(time.perf_counter() - started, 3)})
+        print_json({"bundle": bundle_path, "stages": stages, "seconds": round(seconds, 3)})
     else:
-        print_onnx(facts)
-        print_line(f"wrote {bundle}, in {time.perf_counter() - started:.1f} s")
+        print_conversion(stages)
+        print_line(f"wrote {bundle_path} in {seconds:.1f} s")
 
 
-def onnx_facts(added: Any) -> list[dict[str, Any]]:
-    """What became of each stage, as plain data."""
+def conversion_facts(conversion: "AddedOnnx") -> list[dict[str, Any]]:
+    """Return the result of the conversion of each stage as plain data."""
     facts = []
-    for number, stage in enumerate(added.bundle.stages):
-        checked, found = added.checked.get(number), onnx_bytes(added.bundle, stage) or {}
+    for stage_number, stage in enumerate(conversion.bundle.stages):
+        checked = conversion.checked.get(stage_number)
+        sizes = onnx_facts(conversion.bundle, stage) or {}
         facts.append(
             {
-                "stage": number,
-                "bytes": found.get("bytes"),
-                "own_bytes": found.get("own_bytes"),
+                "stage": stage_number,
+                "bytes": sizes.get("bytes"),
+                "own_bytes": sizes.get("own_bytes"),
                 "difference": None if checked is None or checked.difference is None else finite(checked.difference),
                 "not_compared": None if checked is None else checked.reason or None,
-                "torch_only": added.torch_only.get(number),
+                "torch_only": conversion.torch_only.get(stage_number),
             }
         )
     return facts
 
 
-def print_onnx(facts: list[dict[str, Any]]) -> None:
-    """Print what became of each stage."""
+def print_conversion(facts: list[dict[str, Any]]) -> None:
+    """Print the result of the conversion of each stage."""
     rows = [
         [
             str(stage["stage"]),
             *("-" if stage[key] is None else format_bytes(stage[key]) for key in ("bytes", "own_bytes")),
-            f"torch only: {stage['torch_only']}"
-            if stage["torch_only"]
-            else f"not compared: {stage['not_compared']}"
-            if stage["not_compared"]
-            else f"differs from torch by {stage['difference']:g}",
+            _outcome(stage),
         ]
         for stage in facts
     ]
-    print_table("ONNX", ["#stage", "#model", "#weights of its own", "answer to the example"], rows)
+    print_table("ONNX models", ["#stage", "#model", "#own weights", "result"], rows)
+
+
+def _outcome(stage: dict[str, Any]) -> str:
+    if stage["torch_only"]:
+        return f"torch only: {stage['torch_only']}"
+    if stage["not_compared"]:
+        return f"not compared with torch: {stage['not_compared']}"
+    return f"largest difference from torch {stage['difference']:g}"

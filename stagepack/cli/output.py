@@ -1,134 +1,113 @@
-"""What the subcommands share: errors in one line, facts as tables or JSON, progress on a terminal."""
+"""What subcommands print: tables and lines for people, JSON for programs, and progress on a terminal."""
 
 import contextlib
-import functools
-import importlib
 import json
 import math
-import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from stagepack.errors import StagepackError
-
-# The extra of this package that brings another, where it is not `hf`.
-_EXTRAS = {
-    "ml_dtypes": "onnxruntime",
-    "onnx": "onnx",
-    "onnx_ir": "onnx",
-    "onnxruntime": "onnxruntime",
-    "onnxscript": "onnx",
-}
+_LEAST_WRAPPED_WIDTH = 16
 
 
-class Failure(click.ClickException):
-    """A check failed or the input is bad: one line on standard error, exit status 1."""
-
-    exit_code = 1
-
-    def show(self, file: Any = None) -> None:
-        """Print the line."""
-        click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file or sys.stderr)
+class OutputError(Exception):
+    """Standard output cannot be written: the disk is full or the like."""
 
 
-def fail(message: str) -> NoReturn:
-    """End the command with one line on standard error and exit status 1.
+def _echo(line: str) -> None:
+    """Write a line to standard output.
 
     Raises:
-        Failure: always.
+        BrokenPipeError: the reader of the output has gone.
+        OutputError: it cannot be written.
     """
-    raise Failure(message)
-
-
-def _drop_output() -> None:
-    """What could not be printed must not be tried again when Python ends, which would change the exit status."""
-    with contextlib.suppress(OSError, ValueError):  # where standard output is no file, nothing is tried again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn errors into one line and exit status 1."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except StagepackError as error:
-            fail(str(error))
-        except BrokenPipeError:
-            raise  # click ends the command without a word when nobody reads on
-        except OSError as error:
-            if error.filename is None:
-                _drop_output()
-            fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        except ModuleNotFoundError as error:
-            extra = _EXTRAS.get(error.name or "", "hf")
-            fail(f"the package {error.name!r} is not installed: pip install 'stagepack[{extra}]' brings it")
-        except click.ClickException:
-            raise
-        except Exception as error:
-            if "STAGEPACK_TRACEBACK" in os.environ:
-                raise
-            message = f"{type(error).__name__}: {error}"
-            fail(f"a bug in stagepack: {message}: please report it, with what STAGEPACK_TRACEBACK=1 shows")
-
-    return wrapped
-
-
-def import_modules(names: Iterable[str]) -> None:
-    """Import the modules that the caller names, which register custom operators."""
-    for name in names:
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
-                importlib.import_module(name)
-        except (Exception, SystemExit) as error:
-            raise Failure(f"--import {name}: {type(error).__name__}: {error}") from error
+    try:
+        click.echo(line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.strerror or str(error)) from error
 
 
 def print_json(facts: Any) -> None:
-    """Print facts as indented JSON, in ASCII: names of a bundle are of any characters, and a terminal obeys some."""
-    click.echo(json.dumps(facts, indent=2))
+    """Print facts as indented JSON, in ASCII: names in a bundle may contain control characters, which a terminal obeys."""
+    _echo(json.dumps(facts, indent=2))
 
 
 def finite(difference: float) -> float | None:
-    """A difference as JSON can write it: None when shapes, types or special values differ."""
+    """Return a difference as JSON can express it: None where shapes, types or special values differ."""
     return difference if math.isfinite(difference) else None
 
 
 def printable(text: str) -> str:
-    """A text with what a terminal would obey written as escapes: a bundle names things as it likes."""
+    """Escape the control characters of a text, since names in a bundle may contain any character."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def print_line(text: str) -> None:
+def count_of(noun: str, count: int) -> str:
+    """Return a count with its noun: ``1 stage``, ``2 stages``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def print_line(line: str) -> None:
     """Print one line for people."""
-    click.echo(printable(text))
+    _echo(printable(line))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows under a title; numbers (columns that begin with '#') stand on the right."""
-    lines = [[column.lstrip("#") for column in columns], *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
-    click.echo(click.style(title, bold=True))
-    for number, line in enumerate(lines):
-        cells = [
+    """Print rows under a title.
+
+    A column whose name starts with '#' is aligned to the right. On a terminal the last column is wrapped to fit.
+    """
+    cells = [[column.lstrip("#") for column in columns], *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column_cells)) for column_cells in zip(*cells, strict=True)]
+    last_width = _last_column_width(widths)
+    _echo(click.style(title, bold=True))
+    for row_number, row in enumerate(cells):
+        aligned = [
             cell.rjust(width) if column.startswith("#") else cell.ljust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
+            for cell, width, column in zip(row[:-1], widths, columns, strict=False)
         ]
-        text = "  " + "  ".join(cells).rstrip()
-        click.echo(click.style(text, dim=True) if number == 0 else text)
+        last_lines = (
+            [row[-1].rjust(widths[-1])]
+            if columns[-1].startswith("#")
+            else textwrap.wrap(row[-1], last_width, break_on_hyphens=False)
+        )
+        prefix = "".join(f"  {cell}" for cell in aligned)
+        for last_line in last_lines or [""]:
+            line = f"{prefix}  {last_line}".rstrip()
+            _echo(click.style(line, dim=True) if row_number == 0 else line)
+            prefix = " " * len(prefix)
+
+
+def _last_column_width(widths: Sequence[int]) -> int:
+    """Return the width at which the last column fits beside the others on the terminal, or its full width."""
+    full_width = max(1, widths[-1])
+    if not sys.stdout.isatty():
+        return full_width
+    free_width = shutil.get_terminal_size().columns - sum(width + 2 for width in widths[:-1]) - 2
+    return min(full_width, free_width) if free_width >= _LEAST_WRAPPED_WIDTH else full_width
 
 
 @contextlib.contextmanager
-def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal what is going on; in a pipe nothing is printed. Gives a function that says what begins now."""
+def progress(first_step: str) -> Iterator[Callable[[str], None]]:
+    """Show the current step on a terminal, and nothing in a pipe.
+
+    Yields:
+        A function that takes the description of the next step.
+    """
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console  # noqa: PLC0415 - 80 ms that only a terminal needs
+    from rich.console import Console  # noqa: PLC0415 - 80 ms, which only a terminal needs
+    from rich.text import Text  # noqa: PLC0415 - the same
 
-    with Console(stderr=True).status(first) as status:
-        yield status.update
+    def as_text(step: str) -> Text:
+        return Text(f"{printable(step)} ...")  # a plain string could contain markup
+
+    with Console(stderr=True).status(as_text(first_step)) as status:
+        yield lambda step: status.update(as_text(step))

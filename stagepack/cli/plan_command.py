@@ -5,91 +5,127 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.cut_facts import DEVICES, cut_facts
-from stagepack.cli.cut_option_flags import cut_options
-from stagepack.cli.diagram import dot, mermaid
-from stagepack.cli.output import fail, print_json, print_line, print_table, progress, reports_errors
+from stagepack.cli.command import subcommand
+from stagepack.cli.cut_facts import ASSUMED_DEVICES, cut_facts
+from stagepack.cli.cut_option_flags import cut_option_flags
+from stagepack.cli.failures import fail
+from stagepack.cli.output import print_json, print_line, print_table, progress
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
+from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.validate import MANIFEST_NAME
 
+if TYPE_CHECKING:
+    from stagepack.partition.cut_options import CutOptions
 
-@click.command("plan")
+PlannedCut = tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...]]
+
+
+@subcommand(
+    "plan",
+    examples=[
+        "stagepack plan net.py:make_model --stages 4",
+        "stagepack plan net.stagepack --stages 2 --memory 24GiB --memory 80GiB",
+        "stagepack plan net.stagepack --stages 4 -o plan.json",
+        "stagepack plan net.stagepack --dot | dot -Tsvg > stages.svg",
+    ],
+)
 @click.argument("source", metavar="SOURCE|BUNDLE")
-@cut_options
-@click.option("--inputs", metavar="FILE.py:FUNCTION", help="For a SOURCE: a function that returns the example inputs.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the plan, to be edited and given to --plan.")
-@click.option("--dot", "form", flag_value="dot", help="Print the graph of the stages for Graphviz.")
-@click.option("--mermaid", "form", flag_value="mermaid", help="Print the graph of the stages for Mermaid.")
-@click.option("--json", "form", flag_value="json", help="Print JSON.")
-@reports_errors
+@click.option(
+    "--inputs",
+    "inputs_function",
+    metavar="FILE.py:FUNCTION",
+    show_default="those that SOURCE returns",
+    help="For a SOURCE: function that returns the example inputs.",
+)
+@cut_option_flags
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    show_default="not written",
+    help="Write the plan as JSON, to edit and pass to --plan.",
+)
+@click.option(
+    "--dot", "output_format", flag_value="dot", help="Print the graph of the stages in the DOT language of Graphviz."
+)
+@click.option(
+    "--mermaid", "output_format", flag_value="mermaid", help="Print the graph of the stages as a Mermaid flowchart."
+)
+@click.option("--json", "output_format", flag_value="json", help="Print JSON instead of text.")
 def command(
-    source: str, where: Callable[[], Any] | None, inputs: str | None, out: Path | None, form: str | None
+    source: str,
+    make_cut_options: "Callable[[], CutOptions] | None",
+    inputs_function: str | None,
+    out: Path | None,
+    output_format: str | None,
 ) -> None:
-    """Show the cut that would be made, or that of a BUNDLE: bytes, compute, traffic and balance, at the example's sizes.
+    """Show how a model or a bundle would be cut.
 
-    SOURCE is file.py:factory, package.module:factory, a .pt2 file, or a Hugging Face folder or hub name. A BUNDLE needs no torch.
+    SOURCE is a model, as for 'stagepack export', whose code runs. A BUNDLE needs no torch; without a cut option, its own cut is shown.
+
+    For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
+    time are estimates for one call with inputs of the example's sizes.
     """
     if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
-        if inputs is not None:
-            raise click.UsageError("--inputs is for a SOURCE: a bundle holds its example")
-        plan, edges, symbols = _of_bundle(Bundle(source), where)
+        if inputs_function is not None:
+            raise click.UsageError("--inputs is for a SOURCE: a bundle contains its example inputs")
+        plan, edges, symbols = _plan_bundle(Bundle(source), make_cut_options)
     else:
-        plan, edges, symbols = _of_source(source, where, inputs)
+        plan, edges, symbols = _plan_source(source, make_cut_options, inputs_function)
     if out is not None:
-        from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only when it is asked for
+        from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
 
         write_plan(plan, out)
     facts = cut_facts(plan, edges, symbols)
-    if form == "json":
-        print_json(facts)
-    elif form is not None:
-        print_line_by_line(dot(facts) if form == "dot" else mermaid(facts))
-    else:
-        _print(facts)
+    match output_format:
+        case "json":
+            print_json(facts)
+        case None:
+            _print_plan(facts)
+        case _:
+            for line in graphviz_lines(facts) if output_format == "dot" else mermaid_lines(facts):
+                print_line(line)
 
 
-def print_line_by_line(text: str) -> None:
-    """Print a text of several lines."""
-    for line in text.splitlines():
-        print_line(line)
-
-
-def _of_bundle(bundle: Bundle, where: Callable[[], Any] | None) -> tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...]]:
-    if where is None:
+def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | None") -> PlannedCut:
+    if make_cut_options is None:
         if bundle.manifest.plan is None:
-            fail(f"{bundle.path}: the bundle carries no plan: say how to cut, such as --stages 4")
+            fail(f"{bundle.path}: the bundle contains no plan: pass a cut option, such as --stages 4")
         return bundle.manifest.plan, bundle.edges, bundle.manifest.symbols
-    from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only where something is planned
+    from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
 
-    cut, plan = plan_bundle(bundle, where())
+    cut, plan = plan_bundle(bundle, make_cut_options())
     return plan, cut.edges, bundle.manifest.symbols
 
 
-def _of_source(
-    source: str, where: Callable[[], Any] | None, inputs: str | None
-) -> tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...]]:
-    with progress("import torch") as now, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.user_code import capture_source_argument  # noqa: PLC0415 - the same
-        from stagepack.exporter import plan_capture  # noqa: PLC0415 - torch, after the arguments are checked
+def _plan_source(
+    source: str, make_cut_options: "Callable[[], CutOptions] | None", inputs_function: str | None
+) -> PlannedCut:
+    # The output of the model's own code goes to standard error: standard output is for our facts alone.
+    with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
+        from stagepack.capture.user_code import capture_source_argument  # noqa: PLC0415 - torch, slow to import
+        from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
-        now("capture")
-        capture = capture_source_argument(source, inputs)
-        now("plan")
-        cut, plan, symbols = plan_capture(capture, CutOptions() if where is None else where())
+        cut_options = CutOptions() if make_cut_options is None else make_cut_options()
+        next_step("capturing the model")
+        capture = capture_source_argument(source, inputs_function)
+        next_step("planning")
+        cut, plan, symbols = plan_capture(capture, cut_options)
     return plan, cut.edges, symbols
 
 
-def _print(facts: dict[str, Any]) -> None:
-    rows = [
+def _print_plan(facts: dict[str, Any]) -> None:
+    stage_rows = [
         [
             str(stage["stage"]),
             str(stage["nodes"]),
@@ -103,28 +139,27 @@ def _print(facts: dict[str, Any]) -> None:
         for stage in facts["stages"]
     ]
     columns = ["#stage", "#nodes", "#weights", "#memory", "#compute", "#received", "#time", "starts at"]
-    print_table("plan", columns, rows)
-    crossing = [edge for edge in facts["edges"] if edge["producer"] is not None and edge["consumers"]]
-    if crossing:
-        edges = [
-            [
-                edge["name"],
-                edge["value"],
-                str(edge["producer"]),
-                ", ".join(map(str, edge["consumers"])) + (" (skip)" if edge["skips"] else ""),
-                format_bytes(edge["bytes"]),
-            ]
-            for edge in crossing
+    print_table("stages", columns, stage_rows)
+    edge_rows = [
+        [
+            edge["name"],
+            edge["value"],
+            str(edge["producer"]),
+            ", ".join(map(str, edge["consumers"])) + (" (skip)" if edge["skips"] else ""),
+            format_bytes(edge["bytes"]),
         ]
-        print_table("crossing", ["name", "value", "#from", "to", "#size"], edges)
-    print_line(
-        f"slowest stage over mean {facts['slowest_over_mean']:.2f}, "
-        f"{format_bytes(facts['traffic'])} a call between stages; "
-        "idle by microbatches: " + ", ".join(f"{count}: {part:.0%}" for count, part in facts["bubble"].items())
-    )
+        for edge in facts["edges"]
+        if edge["producer"] is not None and edge["consumers"]
+    ]
+    if edge_rows:
+        print_table("edges between stages", ["name", "value", "#from", "to", "#size"], edge_rows)
+    print_line(f"balance: slowest stage {facts['slowest_over_mean']:.2f} times the mean")
+    print_line(f"transfer: {format_bytes(facts['traffic'])} between stages in one call")
+    bubble = ", ".join(f"{count}: {share:.0%}" for count, share in facts["bubble"].items())
+    print_line(f"bubble by number of microbatches: {bubble}")
     if facts["sizes"]:
-        sizes = ", ".join(f"{name} = {size}" for name, size in facts["sizes"].items())
-        print_line(f"estimated for {sizes}, on {DEVICES}")
+        print_line("example sizes: " + ", ".join(f"{name} = {size}" for name, size in facts["sizes"].items()))
+    print_line(f"assumed: {ASSUMED_DEVICES}")
 
 
 def _of_limit(limit: int | None) -> str:

@@ -2,42 +2,61 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from stagepack.cli.bundle_facts import bundle_facts, print_stages
-from stagepack.cli.cut_option_flags import cut_options
-from stagepack.cli.output import print_json, print_line, progress, reports_errors
-from stagepack.cli.quantities import format_bytes
+from stagepack.cli.bundle_facts import bundle_facts, print_written
+from stagepack.cli.command import subcommand
+from stagepack.cli.cut_option_flags import cut_option_flags
+from stagepack.cli.output import print_json, print_line, progress
+from stagepack.cli.run_options import json_option
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
+if TYPE_CHECKING:
+    from stagepack.partition.cut_options import CutOptions
 
-@click.command("recut")
-@click.argument("bundle", type=click.Path())
-@click.option("-o", "--out", required=True, type=click.Path(), help="The folder to write.")
-@cut_options
-@click.option("--overwrite", is_flag=True, help="Replace a bundle that is there; it may be BUNDLE itself.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
-def command(bundle: str, out: str, where: Callable[[], Any] | None, overwrite: bool, as_json: bool) -> None:
-    """Write the model of BUNDLE in other stages, with the bytes that an export with this cut has. Needs no torch."""
-    if where is None:
-        raise click.UsageError("say how to cut: --stages, --split-at or --plan")
+
+@subcommand(
+    "recut",
+    examples=[
+        "stagepack recut net.stagepack --stages 8 -o net8.stagepack",
+        "stagepack recut net.stagepack --plan plan.json -o new.stagepack",
+    ],
+)
+@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@click.option("-o", "--out", required=True, type=click.Path(), metavar="FOLDER", help="Bundle to write.")
+@cut_option_flags
+@click.option("--overwrite", is_flag=True, help="Replace an existing bundle, which may be BUNDLE itself.")
+@json_option
+def command(
+    bundle_path: str,
+    out: str,
+    make_cut_options: "Callable[[], CutOptions] | None",
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write a bundle with another cut.
+
+    The new bundle has the same bytes as an export of the model with this cut, without ONNX files. One of --stages, --split-at and
+    --plan is required. Needs no torch.
+    """
+    if make_cut_options is None:
+        raise click.UsageError("Missing a cut option: pass --stages, --split-at or --plan")
     check_output_path(out, overwrite=overwrite)
-    started = time.perf_counter()
-    with progress("recut"):
+    start = time.perf_counter()
+    with progress("recutting the bundle"):
         from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
-        given = Bundle(bundle)
-        made = recut_with_options(given, out=out, cut_options=where(), overwrite=overwrite)
-    seconds = time.perf_counter() - started
+        old_bundle = Bundle(bundle_path)
+        new_bundle = recut_with_options(old_bundle, out=out, cut_options=make_cut_options(), overwrite=overwrite)
+    seconds = time.perf_counter() - start
     if as_json:
-        print_json(bundle_facts(made) | {"seconds": round(seconds, 3)})
+        print_json(bundle_facts(new_bundle) | {"seconds": round(seconds, 3)})
         return
-    size = format_bytes(sum(file.size for file in made.manifest.files))
-    print_line(f"wrote {out}: {len(made.stages)} stages, {size}, in {seconds:.1f} s")
-    print_stages(made)
-    if any(stage.onnx for stage in given.stages):
-        print_line(f"the ONNX files are of the old stages and were left out: stagepack onnx {out} makes new ones")
+    print_written(new_bundle, out, seconds)
+    if any(stage.onnx for stage in old_bundle.stages):
+        print_line(
+            f"ONNX files were not copied, as they belong to the old stages; add new ones with: stagepack onnx {out}"
+        )

@@ -4,28 +4,29 @@ from pathlib import Path
 
 import click
 
-from stagepack.cli.output import print_line, reports_errors
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import print_line
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.report.page import page
+from stagepack.cli.report.page import bundle_page
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
 
 
-@click.command("report")
-@click.argument("bundle", type=click.Path())
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The HTML file to write.")
-@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
-@reports_errors
-def command(bundle: str, out: Path, overwrite: bool) -> None:
-    """Draw BUNDLE as one HTML page: its stages, what crosses between them, balance, bubble and nodes. Needs no torch.
+@subcommand("report", examples=["stagepack report net.stagepack -o net.html"])
+@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="HTML file to write.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+def command(bundle_path: str, out: Path, overwrite: bool) -> None:
+    """Write a report about a bundle as an HTML page.
 
-    The page asks for nothing from anywhere, and runs no script but its own.
+    The page shows the stages, the edges between them, the balance, the pipeline bubble and all nodes. It is one file that requests
+    nothing from the network. Needs no torch.
     """
     if out.exists() and not overwrite:
-        raise OutputExistsError(f"{out} exists: choose another name, or --overwrite")
-    text = page(Bundle(bundle))
+        raise OutputExistsError(f"{out} exists: choose another name, or pass --overwrite")
+    html = bundle_page(Bundle(bundle_path))
     try:
-        out.write_text(text, encoding="utf-8")
+        out.write_text(html, encoding="utf-8")
     except OSError as error:
-        raise WriteError(f"{out}: could not be written: {error.strerror}") from error
-    print_line(f"wrote {out}: {format_bytes(len(text.encode()))}")
+        raise WriteError(f"{out}: cannot be written: {error.strerror}") from error
+    print_line(f"wrote {out}: {format_bytes(len(html.encode()))}")

@@ -1,85 +1,217 @@
-"""What the subcommands that run bundles share. Torch and ONNX Runtime are imported when they are needed."""
+"""The options shared by the subcommands that run bundles, and what these subcommands do with them.
 
+Runtimes are imported when they are needed.
+"""
+
+import contextlib
 import importlib
 import math
-from collections.abc import Callable, Collection, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.cli.failures import Failure
 from stagepack.format.reader import Bundle
 from stagepack_serving.server.limits import Limits
 
 if TYPE_CHECKING:
     from stagepack_loaders.example import Difference
 
-
-def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options for custom operators: `allow_ops` and `imports`."""
-    allow = click.option(
-        "--allow-ops", multiple=True, metavar="NAMESPACE", help="A namespace of custom operators that may run."
-    )
-    imports = click.option(
-        "--import", "imports", multiple=True, metavar="MODULE", help="A module to import first, which registers them."
-    )
-    return allow(imports(function))
+_MAX_COUNT = 2**31 - 1
+_DAY = 86_400  # seconds
 
 
-def limit_option(
-    flag: str, field: str, help: str, *, unit: float = 1.0, least: float = 0.0, most: float = 86_400.0
-) -> Callable[..., Any]:
-    """An option for a field of `Limits`, given in `unit` of the field's own, from `least` to `most`: a day, for times in seconds."""
-    default = getattr(Limits(), field)
-    whole = isinstance(default, int) and unit == 1
-
-    def scaled(_context: click.Context, _option: click.Parameter, value: float) -> float:
-        if math.isnan(value):  # it is in no range, and not out of it
-            raise click.BadParameter("nan is no number")
-        return type(default)(value * unit)  # type: ignore[no-any-return]
-
+def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--device`, passed as `devices`."""
     return click.option(
-        flag,
-        field,
-        default=default if whole else default / unit,
+        "--device",
+        "devices",
+        multiple=True,
+        default=("cpu",),
         show_default=True,
-        type=click.IntRange(int(least), 2**31 - 1) if whole else click.FloatRange(least, most),
-        callback=scaled,
-        help=help,
-    )
+        metavar="DEVICE",
+        help="Device for each stage, in order; with fewer devices, consecutive stages share one. "
+        "Such as cpu, cuda or cuda:1. Repeatable.",
+    )(function)
 
 
 def runtime_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The option `runtimes`."""
+    """Add the option `--runtime`, passed as `runtimes`."""
     return click.option(
         "--runtime",
         "runtimes",
         multiple=True,
+        default=("torch",),
+        show_default=True,
         type=click.Choice(["torch", "onnxruntime"]),
-        help="What runs the stages: one for all, or one a stage in order. Default: torch.",
+        help="Runtime that executes the stages: one for all stages, or one for each stage in order. Repeatable.",
     )(function)
 
 
-def chosen(runtimes: Sequence[str], stages: int) -> list[Any]:
-    """The runtime of each stage.
+def compiled_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--compiled`, passed as `compiled_folder`."""
+    return click.option(
+        "--compiled",
+        "compiled_folder",
+        type=click.Path(),
+        metavar="FOLDER",
+        show_default="off",
+        help="Run the native code in this folder, written by 'stagepack compile'. The code is executed as it is: use only "
+        "folders that you trust.",
+    )(function)
+
+
+def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options for custom operators, passed as `allow_ops` and `imports`."""
+    allow_option = click.option(
+        "--allow-ops",
+        multiple=True,
+        metavar="NAMESPACE",
+        show_default="none",
+        help="Allow the custom operators of this namespace to run. Repeatable.",
+    )
+    import_option = click.option(
+        "--import",
+        "imports",
+        multiple=True,
+        metavar="MODULE",
+        show_default="none",
+        help="Import this Python module first, such as one that registers custom operators. Repeatable.",
+    )
+    return allow_option(import_option(function))
+
+
+def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--json`, passed as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(function)
+
+
+def limit_option(
+    flag: str,
+    field: str,
+    *,
+    metavar: str,
+    description: str,
+    unit: float = 1.0,
+    minimum: float = 0,
+    maximum: float = _DAY,
+) -> Callable[..., Any]:
+    """Return a decorator that adds an option for a field of `Limits`.
+
+    Args:
+        flag: the name of the option.
+        field: the name of the field; its default is that of the option.
+        metavar: the name of the value in the help.
+        description: the help text.
+        unit: what a value of 1 is in the unit of the field: 1e-3 for milliseconds, where the field has seconds.
+        minimum: the least allowed value.
+        maximum: the largest allowed value, unless it is a count.
+    """
+    field_default = getattr(Limits(), field)
+    is_count = isinstance(field_default, int) and unit == 1
+    value_type = click.IntRange(min=int(minimum)) if is_count else click.FloatRange(minimum, maximum)
+
+    def in_unit_of_field(_context: click.Context, _option: click.Parameter, value: float) -> float:
+        if math.isnan(value):  # comparisons do not find it out of range
+            raise click.BadParameter("nan is not a number.")
+        if is_count and value > _MAX_COUNT:
+            raise click.BadParameter(f"{value} is not in the range x<={_MAX_COUNT}.")
+        return type(field_default)(value * unit)  # type: ignore[no-any-return]
+
+    return click.option(
+        flag,
+        field,
+        default=field_default if is_count else _integer_if_whole(field_default / unit),
+        show_default=True,
+        type=value_type,
+        metavar=metavar,
+        callback=in_unit_of_field,
+        help=description,
+    )
+
+
+def _integer_if_whole(number: float) -> float:
+    return int(number) if number.is_integer() else number
+
+
+def import_modules(module_names: Iterable[str]) -> None:
+    """Import the modules that the caller names, with the current folder on the path, as ``python -m`` does.
 
     Raises:
-        UsageError: neither one nor one a stage was given.
+        Failure: a module cannot be imported.
     """
-    if len(runtimes) not in (0, 1, stages):
-        raise click.UsageError(f"--runtime: expected one, or one for each of {stages} stages, found {len(runtimes)}")
-    return list(runtimes) if len(runtimes) == stages else [*(runtimes or ["torch"])] * stages
+    for module_name in module_names:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
+                importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:
+            raise Failure(f"--import {module_name}: {type(error).__name__}: {error}") from error
 
 
-def namespaces(bundle: Bundle) -> list[str]:
-    """The namespaces of custom operators that a bundle needs."""
-    return sorted({name for stage in bundle.stages for name in stage.namespaces})
+def check_stage_number(stage_number: int | None, bundle: Bundle) -> None:
+    """Refuse a `--stage` that the bundle does not have.
+
+    Raises:
+        Failure: there is no such stage.
+    """
+    if stage_number is not None and not 0 <= stage_number < len(bundle.stages):
+        raise Failure(f"--stage: expected a stage from 0 to {len(bundle.stages) - 1}, found {stage_number}")
 
 
-def replayed(bundle: Bundle, *, runtimes: Sequence[Any] = (), allow_ops: Collection[str] = ()) -> "Difference":
-    """Load a bundle, whose digests are known to be right, and run its example."""
-    for kind in dict.fromkeys(runtimes or ["torch"]):
-        importlib.import_module(f"stagepack_loaders.{kind}.stage")  # so that what is said to be missing is the runtime
+def runtime_of_each_stage(runtimes: Sequence[str], stage_count: int) -> list[Any]:
+    """Return the runtime of each stage.
+
+    Raises:
+        UsageError: the number of runtimes is neither 1 nor that of the stages.
+    """
+    if len(runtimes) not in (1, stage_count):
+        raise click.UsageError(
+            f"--runtime: expected one runtime, or one for each of {stage_count} stages, found {len(runtimes)}"
+        )
+    return list(runtimes) if len(runtimes) == stage_count else list(runtimes) * stage_count
+
+
+def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
+    """Refuse an option for compiled stages with a runtime that does not run them.
+
+    Raises:
+        UsageError: one of the runtimes is not torch.
+    """
+    if set(runtimes) != {"torch"}:
+        raise click.UsageError(f"{flag} requires the runtime torch for all stages: leave out --runtime")
+
+
+def custom_namespaces(bundle: Bundle) -> list[str]:
+    """Return the namespaces of the custom operators in a bundle."""
+    return sorted({namespace for stage in bundle.stages for namespace in stage.namespaces})
+
+
+def replay(bundle: Bundle, *, runtimes: Sequence[Any] = ("torch",), allow_ops: Collection[str] = ()) -> "Difference":
+    """Load a bundle whose digests are verified already, and run its example."""
+    for runtime in dict.fromkeys(runtimes):
+        importlib.import_module(
+            f"stagepack_loaders.{runtime}.stage"
+        )  # so that a missing package is that of the runtime
     from stagepack_loaders.example import replay_example  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
-    return replay_example(load(bundle, runtime=runtimes or "torch", allow_ops=allow_ops, verify=False), bundle)
+    runtime_argument = runtimes if len(runtimes) > 1 else runtimes[0]
+    return replay_example(load(bundle, runtime=runtime_argument, allow_ops=allow_ops, verify=False), bundle)
+
+
+def default_model_name(bundle_path: str) -> str:
+    """Return the name by which clients call a bundle: that of its folder without ``.stagepack``."""
+    return Path(bundle_path).resolve().name.removesuffix(".stagepack")
+
+
+def batching_text(max_batch: int, reason_without: str) -> str:
+    """Describe whether requests are combined into batches; if they are not, `reason_without` says why."""
+    if max_batch > 1:
+        return f"batches of up to {max_batch}"
+    return f"no batching: {reason_without}" if reason_without else "no batching"

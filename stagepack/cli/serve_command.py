@@ -1,133 +1,260 @@
 """`stagepack serve`."""
 
 import asyncio
+import dataclasses
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.output import fail, import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.run_options import chosen, limit_option, operator_options, runtime_option
+from stagepack.cli.command import subcommand
+from stagepack.cli.failures import fail
+from stagepack.cli.output import count_of, print_json, print_line, progress
+from stagepack.cli.run_options import (
+    batching_text,
+    check_runtimes_compile,
+    compiled_option,
+    default_model_name,
+    device_option,
+    import_modules,
+    json_option,
+    limit_option,
+    operator_options,
+    runtime_of_each_stage,
+    runtime_option,
+)
 from stagepack.format.reader import Bundle
 from stagepack_serving.server.limits import Limits
 
+if TYPE_CHECKING:
+    from stagepack_serving.server.metrics import Metrics
+    from stagepack_serving.server.model import Model
+    from stagepack_serving.server.server import Addresses
 
-@click.command("serve")
-@click.argument("bundles", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
-@click.option("--device", "devices", multiple=True, help="A device a stage in order, or fewer. Default: cpu.")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of the command line but the limits, named as they are declared below."""
+
+    devices: tuple[str, ...]
+    runtimes: tuple[str, ...]
+    allow_ops: tuple[str, ...]
+    imports: tuple[str, ...]
+    compiled_folder: str | None
+    host: str
+    http_port: int
+    grpc_port: int
+    as_json: bool
+
+
+@subcommand(
+    "serve",
+    examples=[
+        "stagepack serve net.stagepack",
+        "stagepack serve net.stagepack --device cuda:0 --device cuda:1 --max-batch 64",
+        "stagepack serve chat=llama.stagepack embed=bert.stagepack --host 0.0.0.0",
+    ],
+)
+@click.argument("bundle_arguments", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@device_option
 @runtime_option
 @operator_options
+@compiled_option
 @click.option(
-    "--compiled", type=click.Path(), help="Run the native code in this folder, which stagepack compile wrote."
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to listen on; 0.0.0.0 is all interfaces.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 is everywhere.")
 @click.option(
-    "--http-port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="For REST; 0 takes a free one."
+    "--http-port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Port for REST; 0 chooses a free port.",
 )
-@click.option("--grpc-port", default=8001, show_default=True, type=click.IntRange(0, 65535), help="For gRPC.")
-@limit_option("--max-batch", "batch", "Rows of several requests in one run.", least=1)
-@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3, most=60_000)
-@limit_option("--max-queue", "queue", "Requests to a model not answered yet.", least=1)
-@limit_option("--max-connections", "connections", "Connections over HTTP, requests over gRPC.", least=1)
-@limit_option("--max-body-mb", "body", "A request, in 10^6 bytes.", unit=1e6, least=1e-3, most=2000)
-@limit_option("--deadline-s", "deadline", "How long a request may take.", least=1e-3)
-@limit_option("--max-sequences", "sequences", "Sequences that a model keeps the state of.", least=1)
-@limit_option("--sequence-idle-s", "idle", "When one may lose its place.")
-@limit_option("--linger-s", "linger", "How long requests are still taken after SIGTERM.")
-@limit_option("--drain-s", "drain", "For accepted requests, once told to stop.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
-def command(
-    bundles: tuple[str, ...],
-    devices: tuple[str, ...],
-    runtimes: tuple[str, ...],
-    allow_ops: tuple[str, ...],
-    imports: tuple[str, ...],
-    compiled: str | None,
-    host: str,
-    http_port: int,
-    grpc_port: int,
-    as_json: bool,
-    **limits: Any,
-) -> None:
-    """Serve each BUNDLE by the Open Inference Protocol, over REST and gRPC, until SIGTERM or SIGINT.
+@click.option(
+    "--grpc-port",
+    default=8001,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    metavar="PORT",
+    help="Port for gRPC; 0 chooses a free port.",
+)
+@limit_option(
+    "--max-batch",
+    "batch",
+    minimum=1,
+    metavar="N",
+    description="Largest batch size that requests to a model are combined into; 1 runs each request alone.",
+)
+@limit_option(
+    "--max-delay-ms",
+    "delay",
+    unit=1e-3,
+    maximum=60_000,
+    metavar="MS",
+    description="Batching delay: how long a request waits for others to join its batch, in milliseconds.",
+)
+@limit_option(
+    "--max-queue",
+    "queue",
+    minimum=1,
+    metavar="N",
+    description="Largest number of requests to a model that wait for an answer; further requests are refused with "
+    "status 503 or UNAVAILABLE.",
+)
+@limit_option(
+    "--max-connections",
+    "connections",
+    minimum=1,
+    metavar="N",
+    description="Largest number of open HTTP connections, and of concurrent gRPC requests.",
+)
+@limit_option(
+    "--max-body-mb",
+    "body",
+    unit=1e6,
+    minimum=1e-3,
+    maximum=2000,
+    metavar="MB",
+    description="Largest size of a request, in megabytes (1 MB is 10^6 bytes).",
+)
+@limit_option(
+    "--deadline-s",
+    "deadline",
+    minimum=1e-3,
+    metavar="SECONDS",
+    description="Longest time that a request may take, in seconds.",
+)
+@limit_option(
+    "--max-sequences",
+    "sequences",
+    minimum=1,
+    metavar="N",
+    description="Largest number of sequences whose state a model keeps.",
+)
+@limit_option(
+    "--sequence-idle-s",
+    "idle",
+    metavar="SECONDS",
+    description="Idle time after which a sequence is evicted if another one needs its place, in seconds.",
+)
+@limit_option(
+    "--linger-s",
+    "linger",
+    metavar="SECONDS",
+    description="How long new requests are still accepted after SIGTERM, in seconds.",
+)
+@limit_option(
+    "--drain-s",
+    "drain",
+    metavar="SECONDS",
+    description="How long accepted requests may still take when the server stops, in seconds.",
+)
+@json_option
+def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
+    """Serve bundles over the Open Inference Protocol.
 
-    Its NAME is that of the folder, less .stagepack. Prometheus finds its figures under /metrics of the HTTP port.
+    Answers REST and gRPC requests until SIGTERM or SIGINT. Clients call each model by its NAME, which defaults to the name of the
+    folder without .stagepack. Prometheus metrics are at /metrics on the HTTP port.
     """
-    named = _named(bundles)
-    if compiled and len(named) > 1:
-        raise click.UsageError("--compiled is of one bundle: serve that one alone")
-    opened = {name: Bundle(path) for name, path in named.items()}
-    # oneDNN keeps compiled code of each size it has met, 1 MB and more apiece: of 1024 by default, which sizes that vary fill up. On
-    # a CPU, MiniLM is as fast with 64, ResNet-50 within a tenth.
+    limits = Limits(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(Limits)})
+    options = _Options(**arguments)
+    bundle_paths = _bundle_paths(bundle_arguments)
+    if options.compiled_folder:
+        check_runtimes_compile("--compiled", options.runtimes)
+        if len(bundle_paths) > 1:
+            raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
+    bundles = {model_name: Bundle(path) for model_name, path in bundle_paths.items()}
+    # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
+    # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what goes wrong is said here
-    import_modules(imports)
-    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - the same
-    from stagepack_serving.server.model import Model  # noqa: PLC0415 - the same
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
+    import_modules(options.imports)
+    from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.models import Models  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import Addresses, serve  # noqa: PLC0415 - the same
 
-    taken = Limits(**limits)
     metrics = Metrics()
-    models = []
-    with progress("load") as say:
-        for name, bundle in opened.items():
-            say(f"load {name}")
-            kinds = chosen(runtimes, len(bundle.stages))
-            pipeline = load(bundle, list(devices) or ["cpu"], runtime=kinds, allow_ops=allow_ops, compiled=compiled)
-            models.append(Model(name, bundle, pipeline, taken, metrics))
-
-    def listening(addresses: Any) -> None:
-        if as_json:
-            print_json(
-                {
-                    "host": addresses.host,
-                    "http_port": addresses.http_port,
-                    "grpc_port": addresses.grpc_port,
-                    "models": [_facts(model) for model in models],
-                }
-            )
-            return
-        for model in models:
-            facts = _facts(model)
-            alone = f"each request alone{facts['alone'] and ': ' + facts['alone']}"
-            rows = f"up to {facts['batch']} rows at once" if facts["batch"] > 1 else alone
-            print_line(f"{model.name}: {facts['stages']} stages on {' '.join(facts['devices'])}, {rows}")
-        host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
-        print_line(f"REST on http://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}")
-
-    done = asyncio.run(
-        serve(Models(models, taken, metrics), Addresses(host=host, http_port=http_port, grpc_port=grpc_port), listening)
+    models = _load_models(bundles, options, limits, metrics)
+    addresses = Addresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
+    is_drained = asyncio.run(
+        serve(
+            Models(models, limits, metrics),
+            addresses,
+            lambda bound_addresses: _print_listening(bound_addresses, models, options.as_json),
+        )
     )
-    counts = metrics.answers()
-    if as_json:
-        print_json({"answers": counts})
-    else:
-        print_line("stopped: " + (", ".join(f"{count} {status}" for status, count in counts.items()) or "no requests"))
-    if not done:  # threads that still work on what was given up would keep the process
+    _print_stopped(metrics.answers(), options.as_json)
+    if not is_drained:  # threads that still work on abandoned requests would keep the process alive
         sys.stdout.flush()
         os._exit(1 if any(model.pending for model in models) else 0)
 
 
-def _named(bundles: tuple[str, ...]) -> dict[str, str]:
-    """The bundles by the names that clients call them."""
-    named: dict[str, str] = {}
-    for given in bundles:
-        name, equals, path = given.partition("=")
-        if not equals or "/" in name or Path(given).exists():
-            name, path = Path(given).resolve().name.removesuffix(".stagepack"), given
-        if not name or name in named:
-            fail(f"{given}: expected a name of its own for each bundle, found {name!r}: write NAME=BUNDLE")
-        named[name] = path
-    return named
+def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
+    """Return the paths of the bundles by the names that clients call the models."""
+    paths: dict[str, str] = {}
+    for argument in bundle_arguments:
+        model_name, equals, path = argument.partition("=")
+        if not equals or "/" in model_name or Path(argument).exists():
+            model_name, path = default_model_name(argument), argument
+        if not model_name or model_name in paths:
+            fail(f"{argument}: expected a distinct name for each model, found {model_name!r}: pass NAME=BUNDLE")
+        paths[model_name] = path
+    return paths
 
 
-def _facts(model: Any) -> dict[str, Any]:
-    """What a model is, as plain data."""
+def _load_models(bundles: dict[str, Bundle], options: _Options, limits: Limits, metrics: "Metrics") -> "list[Model]":
+    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server.model import Model  # noqa: PLC0415 - the same
+
+    models = []
+    with progress("loading") as next_step:
+        for model_name, bundle in bundles.items():
+            next_step(f"loading {model_name}")
+            pipeline = load(
+                bundle,
+                list(options.devices),
+                runtime=runtime_of_each_stage(options.runtimes, len(bundle.stages)),
+                allow_ops=options.allow_ops,
+                compiled=options.compiled_folder,
+            )
+            models.append(Model(model_name, bundle, pipeline, limits, metrics))
+    return models
+
+
+def _print_listening(addresses: "Addresses", models: "list[Model]", as_json: bool) -> None:
+    """Print the models and the addresses, when the server accepts requests."""
+    if as_json:
+        ports = {"host": addresses.host, "http_port": addresses.http_port, "grpc_port": addresses.grpc_port}
+        print_json(ports | {"models": [_model_facts(model) for model in models]})
+        return
+    for model in models:
+        facts = _model_facts(model)
+        devices = " ".join(facts["devices"])
+        print_line(
+            f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {batching_text(facts['batch'], facts['alone'])}"
+        )
+    host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
+    print_line(f"REST on http://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}")
+
+
+def _print_stopped(counts: dict[str, int], as_json: bool) -> None:
+    """Print how many requests were answered with which status, after the server stopped."""
+    if as_json:
+        print_json({"answers": counts})
+    else:
+        print_line("stopped: " + (", ".join(f"{count} {status}" for status, count in counts.items()) or "no requests"))
+
+
+def _model_facts(model: "Model") -> dict[str, Any]:
+    """Return the facts of a model as plain data."""
     return {
         "name": model.name,
         "stages": len(model.bundle.stages),

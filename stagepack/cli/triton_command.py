@@ -1,103 +1,176 @@
 """`stagepack triton`."""
 
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.output import import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.run_options import limit_option, operator_options
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import print_json, print_line, progress
+from stagepack.cli.run_options import (
+    batching_text,
+    default_model_name,
+    device_option,
+    import_modules,
+    json_option,
+    limit_option,
+    operator_options,
+)
 from stagepack.format.reader import Bundle
 
+if TYPE_CHECKING:
+    from stagepack_serving.triton.models import Options as RepositoryOptions
 
-@click.command("triton")
-@click.argument("bundle", type=click.Path())
-@click.option("-o", "--out", required=True, type=click.Path(), help="The model repository; it may hold other models.")
-@click.option("--name", help="What clients call the model. Default: the name of the folder, less .stagepack.")
-@click.option(
-    "--device", "devices", multiple=True, help="A device a stage in order, or fewer: cpu, cuda:N. Default: cpu."
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of the command line, named as they are declared below."""
+
+    out: str
+    model_name: str | None
+    devices: tuple[str, ...]
+    runtime: Any
+    backend: Any
+    allow_ops: tuple[str, ...]
+    imports: tuple[str, ...]
+    batch: int
+    delay: float
+    sequences: int
+    idle: float
+    no_check: bool
+    copy: bool
+    overwrite: bool
+    as_json: bool
+
+
+@subcommand(
+    "triton",
+    examples=[
+        "stagepack triton net.stagepack -o models",
+        "stagepack triton net.stagepack -o models --device cuda:0 --device cuda:1",
+        "stagepack triton net.stagepack -o models --runtime onnxruntime",
+        "tritonserver --model-repository=models",
+    ],
 )
+@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    type=click.Path(),
+    metavar="FOLDER",
+    help="Model repository to write into; it may contain other models.",
+)
+@click.option(
+    "--name",
+    "model_name",
+    metavar="NAME",
+    show_default="name of the bundle's folder without .stagepack",
+    help="Name by which clients call the model.",
+)
+@device_option
 @click.option(
     "--runtime",
     type=click.Choice(["torch", "onnxruntime"]),
     default="torch",
     show_default=True,
-    help="What runs the stages.",
+    help="Runtime that executes the stages.",
 )
 @click.option(
     "--backend",
     type=click.Choice(["python", "onnxruntime"]),
-    help="Triton's backend. Default: onnxruntime for that runtime, which then needs no Python, else python.",
+    show_default="onnxruntime with --runtime onnxruntime, otherwise python",
+    help="Triton backend that runs the stages.",
 )
 @operator_options
-@limit_option("--max-batch", "batch", "Rows of several requests in one run.", least=1)
-@limit_option("--max-delay-ms", "delay", "How long to wait for them.", unit=1e-3, most=60_000)
-@limit_option("--max-sequences", "sequences", "Sequences that a stage keeps the state of.", least=1)
-@limit_option("--sequence-idle-s", "idle", "When one loses its place.")
+@limit_option(
+    "--max-batch",
+    "batch",
+    minimum=1,
+    metavar="N",
+    description="Largest batch size that requests to a model are combined into; 1 runs each request alone.",
+)
+@limit_option(
+    "--max-delay-ms",
+    "delay",
+    unit=1e-3,
+    maximum=60_000,
+    metavar="MS",
+    description="Batching delay: how long a request waits for others to join its batch, in milliseconds.",
+)
+@limit_option(
+    "--max-sequences",
+    "sequences",
+    minimum=1,
+    metavar="N",
+    description="Largest number of sequences whose state a stage keeps.",
+)
+@limit_option(
+    "--sequence-idle-s",
+    "idle",
+    metavar="SECONDS",
+    description="Idle time after which a sequence is evicted, in seconds.",
+)
 @click.option(
     "--no-check",
     is_flag=True,
-    help="Do not run the example to see whether rows of a batch keep apart: take it that they do.",
+    help="Do not run the example to check that the rows of a batch do not affect each other.",
 )
-@click.option("--copy", is_flag=True, help="Copy the files of the bundle; else they are linked.")
-@click.option("--overwrite", is_flag=True, help="Replace models of these names.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
-def command(
-    bundle: str,
-    out: str,
-    name: str | None,
-    devices: tuple[str, ...],
-    runtime: str,
-    backend: str | None,
-    allow_ops: tuple[str, ...],
-    imports: tuple[str, ...],
-    batch: int,
-    delay: float,
-    sequences: int,
-    idle: float,
-    no_check: bool,
-    copy: bool,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
-    """Write BUNDLE as models of a Triton model repository: one a stage, and an ensemble that clients call.
+@click.option("--copy", is_flag=True, help="Copy the files of the bundle instead of hard-linking them.")
+@click.option("--overwrite", is_flag=True, help="Replace existing models of the same names.")
+@json_option
+def command(bundle_path: str, **arguments: Any) -> None:
+    """Write a bundle into a Triton model repository.
 
-    In the Python backend a stage needs stagepack and its runtime, installed for the server's Python; in Triton's onnxruntime backend none.
+    Each stage becomes a model, and an ensemble connects them; clients call the ensemble. Triton's python backend needs stagepack and the
+    runtime in the Python environment of the server. Its onnxruntime backend needs neither, and requires ONNX files in the bundle.
     """
-    if backend == "onnxruntime" and runtime == "torch":
-        raise click.UsageError("--backend onnxruntime runs ONNX files: add --runtime onnxruntime")
-    opened = Bundle(bundle)
-    import_modules(imports)
+    options = _Options(**arguments)
+    if options.backend == "onnxruntime" and options.runtime == "torch":
+        raise click.UsageError("--backend onnxruntime requires --runtime onnxruntime")
+    bundle = Bundle(bundle_path)
+    import_modules(options.imports)
+    from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked
+
+    max_batch, reason_without = _largest_batch(bundle, options)
+    repository_options = _repository_options(bundle_path, options, max_batch)
+    models = write_repository(bundle, options.out, repository_options, overwrite=options.overwrite)
+    if options.as_json:
+        facts = {"repository": options.out, "models": models, "batch": max_batch, "alone": reason_without or None}
+        print_json(facts)
+    else:
+        print_line(f"wrote {', '.join(models)} into {options.out}")
+        print_line(f"clients call {repository_options.name}; {batching_text(max_batch, reason_without)}")
+
+
+def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
+    """Return the largest batch size, and if it is 1, the reason."""
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.protocol.rows import rows_at_once  # noqa: PLC0415 - the same
-    from stagepack_serving.triton.models import Options, why_alone  # noqa: PLC0415 - the same
-    from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - the same
+    from stagepack_serving.triton.models import why_alone  # noqa: PLC0415 - the same
 
-    pipeline = None
-    with progress("check rows"):
-        reason = why_alone(opened)
-        if not reason and not no_check and batch > 1:
-            pipeline = load(opened, runtime=runtime, allow_ops=allow_ops)  # type: ignore[arg-type]
-        rows, reason = (1, reason) if reason else rows_at_once(opened, opened.edges, batch, pipeline)
-    options = Options(
-        name=name or Path(bundle).resolve().name.removesuffix(".stagepack"),
-        devices=devices or ("cpu",),
-        runtime=runtime,  # type: ignore[arg-type]
-        backend=backend or ("onnxruntime" if runtime == "onnxruntime" else "python"),  # type: ignore[arg-type]
-        batch=rows if rows > 1 else 0,
-        delay=delay,
-        sequences=sequences,
-        idle=idle,
-        allow_ops=allow_ops,
-        imports=imports,
-        copy=copy,
-    )
-    models = write_repository(opened, out, options, overwrite=overwrite)
-    if as_json:
-        print_json({"repository": out, "models": models, "batch": rows, "alone": reason or None})
-        return
-    print_line(f"wrote {', '.join(models)} into {out}")
-    alone = f"each request runs alone{reason and ': ' + reason}"
-    print_line(
-        f"clients call {options.name}; " + (f"up to {rows} rows of several requests run at once" if rows > 1 else alone)
+    reason = why_alone(bundle)
+    if reason:
+        return 1, reason
+    with progress("running the example in batches"):
+        needs_pipeline = options.batch > 1 and not options.no_check
+        pipeline = load(bundle, runtime=options.runtime, allow_ops=options.allow_ops) if needs_pipeline else None
+        return rows_at_once(bundle, bundle.edges, options.batch, pipeline)
+
+
+def _repository_options(bundle_path: str, options: _Options, max_batch: int) -> "RepositoryOptions":
+    from stagepack_serving.triton.models import Options as RepositoryOptions  # noqa: PLC0415 - the same
+
+    return RepositoryOptions(
+        name=options.model_name or default_model_name(bundle_path),
+        devices=options.devices,
+        runtime=options.runtime,
+        backend=options.backend or ("onnxruntime" if options.runtime == "onnxruntime" else "python"),
+        batch=max_batch if max_batch > 1 else 0,
+        delay=options.delay,
+        sequences=options.sequences,
+        idle=options.idle,
+        allow_ops=options.allow_ops,
+        imports=options.imports,
+        copy=options.copy,
     )

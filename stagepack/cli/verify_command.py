@@ -1,63 +1,85 @@
 """`stagepack verify`."""
 
+from typing import Any
+
 import click
 
-from stagepack.cli.output import fail, finite, import_modules, print_json, print_line, progress, reports_errors
-from stagepack.cli.run_options import chosen, operator_options, replayed, runtime_option
+from stagepack.cli.command import subcommand
+from stagepack.cli.failures import fail
+from stagepack.cli.output import finite, print_json, print_line, progress
+from stagepack.cli.run_options import (
+    import_modules,
+    json_option,
+    operator_options,
+    replay,
+    runtime_of_each_stage,
+    runtime_option,
+)
 from stagepack.errors import FormatError
 from stagepack.format.reader import Bundle
 
 
-@click.command("verify")
-@click.argument("bundle", type=click.Path())
-@click.option("--run", is_flag=True, help="Also load the bundle and replay its example.")
+@subcommand(
+    "verify",
+    examples=["stagepack verify net.stagepack", "stagepack verify net.stagepack --run --runtime onnxruntime"],
+)
+@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@click.option("--run", "with_run", is_flag=True, help="Also load the bundle and replay its example.")
 @runtime_option
 @operator_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@reports_errors
+@json_option
+@click.pass_context
 def command(
-    bundle: str,
-    run: bool,
+    context: click.Context,
+    bundle_path: str,
+    with_run: bool,
     runtimes: tuple[str, ...],
     allow_ops: tuple[str, ...],
     imports: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Check every file of BUNDLE against its digest, and every rule of the format.
+    """Check a bundle against its digests and the format rules.
 
-    With --run, the result of the example must have the shapes and types of the model's, and no other NaN. In ONNX Runtime it must
-    also be within a tolerance that depends on its type.
+    Every file must have the digest that the manifest lists, and every graph must follow the rules of the format. Needs no torch
+    without --run.
+
+    With --run, the results of the example must have the shapes and types of the recorded ones, and NaN only where these have NaN. In
+    ONNX Runtime they must also be within a tolerance that depends on the type.
     """
-    if runtimes and not run:
-        raise click.UsageError("--runtime says where to run the example: give --run too")
-    facts: dict[str, object] = {"bundle": bundle, "ok": True, "problems": []}
+    if context.get_parameter_source("runtimes") is not click.core.ParameterSource.DEFAULT and not with_run:
+        raise click.UsageError("--runtime requires --run")
+    facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
+    bundle = _verified_bundle(bundle_path, facts if as_json else None)
+    import_modules(imports)
+    difference, is_same = None, True
+    if with_run:
+        stage_runtimes = runtime_of_each_stage(runtimes, len(bundle.stages))
+        with progress("replaying the example"):
+            difference, is_within = replay(bundle, runtimes=stage_runtimes, allow_ops=allow_ops)
+        is_same = finite(difference) is not None and (is_within or set(stage_runtimes) == {"torch"})
+    if as_json:
+        facts |= {"ok": is_same, "digest": bundle.digest, "files": len(bundle.files) + 1}
+        print_json(facts if difference is None else facts | {"difference": finite(difference)})
+    else:
+        print_line(f"{bundle_path}: verified {len(bundle.files) + 1} files and all format rules")
+        print_line(f"sha256: {bundle.digest}")
+        if difference is not None:
+            print_line(f"replayed the example: largest difference {difference:g}")
+    if not is_same:
+        fail(f"{bundle_path}: the results of the example have other shapes, types or values than those of the model")
+
+
+def _verified_bundle(bundle_path: str, json_facts: dict[str, Any] | None) -> Bundle:
+    """Open a bundle and verify it; `json_facts` are printed with the problems if there are any."""
     try:
-        with progress("verify"):
-            opened = Bundle(bundle)
-            opened.verify()
+        with progress("verifying the bundle"):
+            bundle = Bundle(bundle_path)
+            bundle.verify()
     except FormatError as error:
-        if as_json:
+        if json_facts is not None:
             problems = [
                 {"rule": problem.rule, "where": problem.where, "message": problem.message} for problem in error.problems
             ]
-            print_json(facts | {"ok": False, "problems": problems})
-        fail(f"{bundle}: {error}")
-    import_modules(imports)
-    difference, same = None, True
-    if run:
-        kinds = chosen(runtimes, len(opened.stages))
-        with progress("run the example"):
-            difference, within = replayed(opened, runtimes=kinds, allow_ops=allow_ops)
-        same = finite(difference) is not None and (within or set(kinds) == {"torch"})
-    if as_json:
-        print_json(
-            facts
-            | {"ok": same, "digest": opened.digest, "files": len(opened.files) + 1}
-            | ({} if difference is None else {"difference": finite(difference)})
-        )
-    else:
-        print_line(f"{bundle}: {len(opened.files) + 1} files and all rules hold, sha256 {opened.digest}")
-        if difference is not None:
-            print_line(f"example: largest difference {difference:g}")
-    if not same:
-        fail(f"{bundle}: the bundle answers its example with other shapes, types or values than the model did")
+            print_json(json_facts | {"ok": False, "problems": problems})
+        fail(f"{bundle_path}: {error}")
+    return bundle

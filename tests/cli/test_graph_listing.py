@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.cli.graph_listing import code
+from stagepack.cli.graph_listing import graph_lines
 from stagepack.exporter import export_capture
 from stagepack.format.folded import trivially_folded
 from stagepack.partition.cut_options import CutOptions
@@ -37,10 +37,10 @@ def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> No
     for number in range(2):
         folded, graph = bundle.graph_file(number)
         subgraphs = [f"subgraph_{index}" for index in range(len(graph.subgraphs))]
-        flat = functions(code(trivially_folded(graph), graph, f"stage_{number}"))
+        flat = functions(graph_lines(trivially_folded(graph), graph, f"stage_{number}"))
         assert list(flat) == [*subgraphs, f"stage_{number}"]
         assert lines(flat[f"stage_{number}"]) == len(graph.nodes)
-        found = functions(code(folded, graph, f"stage_{number}"))
+        found = functions(graph_lines(folded, graph, f"stage_{number}"))
         regions = [f"region_{index}" for index in range(len(folded.regions))]
         assert list(found) == [*subgraphs, *regions, f"stage_{number}"]
         bodies = [*zip(regions, folded.regions, strict=True), (f"stage_{number}", folded)]
@@ -61,7 +61,7 @@ def lines(function: ast.FunctionDef) -> int:
 def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
     bundle = stagepack.open(sound)
     one = run("inspect", str(sound), "--graph", "--stage", "1").stdout
-    assert one.splitlines()[:-1] == list(code(*bundle.graph_file(1), "stage_1"))
+    assert one.splitlines()[:-1] == list(graph_lines(*bundle.graph_file(1), "stage_1"))
     assert (
         "    # first (torch.nn.modules.linear.Linear)\n    linear_1 = aten.linear.default(embedding_0, weights['first.weight']"
         in one
@@ -78,7 +78,7 @@ def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
 def test_code_and_json_exclude_each_other(sound: Path) -> None:
     done = run("inspect", str(sound), "--graph", "--json")
     assert done.exit_code == 2
-    assert "--graph and --json exclude each other" in done.stderr
+    assert "--graph and --json cannot be used together" in done.stderr
 
 
 def test_names_with_braces_are_written_as_python_reads_them(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_names_with_braces_are_written_as_python_reads_them(tmp_path: Path) -> N
         }
     )
     bundle = stagepack.export(InTurn(layers), (torch.randn(2, 4),), out=tmp_path / "m.stagepack")
-    printed = "\n".join(code(*bundle.graph_file(0), "stage_0"))
+    printed = "\n".join(graph_lines(*bundle.graph_file(0), "stage_0"))
     [name] = set(re.findall(r"weights\[(f'.*?\.0\.weight')\]", printed))
     at = re.search(r"\{(at\d+)\}", name)
     assert at

@@ -24,8 +24,8 @@ def test_the_plan_of_a_bundle_is_the_one_it_was_cut_by(sound: Path) -> None:
 def test_the_tables_name_stages_and_what_crosses(sound: Path) -> None:
     shown = run("plan", str(sound)).stdout
     assert "embedding_0  float32[batch, 3, 4]     0  1    96 B" in shown
-    assert "slowest stage over mean" in shown
-    assert "idle by microbatches: 1: " in shown
+    assert "balance: slowest stage " in shown
+    assert "bubble by number of microbatches: 1: " in shown
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_plan_is_written_edited_and_given_back(sound: Path, tmp_path: Path) ->
     file.write_text(json.dumps(plan))
     done = run("recut", str(sound), "--plan", str(file), "-o", str(out))
     assert done.exit_code == 0, done.output
-    assert "1 stages" in done.stdout
+    assert ": 1 stage, " in done.stdout
     assert len(stagepack.open(out).stages) == 1
 
 
@@ -63,9 +63,9 @@ def test_recut_gives_the_same_bytes_again(sound: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plan", "{sound}", "--inputs", "x.py:f"], "a bundle holds its example"),
-        (["plan", "{sound}", "--memory", "1GiB"], "give --stages too"),
-        (["recut", "{sound}", "-o", "{out}"], "say how to cut"),
+        (["plan", "{sound}", "--inputs", "x.py:f"], "a bundle contains its example"),
+        (["plan", "{sound}", "--memory", "1GiB"], "--memory requires --stages"),
+        (["recut", "{sound}", "-o", "{out}"], "Missing a cut option"),
     ],
 )
 def test_what_cannot_be_meant_is_wrong_usage(arguments: list[str], says: str, sound: Path, tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ def test_an_export_is_quiet_in_a_pipe(tmp_path: Path) -> None:
     done = command("export", "net.py:model", "-o", "m.stagepack", "--stages", "3", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == "captured net.py:model by torch.export.export"
+    assert lines[0] == "captured net.py:model (torch.export.export)"
     assert lines[1].startswith("wrote m.stagepack: 3 stages, ")
-    assert lines[-1] == "loaded it back and ran the example: largest difference from the model 0"
+    assert lines[-1] == "replayed the example: largest difference from the model 0"
     assert all(line.isprintable() for line in lines)
     done = command("load", "m.stagepack", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -60,7 +60,7 @@ def test_an_output_that_is_full_is_said_in_one_line(sound: Path) -> None:
     with Path("/dev/full").open("wb") as full:
         done = command("inspect", str(sound), stdout=full.fileno())
     assert done.returncode == 1
-    assert done.stderr.splitlines() == ["stagepack: [Errno 28] No space left on device"]
+    assert done.stderr.splitlines() == ["stagepack: standard output: No space left on device"]
 
 
 def on_a_terminal(*arguments: str) -> tuple[int, str]:
@@ -82,7 +82,7 @@ def test_a_terminal_shows_what_goes_on(sound: Path) -> None:
     assert "\x1b[" in shown
     assert "verify" in shown
     assert shown.endswith("\r\n")
-    assert "all rules hold" in shown
+    assert "all format rules" in shown
 
 
 def test_an_error_on_a_terminal_is_no_traceback_either(sound: Path) -> None:

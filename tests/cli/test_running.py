@@ -174,7 +174,9 @@ def test_an_example_with_other_numbers_shows_the_difference(editor: BundleEditor
 @pytest.mark.parametrize("recorded", [torch.ones(1, 1), torch.ones(1, dtype=torch.int64), torch.tensor([float("nan")])])
 def test_an_example_of_another_kind_fails_the_check(recorded: torch.Tensor, editor: BundleEditor) -> None:
     example(editor, output_1=recorded)
-    command_fails("verify", "--run", str(editor.path), says="answers its example with other shapes, types or values")
+    command_fails(
+        "verify", "--run", str(editor.path), says="the results of the example have other shapes, types or values"
+    )
     done = run("verify", "--run", str(editor.path), "--json")
     assert done.exit_code == 1
     facts = json.loads(done.stdout, parse_constant=pytest.fail)
@@ -228,7 +230,9 @@ def test_verify_says_in_json_which_rules_are_broken(editor: BundleEditor) -> Non
 def test_verify_says_how_many_files_hold_and_the_digest(sound: Path) -> None:
     done = run("verify", str(sound))
     bundle = stagepack.open(sound)
-    assert done.stdout == f"{sound}: {len(bundle.files) + 1} files and all rules hold, sha256 {bundle.digest}\n"
+    assert done.stdout == (
+        f"{sound}: verified {len(bundle.files) + 1} files and all format rules\nsha256: {bundle.digest}\n"
+    )
     assert len(bundle.files) + 1 == len(list(sound.iterdir()))
 
 
@@ -246,7 +250,7 @@ def test_inspect_tells_what_the_bundle_tells(sound: Path) -> None:
     text = run("inspect", str(sound)).stdout
     assert all(edge.name in text for edge in bundle.edges)
     assert bundle.digest in text
-    assert "stage 2 writes calls" in text
+    assert "stage 2 has state: calls" in text
 
 
 def test_inspect_of_a_stage_lists_its_nodes_and_weights(sound: Path) -> None:

@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from stagepack.cli import main
 
-COMMANDS = ["compile", "export", "inspect", "load", "onnx", "plan", "recut", "report", "verify"]
+COMMANDS = ["compile", "export", "inspect", "load", "onnx", "plan", "recut", "report", "serve", "triton", "verify"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -36,17 +36,17 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         *(
             ([command, "x", "y"], "unexpected extra argument")
             for command in COMMANDS
-            if command not in ("compile", "export", "recut", "report")
+            if command not in ("compile", "export", "recut", "report", "serve", "triton")
         ),
         (["export", "x"], "Missing option '-o' / '--out'"),
         (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range x>=1"),
         (["export", "x", "-o", "y", "--stages", "two"], "'two' is not a valid integer"),
-        (["export", "x", "-o", "y", "--stages", "2", "--split-at", "a"], "exclude each other"),
+        (["export", "x", "-o", "y", "--stages", "2", "--split-at", "a"], "cannot be used together"),
         (["inspect", "x", "--stage", "one"], "'one' is not a valid integer"),
         (["load", "x", "--device"], "requires an argument"),
         (["load", "x", "--runtime", "tvm"], "'tvm' is not one of 'torch', 'onnxruntime'"),
-        (["verify", "x", "--runtime", "onnxruntime"], "give --run too"),
-        (["serve", "x", "--max-delay-ms", "nan"], "nan is no number"),
+        (["verify", "x", "--runtime", "onnxruntime"], "--runtime requires --run"),
+        (["serve", "x", "--max-delay-ms", "nan"], "nan is not a number"),
         (["serve", "x", "--deadline-s", "inf"], "inf is not in the range"),
         (["serve", "x", "--max-queue", str(2**31)], "is not in the range"),
         (["triton", "x", "-o", "y", "--sequence-idle-s", "1e30"], "1e+30 is not in the range"),
@@ -66,9 +66,12 @@ def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says:
     [
         (["--stage", "1", "--inputs", "x"], "leave out --stage"),
         (["--stage", "1", "--outputs", "x"], "leave out --stage"),
-        (["--stage", "1", "--device", "cpu", "--device", "cpu"], "name one device"),
-        (["--runtime", "torch", "--runtime", "onnxruntime"], "one for each of 3 stages, found 2"),
-        (["--stage", "1", "--runtime", "torch", "--runtime", "torch"], "expected one, or one for each of 1 stages"),
+        (["--stage", "1", "--device", "cpu", "--device", "cpu"], "pass one --device"),
+        (
+            ["--runtime", "torch", "--runtime", "onnxruntime"],
+            "expected one runtime, or one for each of 3 stages, found 2",
+        ),
+        (["--stage", "1", "--runtime", "torch", "--runtime", "torch"], "one for each of 1 stages"),
         (["--runtime", "onnxruntime", "--compile"], "leave out --runtime"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Pa
     assert done.stderr.count("\n") == 1
     assert done.stderr[:-1].isprintable()
     assert says in done.stderr
-    assert "a bug in stagepack" not in done.stderr
+    assert "internal error" not in done.stderr
     assert [path.name for path in user.iterdir() if path.name != "__pycache__"] == ["net_d.py"]
 
 

@@ -184,7 +184,7 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
         "python",
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "up to 32 rows" in done.stdout
+    assert "batches of up to 32" in done.stdout
     write(bundles["singles"], tmp_path / "repository", name="singles")
     (tmp_path / "triton").mkdir()
     with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
@@ -226,8 +226,8 @@ def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
         ([bundles["together"]], "other rows change the answer"),
         ([bundles["counting"]], "it keeps state from call to call"),
         ([bundles["singles"]], "weight has no dimension but the rows"),
-        ([bundles["half"], "--max-batch", "1"], "each request runs alone"),
-        ([bundles["half"], "--name", "other", "--no-check"], "up to 32 rows"),
+        ([bundles["half"], "--max-batch", "1"], "no batching"),
+        ([bundles["half"], "--name", "other", "--no-check"], "batches of up to 32"),
     ):
         done = subprocess.run(
             [STAGEPACK, "triton", *arguments, "-o", tmp_path], capture_output=True, text=True, check=True

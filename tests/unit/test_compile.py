@@ -70,7 +70,7 @@ def compiled(stack: tuple[Stack, Bundle], tmp_path_factory: pytest.TempPathFacto
     out = tmp_path_factory.mktemp("compiled") / "stack.compiled"
     done = CliRunner().invoke(main, ["compile", str(stack[1].path), "-o", str(out)], catch_exceptions=False)
     assert done.exit_code == 0
-    assert "1 of 1 parts" in done.output
+    assert "1 of 1 units" in done.output
     return out
 
 

@@ -1,4 +1,4 @@
-"""Elements of a page."""
+"""Elements of an HTML page."""
 
 from collections.abc import Iterable
 from xml.etree.ElementTree import Element
@@ -8,19 +8,28 @@ from stagepack.cli.output import printable
 Child = str | Element
 
 
-def element(tag: str, *children: Child | Iterable[Child], **attributes: object) -> Element:
-    """An element with text and elements in it. ``class_`` stands for `class`, and other ``_`` in names of attributes for ``-``."""
-    made = Element(tag, {name.rstrip("_").replace("_", "-"): _text(value) for name, value in attributes.items()})
-    for child in children:
-        for part in [child] if isinstance(child, str | Element) else child:
-            if isinstance(part, Element):
-                made.append(part)
-            elif len(made):
-                made[-1].tail = (made[-1].tail or "") + printable(part)
-            else:
-                made.text = (made.text or "") + printable(part)
-    return made
+def html_element(tag: str, *children: Child | Iterable[Child], **attributes: object) -> Element:
+    """Return an element with text and elements in it.
+
+    In the names of attributes ``_`` is written as ``-``, and a trailing ``_`` is dropped: ``class_`` is `class`.
+    """
+    parent = Element(
+        tag, {name.rstrip("_").replace("_", "-"): _attribute_text(value) for name, value in attributes.items()}
+    )
+    for child_or_children in children:
+        for child in [child_or_children] if isinstance(child_or_children, str | Element) else child_or_children:
+            _append(parent, child)
+    return parent
 
 
-def _text(value: object) -> str:
+def _append(parent: Element, child: Child) -> None:
+    if isinstance(child, Element):
+        parent.append(child)
+    elif len(parent):
+        parent[-1].tail = (parent[-1].tail or "") + printable(child)
+    else:
+        parent.text = (parent.text or "") + printable(child)
+
+
+def _attribute_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,41 +1,42 @@
 "use strict";
-// The list of nodes: rows are [stage, node, module, operator, makes, compute]. Text goes in as text alone, never as markup.
+// The list of nodes: rows are [stage, node, module, operator, outputs, compute]. Text is added as text content, never as markup.
 const rows = JSON.parse(document.getElementById("nodes").textContent);
-const found = rows.map((row) => row.join(" ").toLowerCase());
-const body = document.getElementById("node-rows");
-const count = document.getElementById("node-count");
-const more = document.getElementById("node-more");
-const search = document.getElementById("node-search");
-const STEP = 200;
+const searchTexts = rows.map((row) => row.join(" ").toLowerCase());
+const tableBody = document.getElementById("node-rows");
+const countLine = document.getElementById("node-count");
+const moreButton = document.getElementById("node-more");
+const searchField = document.getElementById("node-search");
+const ROWS_PER_STEP = 200;
 let matches = [];
-let shown = 0;
+let shownCount = 0;
 
-function show() {
-  const part = document.createDocumentFragment();
-  for (const row of matches.slice(shown, shown + STEP)) {
-    const line = document.createElement("tr");
-    row.forEach((cell, column) => {
-      const box = document.createElement("td");
-      box.textContent = cell;
-      if (column < 2 || column === 5) box.className = "number";
-      line.append(box);
+function showMore() {
+  const fragment = document.createDocumentFragment();
+  for (const row of matches.slice(shownCount, shownCount + ROWS_PER_STEP)) {
+    const tableRow = document.createElement("tr");
+    row.forEach((text, column) => {
+      const cell = document.createElement("td");
+      cell.textContent = text;
+      if (column < 2 || column === 5) cell.className = "number";
+      tableRow.append(cell);
     });
-    part.append(line);
+    fragment.append(tableRow);
   }
-  body.append(part);
-  shown = Math.min(shown + STEP, matches.length);
-  more.hidden = shown === matches.length;
-  count.textContent = `${matches.length} of ${rows.length} nodes` + (more.hidden ? "" : `, the first ${shown} shown`);
+  tableBody.append(fragment);
+  shownCount = Math.min(shownCount + ROWS_PER_STEP, matches.length);
+  moreButton.hidden = shownCount === matches.length;
+  const suffix = moreButton.hidden ? "" : `, the first ${shownCount} shown`;
+  countLine.textContent = `${matches.length} of ${rows.length} nodes${suffix}`;
 }
 
-function look() {
-  const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-  matches = rows.filter((_, index) => words.every((word) => found[index].includes(word)));
-  shown = 0;
-  body.replaceChildren();
-  show();
+function search() {
+  const words = searchField.value.toLowerCase().split(/\s+/).filter(Boolean);
+  matches = rows.filter((_, index) => words.every((word) => searchTexts[index].includes(word)));
+  shownCount = 0;
+  tableBody.replaceChildren();
+  showMore();
 }
 
-search.addEventListener("input", look);
-more.addEventListener("click", show);
-look();
+searchField.addEventListener("input", search);
+moreButton.addEventListener("click", showMore);
+search();

@@ -1,0 +1,137 @@
+"""The sections of the HTML page of a bundle."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from stagepack.cli.cut_facts import ASSUMED_DEVICES, bubble_share
+from stagepack.cli.output import count_of
+from stagepack.cli.quantities import format_bytes, format_flops, format_time
+from stagepack.cli.report.html_element import Child, html_element
+from stagepack.cli.report.svg_drawing import bar, column_chart
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import format_shape
+
+_MAX_MICROBATCHES = 32
+
+
+def summary_section(facts: dict[str, Any], costs: dict[str, Any]) -> Element:
+    """Return the format, the size and the origin of a bundle, and the assumptions behind its costs."""
+    producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
+    sizes = ", ".join(f"{symbol} = {size}" for symbol, size in costs["sizes"].items())
+    stages = count_of("stage", len(costs["stages"]))
+    paragraphs: list[list[Child]] = [
+        [f"Format {facts['version']}, {format_bytes(facts['bytes'])}, {stages}, written by {producer}."],
+        ["sha256 ", html_element("code", facts["digest"])],
+        ["Costs are estimates for one call" + (f" with {sizes}" if sizes else "") + f". Assumed: {ASSUMED_DEVICES}."],
+    ]
+    return html_element("div", [html_element("p", paragraph) for paragraph in paragraphs])
+
+
+def stage_table(costs: dict[str, Any]) -> Element:
+    """Return the stages with their costs, drawn as bars relative to the largest of all stages."""
+    stages = costs["stages"]
+    cost_columns = (
+        ("weights", "weight_bytes", format_bytes),
+        ("compute", "flops", format_flops),
+        ("memory", "memory", format_bytes),
+        ("time", "picoseconds", format_time),
+    )
+    largest = {key: max((stage[key] for stage in stages), default=0) or 1 for _, key, _ in cost_columns}
+    rows: list[list[Element]] = []
+    for stage in stages:
+        row = [
+            _number_cell(str(stage["stage"])),
+            html_element("td", html_element("code", stage["starts_at"] or "the model")),
+            _number_cell(str(stage["nodes"])),
+        ]
+        for column, key, format_cost in cost_columns:
+            has_limit = column == "memory" and stage["memory_limit"]
+            limit = f" of {format_bytes(stage['memory_limit'])}" if has_limit else ""
+            cost_bar = bar(column, stage[key] / largest[key])
+            row.append(html_element("td", format_cost(stage[key]) + limit, cost_bar, class_="bar"))
+        rows.append(row)
+    return _table(["#stage", "starts at", "#nodes", "weights", "compute", "memory", "time"], rows)
+
+
+def edge_table(costs: dict[str, Any]) -> Element:
+    """Return the edges with their sizes in one call."""
+    rows = []
+    for edge in costs["edges"]:
+        targets = [f"stage {consumer}" for consumer in edge["consumers"]] + (["result"] if edge["result"] else [])
+        source = "input" if edge["producer"] is None else f"stage {edge['producer']}"
+        target = (", ".join(targets) or "(unused)") + (" (skip)" if edge["skips"] else "")
+        cells: list[Child] = [html_element("code", edge["name"]), html_element("code", edge["value"]), source, target]
+        rows.append([*(html_element("td", cell) for cell in cells), _number_cell(format_bytes(edge["bytes"]))])
+    return _table(["name", "value", "from", "to", "#bytes"], rows)
+
+
+def balance_section(costs: dict[str, Any], stage_times: Sequence[float]) -> Element:
+    """Return the balance of the stages, the transfer between them, and a chart of the pipeline bubble."""
+    bubble_shares = [bubble_share(stage_times, count) for count in range(1, _MAX_MICROBATCHES + 1)]
+    title = f"Share of the time that devices are idle, for 1 to {_MAX_MICROBATCHES} microbatches"
+    rows = [[_number_cell(count), _number_cell(f"{share:.1%}")] for count, share in costs["bubble"].items()]
+    bubble_table = _table(["#microbatches", "#idle"], rows)
+    bubble_table.set("class", "narrow")
+    balance = html_element("strong", f"{costs['slowest_over_mean']:.2f}")
+    transfer = html_element("strong", format_bytes(costs["traffic"]))
+    return html_element(
+        "div",
+        html_element("p", "Time of the slowest stage divided by the mean: ", balance, "."),
+        html_element("p", "Transfer between stages in one call: ", transfer, "."),
+        html_element("p", title, " (the pipeline bubble):"),
+        html_element("div", column_chart(bubble_shares, title), class_="wide"),
+        bubble_table,
+    )
+
+
+def node_section() -> Element:
+    """Return the search field and the empty table of nodes, which the script of the page fills."""
+    table = _table(["#stage", "#node", "module", "operator", "outputs", "#compute"], [])
+    table[1].set("id", "node-rows")
+    return html_element(
+        "div",
+        html_element("p", html_element("label", "Search by module, operator, value or shape:", for_="node-search")),
+        html_element("input", type="search", id="node-search", autocomplete="off", spellcheck="false"),
+        html_element("p", "The list requires JavaScript.", id="node-count", aria_live="polite"),
+        scrollable(table),
+        html_element("button", "Show more", type="button", id="node-more", hidden="hidden"),
+    )
+
+
+def node_rows(bundle: Bundle) -> Iterator[list[str]]:
+    """Yield the cells of each node, for the table of nodes."""
+    for stage_number in range(len(bundle.stages)):
+        graph = bundle.graph(stage_number)
+        for node_index, node in enumerate(graph.nodes):
+            outputs = [value for value in node.outputs if value is not None]
+            yield [
+                str(stage_number),
+                str(node_index),
+                graph.scopes[node.scope].path,
+                graph.ops[node.op].name,
+                ", ".join(f"{value.name} {value.dtype}{format_shape(value.shape)}" for value in outputs),
+                format_flops(node.cost.flops),
+            ]
+
+
+def scrollable(content: Element) -> Element:
+    """Return an element in a box that scrolls by itself where the screen is too narrow."""
+    return html_element("div", content, class_="wide")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Element]]) -> Element:
+    """Return a table; a column whose name starts with '#' is aligned to the right."""
+    heads = [
+        html_element("th", column.lstrip("#"), scope="col", **({"class_": "number"} if column.startswith("#") else {}))
+        for column in columns
+    ]
+    return html_element(
+        "table",
+        html_element("thead", html_element("tr", heads)),
+        html_element("tbody", [html_element("tr", row) for row in rows]),
+    )
+
+
+def _number_cell(content: str) -> Element:
+    return html_element("td", content, class_="number")

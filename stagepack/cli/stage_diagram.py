@@ -1,0 +1,70 @@
+"""The graph of the stages as text for Graphviz and Mermaid."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from stagepack.cli.quantities import format_bytes
+
+_MAX_LABEL_NAMES = 3
+
+
+class Arrow(NamedTuple):
+    """All edges from one stage, or from the input, to another stage.
+
+    Attributes:
+        source: ``input``, or ``stage`` and a number.
+        target: ``stage`` and a number.
+        label: names of the first edges.
+        byte_count: bytes of all these edges in one call.
+    """
+
+    source: str
+    target: str
+    label: str
+    byte_count: int
+
+
+def arrows(facts: dict[str, Any]) -> Iterator[Arrow]:
+    """Yield an arrow for each pair of stages that edges connect, from the facts of a cut."""
+    edges_between: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for edge in facts["edges"]:
+        source = "input" if edge["producer"] is None else f"stage{edge['producer']}"
+        for consumer in edge["consumers"]:
+            edges_between.setdefault((source, f"stage{consumer}"), []).append(edge)
+    for (source, target), edges in edges_between.items():
+        label = ", ".join(edge["name"] for edge in edges[:_MAX_LABEL_NAMES])
+        if len(edges) > _MAX_LABEL_NAMES:
+            label += f" and {len(edges) - _MAX_LABEL_NAMES} more"
+        yield Arrow(source, target, label, sum(edge["bytes"] for edge in edges))
+
+
+def graphviz_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the graph in the DOT language (https://graphviz.org/doc/info/lang.html)."""
+    yield from ("digraph stages {", "  rankdir=LR;", "  node [shape=box];", "  input [shape=plaintext];")
+    for stage in facts["stages"]:
+        yield f"  stage{stage['stage']} [label={json.dumps(_stage_label(stage, chr(10)))}];"
+    for arrow in arrows(facts):
+        label = json.dumps(f"{arrow.label}\n{format_bytes(arrow.byte_count)}")
+        yield f"  {arrow.source} -> {arrow.target} [label={label}];"
+    yield "}"
+
+
+def mermaid_lines(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the graph as a Mermaid flowchart (https://mermaid.js.org/syntax/flowchart.html)."""
+    yield from ("flowchart LR", "  input([input])")
+    for stage in facts["stages"]:
+        yield f'  stage{stage["stage"]}["{_escape_quotes(_stage_label(stage, "<br/>"))}"]'
+    for arrow in arrows(facts):
+        label = f"{_escape_quotes(arrow.label)}<br/>{format_bytes(arrow.byte_count)}"
+        yield f'  {arrow.source} -->|"{label}"| {arrow.target}'
+
+
+def _stage_label(stage: dict[str, Any], line_break: str) -> str:
+    module = f"{line_break}from {stage['starts_at']}" if stage["starts_at"] else ""
+    return f"stage {stage['stage']}{module}{line_break}{format_bytes(stage['weight_bytes'])} of weights"
+
+
+def _escape_quotes(label: str) -> str:
+    """Return a text for use inside the quotes of Mermaid, where a quote is written as an entity."""
+    return label.replace('"', "#quot;")

@@ -1,0 +1,69 @@
+"""The help of each command: its summary, its examples, the default of each option, and that click alone can document it."""
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from stagepack.cli import main
+
+CONTEXT = click.Context(main, info_name="stagepack")
+COMMANDS = {name: main.get_command(CONTEXT, name) for name in main.list_commands(CONTEXT)}
+
+
+def options(command: click.Command) -> Iterator[click.Option]:
+    """The options of a command that take a value."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.is_flag and parameter.flag_value is None:
+            yield parameter
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_summary_is_the_same_in_both_helps(name: str) -> None:
+    root_help = CliRunner().invoke(main, ["--help"]).output
+    [summary] = re.findall(rf"^  {name} +(.*)$", root_help, re.MULTILINE)
+    shown = CliRunner().invoke(main, [name, "--help"]).output
+    assert shown.splitlines()[2] == f"  {summary}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_are_valid_command_lines(name: str) -> None:
+    command = COMMANDS[name]
+    assert command is not None
+    examples = re.findall(r"^    stagepack (.*)$", command.help or "", re.MULTILINE)
+    assert examples
+    for example in examples:
+        subcommand_name, *arguments = shlex.split(example.partition("|")[0])
+        subcommand = COMMANDS[subcommand_name]
+        assert subcommand is not None
+        subcommand.make_context(subcommand_name, arguments, parent=CONTEXT)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, ""])
+def test_no_line_is_wider_than_80_columns(name: str) -> None:
+    shown = CliRunner().invoke(main, [*filter(None, [name]), "--help"]).output
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_with_a_value_shows_its_default(name: str) -> None:
+    command = COMMANDS[name]
+    assert command is not None
+    for option in options(command):
+        assert option.help, option.name
+        extra = option.get_help_extra(click.Context(command))
+        assert option.required or "default" in extra, option.name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_the_context_that_documentation_tools_make(name: str) -> None:
+    command = COMMANDS[name]
+    assert command is not None
+    context = click.Context(command, info_name=name, parent=CONTEXT)
+    assert command.name == name
+    assert context.command_path == f"stagepack {name}"
+    assert command.get_usage(context).startswith(f"Usage: stagepack {name} ")
+    assert all(parameter.name for parameter in command.get_params(context))
