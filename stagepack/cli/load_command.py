@@ -54,7 +54,7 @@ class _Options:
     examples=[
         "stagepack load net.stagepack",
         "stagepack load net.stagepack --device cuda:0 --device cuda:1",
-        "stagepack load net.stagepack --inputs x.safetensors --outputs y.safetensors",
+        "stagepack load net.stagepack --inputs x.safetensors",
         "stagepack load net.stagepack --stage 1 --device cuda",
     ],
 )

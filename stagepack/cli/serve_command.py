@@ -54,7 +54,7 @@ class _Options:
     "serve",
     examples=[
         "stagepack serve net.stagepack",
-        "stagepack serve net.stagepack --device cuda:0 --device cuda:1 --max-batch 64",
+        "stagepack serve net.stagepack --device cuda:0 --max-batch 64",
         "stagepack serve chat=llama.stagepack embed=bert.stagepack --host 0.0.0.0",
     ],
 )
