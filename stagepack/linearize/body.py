@@ -15,7 +15,6 @@ from stagepack.format.graph import (
     Autocast,
     ComplexArg,
     Context,
-    Cost,
     DeviceArg,
     DictArg,
     DtypeArg,
@@ -60,6 +59,7 @@ class BodyBuilder:
         self.wrapped: dict[
             FxNode, str
         ] = {}  # weights of a tensor subclass, by name: only the tensors inside are values
+        self.weight_nodes: set[FxNode] = set()
         self.nodes: list[Node] = []
         self.inputs: list[Value] = []
         self.sources: list[FxNode] = []  # what each of the nodes was
@@ -162,6 +162,7 @@ class BodyBuilder:
             self.wrapped[node] = name
         else:
             self.env[node] = ValueArg(value)
+            self.weight_nodes.add(node)
 
     def _unwrap(self, node: FxNode) -> None:
         """A tensor inside a weight of a tensor subclass."""
@@ -178,6 +179,8 @@ class BodyBuilder:
         placeholders = [inner for inner in inside.graph.nodes if inner.op == "placeholder"]
         for placeholder, argument in zip(placeholders, given, strict=True):
             self.env[placeholder] = self.argument(argument, node)
+            if argument in self.weight_nodes:
+                self.weight_nodes.add(placeholder)
         return list(child_arguments(self.convert(inside, self.tables.context(region))))
 
     def _append(self, node: FxNode, context: int | None) -> None:
@@ -203,9 +206,8 @@ class BodyBuilder:
             scope=self.tables.scope(node),
             context=context,
         )
-        inner = [inside.cost for index in subgraph_indices(made) for inside in self.tables.subgraphs[index].nodes]
-        costs = (self.tables.costs.of(node), *inner)
-        cost = Cost(flops=sum(part.flops for part in costs), bytes=sum(part.bytes for part in costs))
+        body_costs = [inside.cost for index in subgraph_indices(made) for inside in self.tables.subgraphs[index].nodes]
+        cost = self.tables.costs.node_cost(node, self.tables.ops[op].name, self.weight_nodes, body_costs)
         self.nodes.append(replace(made, cost=cost))
         self.sources.append(node)
         results = [None if output is None else ValueArg(output.name) for output in outputs]
