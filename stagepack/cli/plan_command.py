@@ -16,16 +16,19 @@ from stagepack.cli.failures import fail
 from stagepack.cli.output import print_json, print_line, print_table, progress
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
+from stagepack.format.graph import Graph
 from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.validate import MANIFEST_NAME
+from stagepack.partition.operator_costs import estimated_operators
 
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions
 
-PlannedCut = tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...]]
+# The plan of a cut, the edges between its stages, the symbols of the model, and the graphs of the stages.
+PlannedCut = tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...], list[Graph]]
 
 
 @subcommand(
@@ -78,14 +81,14 @@ def command(
     if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
         if inputs_function is not None:
             raise click.UsageError("--inputs is for a SOURCE: a bundle contains its example inputs")
-        plan, edges, symbols = _plan_bundle(Bundle(source), make_cut_options)
+        plan, edges, symbols, graphs = _plan_bundle(Bundle(source), make_cut_options)
     else:
-        plan, edges, symbols = _plan_source(source, make_cut_options, inputs_function)
+        plan, edges, symbols, graphs = _plan_source(source, make_cut_options, inputs_function)
     if out is not None:
         from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
 
         write_plan(plan, out)
-    facts = cut_facts(plan, edges, symbols)
+    facts = cut_facts(plan, edges, symbols) | {"estimated_operators": estimated_operators(graphs)}
     match output_format:
         case "json":
             print_json(facts)
@@ -100,11 +103,12 @@ def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | N
     if make_cut_options is None:
         if bundle.manifest.plan is None:
             fail(f"{bundle.path}: the bundle contains no plan: pass a cut option, such as --stages 4")
-        return bundle.manifest.plan, bundle.edges, bundle.manifest.symbols
+        graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+        return bundle.manifest.plan, bundle.edges, bundle.manifest.symbols, graphs
     from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
 
     cut, plan = plan_bundle(bundle, make_cut_options())
-    return plan, cut.edges, bundle.manifest.symbols
+    return plan, cut.edges, bundle.manifest.symbols, [stage.graph for stage in cut.stages]
 
 
 def _plan_source(
@@ -121,7 +125,7 @@ def _plan_source(
         capture = capture_source_argument(source, inputs_function)
         next_step("planning")
         cut, plan, symbols = plan_capture(capture, cut_options)
-    return plan, cut.edges, symbols
+    return plan, cut.edges, symbols, [stage.graph for stage in cut.stages]
 
 
 def _print_plan(facts: dict[str, Any]) -> None:
@@ -160,6 +164,11 @@ def _print_plan(facts: dict[str, Any]) -> None:
     if facts["sizes"]:
         print_line("example sizes: " + ", ".join(f"{name} = {size}" for name, size in facts["sizes"].items()))
     print_line(f"assumed: {ASSUMED_DEVICES}")
+    if facts["estimated_operators"]:
+        operators = ", ".join(
+            f"{name} ({count} node{'s' if count > 1 else ''})" for name, count in facts["estimated_operators"].items()
+        )
+        print_line(f"cost estimated from shapes, since no formula is known: {operators}")
 
 
 def _of_limit(limit: int | None) -> str:

@@ -106,7 +106,7 @@ def estimated_flops(call: OperatorCall) -> int:
 
 def _matrix_product(call: OperatorCall) -> int:
     """Each element of the result is a sum over the last dimension of the first factor, however the second one is packed."""
-    factor = call.tensor("self", "input", "inp", "A")
+    factor = call.tensor("self", "input", "inp", "mat1")
     return 2 * call.results[0].elements * factor.last_size
 
 
@@ -130,17 +130,13 @@ def _grouped_product(call: OperatorCall) -> int:
 
 def _recurrent_layers(call: OperatorCall) -> int:
     """Each matrix of each layer and direction meets each row of each step."""
-    weights = call.arguments.get("params") or call.arguments.get("weight") or []
-    return 2 * call.tensor("input", "data").rows * _matrix_elements(weights)
+    weights: Sequence[TensorShape] = call.arguments.get("params") or call.arguments.get("weight") or ()
+    matrix_elements = sum(weight.elements for weight in weights if len(weight.sizes) == 2)  # biases are vectors
+    return 2 * call.tensor("input", "data").rows * matrix_elements
 
 
 def _recurrent_cell(call: OperatorCall) -> int:
-    return 2 * call.tensor("input").rows * _matrix_elements([call.tensor("w_ih"), call.tensor("w_hh")])
-
-
-def _matrix_elements(weights: Sequence[Any]) -> int:
-    """The elements of the matrices among the weights of a recurrent layer; biases are vectors."""
-    return sum(weight.elements for weight in weights if isinstance(weight, TensorShape) and len(weight.sizes) == 2)
+    return 2 * call.tensor("input").rows * (call.tensor("w_ih").elements + call.tensor("w_hh").elements)
 
 
 def _convolution(call: OperatorCall) -> int:
@@ -160,7 +156,7 @@ def _convolution_over_time(call: OperatorCall) -> int:
 
 def _attention(call: OperatorCall) -> int:
     """Two batches of matrix products, whether causal or not; query ``[..., heads, queries, size]``."""
-    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    query, key, value = call.tensor("query", "q"), call.tensor("key", "k"), call.tensor("value", "v")
     return 2 * query.rows * key.sizes[-2] * (query.last_size + value.last_size)
 
 

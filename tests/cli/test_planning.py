@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 import stagepack
+from stagepack.exporter import export_capture
+from stagepack.partition.cut_options import CutOptions
 from tests.hostile.attack import command_fails, run
+from tests.zoo.cases import named
 
 
 def test_the_plan_of_a_bundle_is_the_one_it_was_cut_by(sound: Path) -> None:
@@ -26,6 +29,14 @@ def test_the_tables_name_stages_and_what_crosses(sound: Path) -> None:
     assert "embedding_0  float32[batch, 3, 4]     0  1    96 B" in shown
     assert "balance: slowest stage " in shown
     assert "bubble by number of microbatches: 1: " in shown
+
+
+def test_operators_whose_cost_is_estimated_are_named(tmp_path: Path) -> None:
+    out = tmp_path / "loop.stagepack"
+    export_capture(named("regions-while-loop")[0].capture(), out=out, cut_options=CutOptions(stages=1))
+    assert "no formula is known: higher_order.while_loop (1 node)" in run("plan", str(out)).stdout
+    facts = json.loads(run("plan", str(out), "--stages", "2", "--json").stdout)
+    assert facts["estimated_operators"] == {"higher_order.while_loop": 1}
 
 
 @pytest.mark.parametrize(
