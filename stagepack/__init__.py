@@ -7,9 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from stagepack import errors
+from stagepack.extras import explain_missing_packages
 
 if TYPE_CHECKING:
-    from stagepack.capture.programs import Inputs as Inputs
+    __version__: str
+    from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.exporter import export as export
     from stagepack.format.reader import Bundle as Bundle
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
-    "Inputs": ("stagepack.capture.programs", "Inputs"),
+    "Inputs": ("stagepack.capture.inputs", "Inputs"),
     "PolicyNode": ("stagepack.partition.policies", "PolicyNode"),
     "add_onnx": ("stagepack.onnx", "add_onnx"),
     "export": ("stagepack.exporter", "export"),
@@ -39,6 +41,7 @@ __all__ = [
     "Bundle",
     "Inputs",
     "PolicyNode",
+    "__version__",
     "add_onnx",
     "errors",
     "export",
@@ -52,8 +55,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from where it lives."""
+    """Import a public name from the module that defines it.
+
+    Raises:
+        AttributeError: there is no such name.
+        MissingPackageError: the name needs a package that is not installed, such as torch.
+    """
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("stagepack")
     if name not in _HOMES:
         raise AttributeError(f"module 'stagepack' has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    return getattr(importlib.import_module(module), attribute)
+    with explain_missing_packages():
+        return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

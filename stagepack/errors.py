@@ -1,54 +1,76 @@
-"""One class for each thing a caller does differently; every one is a `StagepackError`.
+"""The errors of stagepack: one class for each reaction that is open to a caller.
 
-A message says what was expected, what was found, where, and what to do. Errors about the content of a
-bundle carry the numbers of the broken rules of ``schema/SPEC.md`` in `FormatError.problems`.
+All of them derive from `StagepackError`. A message says what was expected, what was found, where, and what to do. Errors in the content
+of a bundle list every broken rule of ``schema/SPEC.md`` in `FormatError.problems`.
 """
 
 from dataclasses import dataclass
 
 
 class StagepackError(Exception):
-    """Base of all errors that stagepack raises on purpose."""
+    """Base class of all errors that stagepack raises on purpose. Catch it to catch them all."""
+
+
+class MissingPackageError(StagepackError, ModuleNotFoundError):
+    """A package that the call needs is not installed; stagepack itself requires only the packages that read a bundle.
+
+    Install it: the message has the command. `name` is the module that is missing, as for any `ImportError`.
+    """
+
+
+class OptionError(StagepackError, ValueError):
+    """An option has a value that does not exist, or contradicts another option. Change the call."""
 
 
 class CaptureError(StagepackError):
-    """``torch.export`` cannot capture the model. Change the model, its inputs or the dynamic shapes."""
+    """The model cannot be loaded, called or captured by ``torch.export``.
+
+    The message has the reason, and the line of the model's code where there is one. Change the model, its example inputs or
+    `dynamic_shapes`. The model object itself is as it was before the call.
+    """
 
 
 class UnsupportedError(StagepackError):
-    """The capture holds something that a bundle cannot hold; the message names it."""
+    """The captured program contains something that a bundle cannot represent; the message names it. Change the model."""
 
 
 class CutError(StagepackError):
-    """The model cannot be cut as asked. Ask for another cut."""
+    """The model cannot be cut as requested, or a plan does not fit the model. Change the cut options or the plan."""
 
 
 class OutputExistsError(StagepackError):
-    """The output already exists. Choose another name, or pass ``overwrite=True``."""
+    """The output exists already. Choose another path, or pass ``overwrite=True``, which replaces bundles only."""
 
 
 class WriteError(StagepackError):
-    """The bundle could not be written whole (disk full, no permission). Nothing was changed."""
+    """The output cannot be written: the disk is full, the folder is missing, permission is denied.
+
+    Solve that and repeat the call. Whatever was at the output path before is unchanged.
+    """
 
 
 class InputError(StagepackError):
-    """A call does not fit the recorded signature, shapes, ranges or types."""
+    """A call of a pipeline or a stage does not fit the recorded signature, shapes, ranges or types. Change the arguments of the call."""
 
 
 class DeviceError(StagepackError):
-    """A device does not exist here, or the devices do not fit the stages."""
+    """A device does not exist on this machine, or there are more devices than stages. Choose other devices."""
 
 
 class OperatorError(StagepackError):
-    """This runtime has no such operator, has it under another schema, or is not allowed to run it."""
+    """A runtime cannot run an operator of the bundle: it has no such operator, has another version of it, or may not run it.
+
+    Import the library that registers the operator and allow its namespace by ``allow_ops``, install the version of torch that the
+    message names, or choose another runtime.
+    """
 
 
 class CompiledError(StagepackError):
-    """Compiled code is of another bundle, for another device or torch, or damaged. Compile the bundle again."""
+    """Compiled code is of another bundle, for another device or version of torch, or damaged. Compile the bundle again."""
 
 
 class NotABundleError(StagepackError):
-    """The path is not a stagepack bundle."""
+    """The path is not a bundle: it does not exist, or has no manifest. Correct the path."""
 
 
 class FileNotListedError(StagepackError):
@@ -56,12 +78,18 @@ class FileNotListedError(StagepackError):
 
 
 class VersionError(StagepackError):
-    """The bundle is of a newer major version, or needs a feature this reader does not know. Upgrade stagepack."""
+    """The bundle has a newer major version, or needs a feature that this version of stagepack does not know. Upgrade stagepack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One broken rule: ``rule`` is its number in ``schema/SPEC.md``, ``where`` the place inside the bundle."""
+    """One broken rule of the format.
+
+    Attributes:
+        rule: its number in ``schema/SPEC.md``, such as ``"G3"``.
+        where: the file or the field of the bundle that breaks it.
+        message: what was expected and what was found.
+    """
 
     rule: str
     where: str
@@ -71,25 +99,31 @@ class Problem:
         return f"{self.where}: {self.message} [{self.rule}]"
 
 
+_SHOWN_PROBLEMS = 20
+
+
 class FormatError(StagepackError):
-    """The bundle breaks rules of the format. Do not use it; ask for it anew from whoever made it.
+    """The bundle breaks rules of the format. Do not use it; ask its author for a correct one.
 
     Attributes:
-        problems: every broken rule that was found, never only the first.
+        problems: all broken rules that were found, at least one. The message shows the first 20.
     """
 
     def __init__(self, problems: list[Problem]) -> None:
-        """`problems` holds at least one entry."""
+        """Make the message from at least one problem."""
         self.problems = tuple(problems)
-        shown = [str(problem) for problem in self.problems[:20]]
-        if len(self.problems) > len(shown):
-            shown.append(f"and {len(self.problems) - len(shown)} more")
-        super().__init__("; ".join(shown))
+        lines = [str(problem) for problem in self.problems[:_SHOWN_PROBLEMS]]
+        if len(self.problems) > len(lines):
+            lines.append(f"and {len(self.problems) - len(lines)} more")
+        super().__init__("; ".join(lines))
 
 
 class DigestError(FormatError):
-    """A file is not the one that the manifest lists: missing, truncated or changed. Copy the bundle again."""
+    """A file differs from the manifest: it is missing, truncated or changed. Copy or download the bundle again."""
 
 
 class LimitError(FormatError):
-    """A size or a depth is over the limits of ``stagepack/format/limits.py``."""
+    """A size or a nesting depth exceeds the limits of ``stagepack/format/limits.py``, so the file is not read.
+
+    A bundle that stagepack wrote never does. Treat it like any other `FormatError`.
+    """

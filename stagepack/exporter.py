@@ -10,8 +10,10 @@ import torch
 from torch.export import ExportedProgram
 
 from stagepack.bundle_writing import ModelOrigin, write_bundle
-from stagepack.capture.hugging_face import is_of_transformers, model_files
-from stagepack.capture.programs import Capture, Inputs, dimension_names
+from stagepack.capture.dimension_names import dimension_names
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.pretrained_model import is_transformers_model, model_files
+from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
@@ -138,7 +140,7 @@ def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Cut, Plan, 
 def _linearize(capture: Capture) -> LinearizedProgram:
     forward = capture.model.forward if capture.model is not None else None
     # Stock from_pretrained looks for every persistent buffer in the files.
-    store_zeros = is_of_transformers(capture.model)
+    store_zeros = is_transformers_model(capture.model)
     names = dimension_names(capture)
     return linearize_program(capture.program, names, forward, traced=capture.calls, store_zeros=store_zeros)
 

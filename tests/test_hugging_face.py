@@ -11,8 +11,9 @@ import torch
 import transformers
 
 import stagepack
-from stagepack.capture.hugging_face import capture_pretrained, model_files
-from stagepack.capture.programs import Inputs
+from stagepack.capture.hugging_face import capture_pretrained
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.pretrained_model import model_files
 from stagepack.errors import CaptureError
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
@@ -109,7 +110,7 @@ def test_a_model_in_memory_keeps_its_configuration(tmp_path: Path) -> None:
 def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp_path: Path) -> None:
     saved(CASES["decoders-llama"], tmp_path / "model")
     code = (  # in a process that has seen no cache yet: it is the answer's cache that plain export stumbles over, the first time
-        "import sys, torch; from stagepack.capture.programs import Inputs; from stagepack.capture.hugging_face import capture_pretrained;"
+        "import sys, torch; from stagepack.capture.inputs import Inputs; from stagepack.capture.hugging_face import capture_pretrained;"
         "print(capture_pretrained(sys.argv[1], Inputs(kwargs={'input_ids': torch.ones(2, 8).long()})).method)"
     )
     run = [sys.executable, "-c", code, str(tmp_path / "model")]

@@ -19,7 +19,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stagepack
-from stagepack.capture.programs import Inputs, capture_module
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_module
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.speed import compile_ahead

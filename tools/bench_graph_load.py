@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stagepack.capture.programs import Capture, Inputs, capture_module
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import Capture, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import trivially_folded

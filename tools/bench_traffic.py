@@ -11,7 +11,7 @@ import torch
 from torch.export import Dim
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.source import capture_source
 from stagepack.exporter import plan_capture
 from stagepack.format.example_sizes import example_sizes, value_bytes

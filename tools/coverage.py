@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from stagepack.capture.programs import Inputs, capture_module
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.version import VERSION
 from stagepack.onnx import add_onnx

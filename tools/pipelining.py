@@ -7,7 +7,7 @@ from torch import fx
 from torch.distributed.pipelining import Pipe, pipeline
 from torch.distributed.pipelining._IR import aten_pipe_split_alias
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 
 Split = Callable[[fx.GraphModule], fx.GraphModule]
 

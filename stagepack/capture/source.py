@@ -1,23 +1,36 @@
-"""Whatever `stagepack.export` takes as a model -> a captured model."""
+"""Any model that `stagepack.export` accepts -> a captured model."""
 
 import os
+import sys
 
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.capture.hugging_face import capture_pretrained, capture_transformers, is_of_transformers
-from stagepack.capture.programs import Capture, Inputs, capture_module, capture_program, load_program
+from stagepack.capture.hugging_face import capture_pretrained, capture_transformers
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.pretrained_model import is_transformers_model
+from stagepack.capture.programs import Capture, capture_module, capture_program, load_program
 from stagepack.errors import CaptureError
 
 
 def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[str], inputs: Inputs) -> Capture:
-    """Capture whatever `export` takes as a model.
+    """Capture a model of any kind that `export` accepts.
+
+    Args:
+        model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name.
+        inputs: the example inputs; an exported program and a Hugging Face model may do without.
 
     Raises:
-        CaptureError: it cannot be captured.
+        CaptureError: the model is of another type, or cannot be loaded or captured.
+        MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
     if isinstance(model, torch.nn.Module):
-        return capture_transformers(model, inputs) if is_of_transformers(model) else capture_module(model, inputs)
+        original = original_module(model)
+        return (
+            capture_transformers(original, inputs)
+            if is_transformers_model(original)
+            else capture_module(original, inputs)
+        )
     if isinstance(model, ExportedProgram):
         return capture_program(model, inputs)
     if isinstance(model, str | os.PathLike):
@@ -25,3 +38,12 @@ def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[
             return capture_program(load_program(model), inputs)
         return capture_pretrained(os.fspath(model), inputs)
     raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")
+
+
+def original_module(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` wrapped, or a module that it did not wrap as it is."""
+    # Not imported: it takes seconds, and what imported it already is torch.compile.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    while eval_frame is not None and isinstance(model, eval_frame.OptimizedModule):
+        model = model.get_submodule("_orig_mod")
+    return model

@@ -12,15 +12,7 @@ import click
 
 from stagepack.cli.output import OutputError, printable
 from stagepack.errors import StagepackError
-
-# The extra of this package that brings another, where it is not `hf`.
-_EXTRAS = {
-    "ml_dtypes": "onnxruntime",
-    "onnx": "onnx",
-    "onnx_ir": "onnx",
-    "onnxruntime": "onnxruntime",
-    "onnxscript": "onnx",
-}
+from stagepack.extras import missing_package_message
 
 
 class Failure(click.ClickException):
@@ -73,8 +65,7 @@ def _message(error: Exception) -> str:
         case OSError():
             return f"{error.filename}: {error.strerror}" if error.filename else str(error)
         case ModuleNotFoundError():
-            extra = _EXTRAS.get(error.name or "", "hf")
-            return f"the package {error.name!r} is not installed: pip install 'stagepack[{extra}]' brings it"
+            return missing_package_message(error) or f"the package {error.name!r} is not installed"
         case _:
             return (
                 f"internal error: {type(error).__name__}: {error}. Please report it with the traceback that "

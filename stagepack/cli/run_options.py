@@ -6,7 +6,6 @@ Runtimes are imported when they are needed.
 import contextlib
 import importlib
 import math
-import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.capture.error_location import describe_error
+from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.format.reader import Bundle
 from stagepack_serving.server.limits import Limits
@@ -145,13 +146,11 @@ def import_modules(module_names: Iterable[str]) -> None:
         Failure: a module cannot be imported.
     """
     for module_name in module_names:
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
         try:
             with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
-                importlib.import_module(module_name)
+                import_user_module(module_name)
         except (Exception, SystemExit) as error:
-            raise Failure(f"--import {module_name}: {type(error).__name__}: {error}") from error
+            raise Failure(f"--import {module_name}: {describe_error(error)}") from error
 
 
 def check_stage_number(stage_number: int | None, bundle: Bundle) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from stagepack.capture.programs import Capture, run_model
+from stagepack.capture.model_run import run_model
+from stagepack.capture.programs import Capture
 from stagepack.errors import CaptureError, InputError
 from stagepack.format.contract import bind_call
 from stagepack.format.signature import Signature
@@ -26,7 +27,7 @@ def record_example(capture: Capture, signature: Signature, written: Iterable[tor
     """
     bound = bind_call(signature, capture.inputs.args, capture.inputs.kwargs)
     tensors = {f"input.{name}": torch.as_tensor(given.value).detach().clone() for name, given in bound.items()}
-    model = capture.model or capture.program.module()
+    model = capture.program.module() if capture.model is None else capture.model
     answer = run_model(model, capture.inputs, seed=EXAMPLE_SEED, written=written)
     try:
         results = list(flatten_tree(signature.result, answer, "the answer"))

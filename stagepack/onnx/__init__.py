@@ -1,4 +1,7 @@
 """Stages -> ONNX files that point into the weight files of the bundle."""
 
-from stagepack.onnx.add import AddedOnnx as AddedOnnx
-from stagepack.onnx.add import add_onnx as add_onnx
+from stagepack.extras import explain_missing_packages
+
+with explain_missing_packages("onnx"):
+    from stagepack.onnx.add import AddedOnnx as AddedOnnx
+    from stagepack.onnx.add import add_onnx as add_onnx

@@ -162,7 +162,7 @@ def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_pa
     for line in lacks:
         status, out, err = found[line]
         assert (status, out) == (1, ""), line
-        assert err == "stagepack: the package 'torch' is not installed: pip install 'stagepack[hf]' brings it\n"
+        assert err == "stagepack: the package 'torch' is not installed: pip install 'stagepack[torch]' installs it\n"
 
 
 def test_inspecting_imports_no_torch_where_it_is_installed(sound: Path) -> None:
@@ -208,7 +208,7 @@ for line in (
     print(done.stdout)
 done = CliRunner().invoke(main, ["onnx", sys.argv[1]])
 assert done.exit_code == 1
-assert done.stderr == "stagepack: the package 'torch' is not installed: pip install 'stagepack[hf]' brings it\\n", done.stderr
+assert done.stderr == "stagepack: the package 'torch' is not installed: pip install 'stagepack[onnx]' installs it\\n", done.stderr
 assert "torch" not in sys.modules
 """
 

@@ -118,7 +118,7 @@ def test_every_kind_of_source(
     [
         (("tower.py:nothing",), "has no function 'nothing'"),
         (("nowhere.py:make",), "no such file: nowhere.py"),
-        (("tower.py:wrong",), "expected a torch.nn.Module, or one and its inputs, found int"),
+        (("tower.py:wrong",), "expected a torch.nn.Module, or a module and its inputs, found int"),
         (("tower.py:raises",), "raised ValueError: no luck"),
         (("tower.py:leaves",), "raised SystemExit: 7"),
         (("tower.py:make",), "example inputs are missing for x"),

@@ -42,6 +42,14 @@ def test_a_file_finds_its_neighbours(user: Path) -> None:
     assert len(stagepack.open(user / "m.stagepack").stages) == 2
 
 
+def test_a_file_finds_modules_of_the_current_folder(user: Path) -> None:
+    (user / "code").mkdir()
+    (user / "helper_j.py").write_text("WIDTH = 3\n")
+    (user / "code" / "net_j.py").write_text(MODEL.format(helper="helper_j"))
+    done = export("code/net_j.py:model")
+    assert done.exit_code == 0, done.output
+
+
 def test_a_module_is_found_in_the_current_folder(user: Path) -> None:
     (user / "package_b").mkdir()
     (user / "package_b" / "__init__.py").touch()
@@ -71,17 +79,22 @@ FAILURES = {
     "exits": ("import sys; sys.exit('usage: mine')", "raised SystemExit: usage: mine"),
     "imports": ("import no_such_package_d", "raised ModuleNotFoundError: No module named 'no_such_package_d'"),
     "recurses": ("return model()", "raised RecursionError"),
-    "asserts": ("assert False", "raised AssertionError"),
-    "returns None": ("return None", "expected a torch.nn.Module, or one and its inputs, found NoneType"),
-    "returns a class": ("return torch.nn.Linear", "expected a torch.nn.Module, or one and its inputs, found type"),
+    "asserts": ("assert False", "raised AssertionError (net_d.py, line 9, in model)"),
+    "raises in a function": ("return helper()", "raised ValueError: no (net_d.py, line 7, in helper)"),
+    "raises in a library": ("return torch.nn.Linear('a', 2)", "(net_d.py, line 9, in model)"),
+    "returns None": ("return None", "expected a torch.nn.Module, or a module and its inputs, found NoneType"),
+    "returns a class": ("return torch.nn.Linear", "expected a torch.nn.Module, or a module and its inputs, found type"),
     "returns three": ("return torch.nn.Linear(2, 2), (), 3", "found tuple"),
     "inputs are a list": ("return torch.nn.Linear(2, 2), [1]", "a tuple or a dict of example inputs, found list"),
     "inputs are missing": ("return torch.nn.Linear(2, 2)", "example inputs are missing for input"),
     "inputs do not fit": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 3),)", "Linear cannot be captured"),
     "too many inputs": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 2), 1, 2)", "Linear"),
     "module on meta": ("return torch.nn.Linear(2, 2, device='meta'), (torch.zeros(1, 2),)", "meta"),
-    "data decides": ("return Branch(), (torch.zeros(2),)", "Branch cannot be captured"),
-    "raises while it runs": ("return Bad(), (torch.zeros(2),)", "Bad cannot be captured: not today"),
+    "data decides": ("return Branch(), (torch.zeros(2),)", "(net_d.py, line 3, in forward)"),
+    "raises while it runs": (
+        "return Bad(), (torch.zeros(2),)",
+        "Bad cannot be captured: not today (net_d.py, line 5, in forward)",
+    ),
 }
 
 
@@ -89,8 +102,9 @@ FAILURES = {
 def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Path) -> None:
     (user / "net_d.py").write_text(
         "import torch\n"
-        "class Branch(torch.nn.Module):\n    def forward(self, x):\n        return x if x.sum() > 0 else -x\n"
-        "class Bad(torch.nn.Module):\n    def forward(self, x):\n        raise RuntimeError('not today')\n"
+        "class Branch(torch.nn.Module):\n    def forward(self, x): return x if x.sum() > 0 else -x\n"
+        "class Bad(torch.nn.Module):\n    def forward(self, x): raise RuntimeError('not today')\n"
+        "def helper():\n    raise ValueError('no')\n"
         f"def model():\n    {body}\n"
     )
     done = export("net_d.py:model")
@@ -109,7 +123,11 @@ def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Pa
     [
         ("def model(:\n", "cannot be imported: SyntaxError"),
         ("import no_such_package_e\n", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package_e'"),
-        ("1 / 0\n", "cannot be imported: ZeroDivisionError"),
+        ("1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero (net_e.py, line 1)"),
+        (
+            "\ndef f():\n    1 / 0\nf()\n",
+            "cannot be imported: ZeroDivisionError: division by zero (net_e.py, line 3, in f)",
+        ),
         ("import sys; sys.exit(3)\n", "cannot be imported: SystemExit: 3"),
         ("model = 3\n", "has no function 'model'"),
         ("", "has no function 'model'"),
@@ -167,7 +185,10 @@ def test_a_hugging_face_folder_without_transformers_says_what_to_install(
     monkeypatch.setitem(sys.modules, "transformers", None)  # as Python itself marks a package that must not be found
     done = export("llama")
     assert done.exit_code == 1, done.output
-    assert done.stderr == "stagepack: a Hugging Face model needs transformers: pip install 'stagepack[hf]'\n"
+    assert (
+        done.stderr
+        == "stagepack: the package 'transformers' is not installed: pip install 'stagepack[hf]' installs it\n"
+    )
 
 
 def test_an_interrupt_ends_the_command_without_a_traceback(user: Path) -> None:

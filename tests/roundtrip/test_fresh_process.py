@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from stagepack.exporter import export_capture
 from stagepack.format.contract import bind_call
 from stagepack.format.tree import ValueLeaf, tree_leaves

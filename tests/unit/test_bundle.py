@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 
 import stagepack
-from stagepack.capture.programs import Inputs, capture_module
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_module
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph, encode_manifest
@@ -290,6 +291,6 @@ def test_capture_names_dimensions_by_the_callers_names() -> None:
     assert bundle_capture.inputs.dynamic_shapes
     batch = torch.export.Dim("rows", min=2, max=9)
     capture = capture_module(torch.nn.Linear(4, 4), Inputs(args=(torch.randn(3, 4),), dynamic_shapes=({0: batch},)))
-    from stagepack.capture.programs import dimension_names
+    from stagepack.capture.dimension_names import dimension_names
 
     assert list(dimension_names(capture).values()) == ["rows"]

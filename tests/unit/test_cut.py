@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagepack
-from stagepack.capture.programs import Inputs, capture_module
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_module
 from stagepack.errors import CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight

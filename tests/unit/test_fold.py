@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagepack.capture.programs import Inputs, capture_module
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_module
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight

@@ -10,8 +10,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_state import preserve_module
-from stagepack.capture.programs import Capture, Inputs
+from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 
 Build = Callable[[], tuple[torch.nn.Module, Inputs]]

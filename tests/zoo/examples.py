@@ -6,7 +6,7 @@ import torch
 from torch._export.db.case import ExportCase, SupportLevel
 from torch._export.db.examples import all_examples
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from tests.zoo.architectures.build import BATCH, DECODED, SMALL, SMALL_PAIR, batched, fixed, ids, table
 
 WAVE = {

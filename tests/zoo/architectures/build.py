@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
 
 BATCH = Dim("batch", min=1, max=64)

@@ -5,7 +5,7 @@ import importlib.util
 
 import torch
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from tests.zoo.architectures.build import SMALL, fixed, ids, table, tokens
 from tests.zoo.case import Case
 

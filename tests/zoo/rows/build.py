@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Build, Case
 
 Model = tuple[torch.nn.Module, Inputs]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
 from tests.zoo.rows.build import Lambda, Model, given, linear, linears, rows
 

@@ -1,0 +1,62 @@
+"""The line of a user's code that an error came from."""
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+_STAGEPACK_FOLDER = str(Path(__file__).parents[1])
+_INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+def describe_error(error: BaseException) -> str:
+    """Return class and message of an error, and the line of a user's code that it came from, if there is one."""
+    message = str(error)
+    return with_location(f"{type(error).__name__}: {message}" if message else type(error).__name__, error)
+
+
+def with_location(message: str, error: BaseException) -> str:
+    """Append the line of a user's code that an error came from to a message about it, if there is one."""
+    location = error_location(error)
+    return f"{message} ({location})" if location else message
+
+
+def error_location(error: BaseException) -> str:
+    """Return file, line and function of the innermost frame of an error that is not of Python, torch or stagepack.
+
+    If the error itself has no such frame, its causes are searched.
+
+    Returns:
+        Such as ``"net.py, line 7, in forward"``, with the file relative to the current folder. Empty if there is no such frame.
+    """
+    seen_ids: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen_ids:
+        seen_ids.add(id(cause))
+        location = ""
+        for frame, line in traceback.walk_tb(cause.__traceback__):
+            if not _is_library(frame.f_code.co_filename):
+                location = _format(frame.f_code.co_filename, line, frame.f_code.co_name)
+        if location:
+            return location
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def _is_library(file_name: str) -> bool:
+    if file_name.startswith("<"):  # such as <frozen importlib._bootstrap>
+        return True
+    torch = sys.modules.get("torch")
+    folders = [_STAGEPACK_FOLDER, *(getattr(torch, "__path__", ()))]
+    standard_library = sysconfig.get_path("stdlib")
+    if not _INSTALLED_FOLDERS & set(Path(file_name).parts):
+        folders.append(standard_library)
+    return any(file_name.startswith(folder + os.path.sep) for folder in folders)
+
+
+def _format(file_name: str, line: int, function: str) -> str:
+    path = Path(file_name)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}, line {line}" + ("" if function == "<module>" else f", in {function}")

@@ -1,0 +1,45 @@
+"""Capture a model of transformers by transformers' own exporter, which patches what ``torch.export`` cannot trace."""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from stagepack.capture.error_location import with_location
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.module_calls import TracedCalls
+from stagepack.capture.module_state import preserve_module
+from stagepack.capture.programs import Capture
+from stagepack.capture.torch_messages import format_torch_error, suppress_stderr
+from stagepack.errors import CaptureError
+
+PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
+
+
+def capture_patched(model: Any, inputs: Inputs) -> Capture:
+    """Capture a model by transformers' exporter.
+
+    The exporter removes constants such as ``use_cache=False`` from the signature, so they are no inputs of the capture either.
+
+    Raises:
+        CaptureError: the exporter cannot capture the model; the message has its reason.
+    """
+    exporter_module = importlib.import_module("transformers.exporters.exporter_dynamo")
+    input_of_parameter = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}
+    tensor_inputs = {
+        parameter: example
+        for parameter, example in input_of_parameter.items()
+        if not isinstance(example, bool | int | float | str | None)
+    }
+    dynamic_shapes = inputs.dynamic_shapes
+    if isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = {parameter: dynamic_shapes.get(parameter) for parameter in tensor_inputs}
+    calls = TracedCalls()
+    config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
+    try:
+        with preserve_module(model), suppress_stderr(), calls.recorded():
+            program = exporter_module.DynamoExporter().export_program(model, input_of_parameter, config)[0]
+    except Exception as error:
+        raise CaptureError(with_location(format_torch_error(error), error)) from error
+    capture_inputs = Inputs(kwargs=tensor_inputs, dynamic_shapes=dynamic_shapes)
+    return Capture(program=program, inputs=capture_inputs, model=model, method=PATCHED_EXPORT, calls=calls)

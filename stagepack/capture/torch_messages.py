@@ -1,0 +1,33 @@
+"""Messages of torch: its errors on one line, and its output only when it succeeds."""
+
+import contextlib
+import io
+import itertools
+import sys
+from collections.abc import Iterator
+
+# A line of an error that begins so, and all that follows, is about logging and debugging.
+_ADVICE_PREFIXES = (
+    "For more information",
+    "For extended logs",
+    "from user code",
+    "Set TORCH",
+    "The error above",
+    "User Stack",
+)
+_LONGEST_REASON = 600  # characters
+
+
+def format_torch_error(error: BaseException) -> str:
+    """Return the reason of an error of torch on one line, without its advice on logging and debugging."""
+    lines = map(str.strip, str(error).splitlines())
+    reason = itertools.takewhile(lambda line: not line.startswith(_ADVICE_PREFIXES), lines)
+    return " ".join(filter(None, reason))[:_LONGEST_REASON] or type(error).__name__
+
+
+@contextlib.contextmanager
+def suppress_stderr() -> Iterator[None]:
+    """Delay what is written to standard error, and drop it on failure: torch then prints graphs beside its message."""
+    with contextlib.redirect_stderr(io.StringIO()) as buffer:
+        yield
+    sys.stderr.write(buffer.getvalue())

@@ -1,0 +1,61 @@
+"""The optional dependencies of stagepack: which extra provides a package that is not installed."""
+
+import contextlib
+from collections.abc import Iterator
+
+from stagepack.errors import MissingPackageError
+
+# Top-level module -> the extra of ``pyproject.toml`` that installs it, the smallest one where several do.
+_EXTRAS = {
+    "google": "serve",
+    "grpc": "serve",
+    "ml_dtypes": "onnxruntime",
+    "onnx": "onnx",
+    "onnx_ir": "onnx",
+    "onnxruntime": "onnxruntime",
+    "onnxscript": "onnx",
+    "prometheus_client": "serve",
+    "starlette": "serve",
+    "sympy": "torch",
+    "torch": "torch",
+    "transformers": "hf",
+    "tritonclient": "serve",
+    "uvicorn": "serve",
+}
+
+
+@contextlib.contextmanager
+def explain_missing_packages(extra: str | None = None) -> Iterator[None]:
+    """Raise `MissingPackageError` in the place of a ``ModuleNotFoundError`` of a package that an extra of stagepack installs.
+
+    Args:
+        extra: the extra that installs all that the ``with`` block imports. By default, the one that installs the missing package.
+
+    Raises:
+        MissingPackageError: the ``with`` block imports such a package, and it is not installed.
+    """
+    try:
+        yield
+    except MissingPackageError:
+        raise
+    except ModuleNotFoundError as error:
+        message = missing_package_message(error, extra)
+        if message is None:
+            raise
+        raise MissingPackageError(message, name=error.name, path=error.path) from error
+
+
+def missing_package_message(error: ModuleNotFoundError, extra: str | None = None) -> str | None:
+    """Say which extra of stagepack installs the module that was not found; None if none does.
+
+    Args:
+        error: names the module.
+        extra: the extra to name, if the module is one that extras install.
+    """
+    module_name = error.name or ""
+    smallest_extra = _EXTRAS.get(module_name.partition(".")[0])
+    if smallest_extra is None:
+        return None
+    return (
+        f"the package {module_name!r} is not installed: pip install 'stagepack[{extra or smallest_extra}]' installs it"
+    )

@@ -1,0 +1,78 @@
+"""What `export` accepts as a model, and what it says when the model cannot be captured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stagepack
+from stagepack.capture.source import original_module
+from stagepack.errors import CaptureError
+
+
+class Net(nn.Module):
+    """Two layers; it has no truth value, as a module of a user may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def __bool__(self) -> bool:
+        raise AssertionError("the truth value of a user's module is not asked for")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.relu(self.first(x)))
+        return y
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 4)
+
+
+def test_a_compiled_module_is_exported_as_the_original_one(x: torch.Tensor, tmp_path: Path) -> None:
+    net = Net()
+    compiled = torch.compile(net)
+    assert original_module(compiled) is net
+    bundle = stagepack.export(compiled, (x,), out=tmp_path / "m.stagepack", split_at=["last"])
+    names = [weight.names for stage in range(2) for weight in bundle.graph(stage).weights]
+    assert names == [("first.weight",), ("first.bias",), ("last.weight",), ("last.bias",)]
+    assert torch.equal(stagepack.load(bundle)(x), net(x))
+
+
+def test_a_module_compiled_in_place_is_exported_as_it_was(x: torch.Tensor, tmp_path: Path) -> None:
+    net = Net()
+    net.compile()
+    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack")
+    assert bundle.graph(0).weights[0].names == ("first.weight",)
+    assert torch.equal(stagepack.load(bundle)(x), Net.forward(net, x))
+
+
+def test_a_module_with_a_compiled_part_keeps_the_names_of_its_state_dict(x: torch.Tensor, tmp_path: Path) -> None:
+    net = nn.Sequential(Net(), nn.ReLU())
+    net[0].first = torch.compile(net[0].first)
+    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack")
+    assert {weight.names[0] for weight in bundle.graph(0).weights} == set(net.state_dict())
+    assert torch.equal(stagepack.load(bundle)(x), net(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [(torch.relu, "builtin_function_or_method"), (Net, "type"), (None, "NoneType"), (3, "int")]
+)
+def test_what_is_no_model_is_refused(model: Any, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=f"expected a torch.nn.Module, an ExportedProgram or a path, found {kind}"):
+        stagepack.export(model, out=tmp_path / "m.stagepack")
+
+
+def test_an_error_of_the_model_itself_has_its_line(x: torch.Tensor, tmp_path: Path) -> None:
+    class OnlyTraced(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_exporting():
+                raise KeyError("missing")
+            return super().forward(x)
+
+    reason = r"OnlyTraced fails on its example inputs: 'missing' \(.*test_capture.py, line \d+, in forward\)"
+    with pytest.raises(CaptureError, match=reason):
+        stagepack.export(OnlyTraced(), (x,), out=tmp_path / "m.stagepack")

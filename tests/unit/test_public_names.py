@@ -1,0 +1,91 @@
+"""The names of ``stagepack``: found by tab completion, imported when they are used, explained when a package is missing."""
+
+import importlib.metadata
+import re
+import rlcompleter
+import subprocess
+import sys
+
+import pytest
+
+import stagepack
+from stagepack import extras
+from stagepack.errors import MissingPackageError, StagepackError
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert stagepack.__version__ == importlib.metadata.version("stagepack")
+
+
+def test_dir_and_tab_completion_show_the_public_names() -> None:
+    assert set(stagepack.__all__) <= set(dir(stagepack))
+    assert all(getattr(stagepack, name) is not None for name in stagepack.__all__)
+    completer = rlcompleter.Completer({"stagepack": stagepack})
+    matches = []
+    while (match := completer.complete("stagepack.", len(matches))) is not None:
+        matches.append(match.rstrip("()").removeprefix("stagepack."))
+    assert {name for name in stagepack.__all__ if not name.startswith("_")} <= set(matches)
+
+
+def test_other_names_do_not_exist() -> None:
+    with pytest.raises(AttributeError, match="module 'stagepack' has no attribute 'nothing'"):
+        _ = stagepack.nothing
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "extra"),
+    [
+        ("torch", "stagepack.export", "torch"),
+        ("torch", "from stagepack import export", "torch"),
+        ("torch", "stagepack.split_here", "torch"),
+        ("onnx_ir", "stagepack.add_onnx", "onnx"),
+        ("torch", "stagepack.add_onnx", "onnx"),
+    ],
+)
+def test_a_missing_package_is_an_import_error_that_names_the_extra(package: str, code: str, extra: str) -> None:
+    program = f"""
+import sys
+sys.modules[{package!r}] = None  # as Python itself marks a package that must not be found
+import stagepack
+try:
+    {code}
+except ModuleNotFoundError as error:
+    assert isinstance(error, stagepack.errors.MissingPackageError), repr(error)
+    assert error.name.partition(".")[0] == {package!r}, error.name
+    print(error)
+"""
+    message = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert re.fullmatch(
+        rf"the package '{package}\S*' is not installed: pip install 'stagepack\[{extra}\]' installs it\n", message
+    )
+
+
+def test_names_that_need_no_torch() -> None:
+    program = "import stagepack, sys; stagepack.Inputs, stagepack.open, stagepack.recut, stagepack.read_plan; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
+def test_packages_of_others_are_not_explained() -> None:
+    with (
+        pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package'") as raised,
+        extras.explain_missing_packages(),
+    ):
+        importlib.import_module("no_such_package")
+    assert not isinstance(raised.value, StagepackError)
+    with pytest.raises(MissingPackageError, match="installs it") as explained, extras.explain_missing_packages():
+        importlib.import_module("google.no_such_module")
+    assert explained.value.name == "google.no_such_module"
+
+
+def test_every_optional_dependency_has_the_extra_that_installs_it() -> None:
+    distributions_of_extra: dict[str, set[str]] = {}
+    for requirement in importlib.metadata.requires("stagepack") or ():
+        if match := re.fullmatch(r"""([\w.-]+).*;\s*extra == ['"](\w+)['"]""", requirement):
+            distributions_of_extra.setdefault(match[2], set()).add(match[1].replace("_", "-"))
+    distributions = importlib.metadata.packages_distributions()
+    for module_name, extra in extras._EXTRAS.items():
+        names = {distribution.replace("_", "-") for distribution in distributions[module_name]}
+        assert names & distributions_of_extra[extra], module_name
+    covered = {name.replace("_", "-") for module_name in extras._EXTRAS for name in distributions[module_name]}
+    optional = {name for extra, names in distributions_of_extra.items() if extra != "dev" for name in names}
+    assert optional - {"stagepack"} <= covered
