@@ -1,1 +1,1 @@
-"""The bundle format: types, codec and rules. Nothing in here imports torch."""
+"""The bundle format: its types, codec, rules, reader and writer. No module of this package imports torch."""

@@ -1,35 +1,54 @@
-"""SHA-256 of the files of a bundle (SPEC D1 to D4)."""
+"""SHA-256 digests of the files of a bundle, in hexadecimal (SPEC D1 to D4)."""
 
 import hashlib
 import re
 from pathlib import Path
 
 ZERO_DIGEST = "0" * 64
-_FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
+_DIGEST_FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 def sha256_of(content: bytes) -> str:
-    """The digest of bytes, in hexadecimal."""
+    """Return the SHA-256 digest of bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def sha256_of_file(path: Path) -> str:
-    """The digest of a file, in hexadecimal, read in pieces."""
+    """Return the SHA-256 digest of a file, in hexadecimal. The file is read in chunks.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def insert_digest(manifest: bytes) -> bytes:
-    """Put the digest of a manifest that ends with 64 zeros into their place."""
-    stated, found = stated_and_actual_digest(manifest)
-    if stated != ZERO_DIGEST:
-        raise ValueError("the manifest does not end with the zeros that its digest replaces")
-    return manifest[: manifest.rindex(ZERO_DIGEST.encode())] + found.encode() + b'"\n}\n'
+    """Replace the 64 zeros at the end of a manifest by its digest (D3).
+
+    Args:
+        manifest: the JSON text of a manifest whose last field is ``sha256`` with 64 zeros.
+
+    Raises:
+        ValueError: the manifest does not end with such a field.
+    """
+    stated_digest, actual_digest = stated_and_actual_digest(manifest)
+    if stated_digest != ZERO_DIGEST:
+        raise ValueError("expected a manifest that ends with 64 zeros as its sha256")
+    return manifest[: manifest.rindex(ZERO_DIGEST.encode())] + actual_digest.encode() + b'"\n}\n'
 
 
 def stated_and_actual_digest(manifest: bytes) -> tuple[str | None, str]:
-    """The digest that a manifest states of itself (None when it states none), and the one that it has."""
-    field = _FIELD.search(manifest)
+    """Return the digest that a manifest states as its own, and the digest that it has (D3).
+
+    Args:
+        manifest: the JSON text of a manifest.
+
+    Returns:
+        The value of the last field ``sha256``, or None if the manifest does not end with one; and the SHA-256 of the text with 64 zeros
+        in the place of that value.
+    """
+    field = _DIGEST_FIELD.search(manifest)
     if field is None:
         return None, sha256_of(manifest)
     start, end = field.span(1)

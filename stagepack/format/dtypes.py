@@ -1,11 +1,11 @@
-"""Data types: torch's name, the name in a safetensors header, and bytes per element (SPEC W4)."""
+"""Data types: their names in torch and in safetensors headers, and their sizes in bytes (SPEC W4)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-# safetensors header name -> (torch name, bytes per element)
-_STORED: Final = {
+# dtype in a safetensors header -> (torch dtype, bytes per element)
+_HEADER_DTYPES: Final = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
     "I8": ("int8", 1),
@@ -26,24 +26,41 @@ _STORED: Final = {
     "U64": ("uint64", 8),
     "C64": ("complex64", 8),
 }
-# torch dtypes without a safetensors name: stored as bytes, `U8`, with the last dimension multiplied by the size.
-_AS_BYTES: Final = {"complex128": 16, "complex32": 4}
+# torch dtypes without a name in safetensors headers -> bytes per element. They are stored as `U8`.
+_STORED_AS_BYTES: Final = {"complex128": 16, "complex32": 4}
 
-ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType({name: size for name, size in _STORED.values()} | _AS_BYTES)
-HEADER_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {name: stored for stored, (name, _) in _STORED.items()} | dict.fromkeys(_AS_BYTES, "U8")
+# torch dtype -> bytes per element
+ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
+    {torch_dtype: size for torch_dtype, size in _HEADER_DTYPES.values()} | _STORED_AS_BYTES
 )
-HEADER_ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType({stored: size for stored, (_, size) in _STORED.items()})
+# torch dtype -> dtype in a safetensors header
+HEADER_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {torch_dtype: header_dtype for header_dtype, (torch_dtype, _) in _HEADER_DTYPES.items()}
+    | dict.fromkeys(_STORED_AS_BYTES, "U8")
+)
+# dtype in a safetensors header -> bytes per element
+HEADER_ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
+    {header_dtype: size for header_dtype, (_, size) in _HEADER_DTYPES.items()}
+)
+# dtype in a safetensors header -> torch dtype. A tensor that is stored as bytes has the dtype uint8.
+TORCH_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {header_dtype: torch_dtype for header_dtype, (torch_dtype, _) in _HEADER_DTYPES.items()}
+)
 
-# The torch name of what a header names; a tensor that is stored as bytes is of bytes.
-TORCH_DTYPES: Final[Mapping[str, str]] = MappingProxyType({stored: name for stored, (name, _) in _STORED.items()})
-
-# Symbolic scalars travel as Python numbers, not as tensors.
+# The dtypes of symbolic scalars, which cross edges as Python numbers and not as tensors.
 SCALAR_DTYPES: Final = frozenset({"symint", "symfloat", "symbool"})
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape under which a tensor lies in its file: its own, but bytes for a dtype without a stored name."""
-    if dtype not in _AS_BYTES:
+    """Return the shape that a safetensors header gives for a tensor.
+
+    Args:
+        dtype: the torch dtype of the tensor.
+        shape: the shape of the tensor.
+
+    Returns:
+        `shape`; for a dtype that is stored as bytes, with the last dimension multiplied by the bytes per element.
+    """
+    if dtype not in _STORED_AS_BYTES:
         return shape
     return (*shape[:-1], shape[-1] * ITEM_SIZE[dtype]) if shape else (ITEM_SIZE[dtype],)

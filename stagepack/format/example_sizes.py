@@ -1,4 +1,4 @@
-"""How large values are at the sizes of the example."""
+"""Sizes of values at the sizes of the example."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -8,19 +8,34 @@ from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol, evaluate_dim
 
+# Counted for a symbolic scalar, and for a value whose size cannot be computed.
+_SCALAR_BYTES = 8
+
 
 def example_sizes(symbols: Iterable[Symbol]) -> dict[str, int]:
-    """The sizes of the example; for one that only the data tells, its least value, at least 1."""
+    """Return the size of each symbol in the example, by name.
+
+    A size that depends on the data has none in the example; it counts as the minimum of its range, and at least as 1.
+    """
     return {
         symbol.name: symbol.example if symbol.example is not None else max(symbol.min or 1, 1) for symbol in symbols
     }
 
 
 def value_bytes(value: Value | Edge, sizes: Mapping[str, int]) -> int:
-    """The bytes of a value at these sizes; a number counts as 8, and so does a value whose size cannot be computed."""
+    """Return the size of a value in bytes.
+
+    Args:
+        value: a value of a graph, or an edge.
+        sizes: the size of each symbol.
+
+    Returns:
+        The number of elements times the size of one; 8 for a symbolic scalar and for a value whose shape cannot be evaluated.
+    """
     if value.dtype in SCALAR_DTYPES:
-        return 8
+        return _SCALAR_BYTES
     try:
-        return max(0, math.prod(evaluate_dim(dim, sizes) for dim in value.shape)) * ITEM_SIZE.get(value.dtype, 8)
+        element_count = math.prod(evaluate_dim(dim, sizes) for dim in value.shape)
     except (ArithmeticError, KeyError):
-        return 8
+        return _SCALAR_BYTES
+    return max(0, element_count) * ITEM_SIZE.get(value.dtype, 8)

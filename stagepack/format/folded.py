@@ -1,7 +1,7 @@
-"""A graph as its file holds it: what is equal but for names stands once, as a region that is called (SPEC section 7, F1 to F5).
+"""The graph as its file stores it: equal runs of nodes are stored once, as regions that are called (SPEC section 7, F1 to F5).
 
-A region is a run of nodes. Its texts are templates: a call fills their holes, which gives the nodes of one place. Unfolding, that
-is filling in all calls, gives the graph; nothing else is needed to read one.
+A region is a run of nodes with templates in the place of names. A region call fills the holes of the templates, which gives the nodes
+of one occurrence. Unfolding a graph replaces every region call by these nodes.
 """
 
 from typing import NamedTuple
@@ -14,23 +14,23 @@ from stagepack.format.shapes import Symbol
 
 
 class RegionCall(NamedTuple):
-    """The nodes of a region, with these texts in the holes. Inside a region the texts are templates themselves."""
+    """One occurrence of a region: the index of the region, and the texts for its holes. In a region these texts are templates too."""
 
     region: Int64
     holes: tuple[str, ...]
 
 
 class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A run of nodes that stands in the graph several times.
+    """A run of nodes that occurs in the graph several times.
 
-    In the names of values, symbols, weights, scopes and modules, ``{2}`` is the third text of a call, ``{2+5}`` the number that this
-    text is, plus 5, and ``{{`` and ``}}`` are braces.
+    The names of values, symbols, weights, scopes and module calls are templates. ``{2}`` is the third text of the region call;
+    ``{2+5}`` is this text as a number, plus 5; ``{{`` and ``}}`` are braces.
 
     Attributes:
-        nodes: they refer to the scopes of the region, and to the operators, contexts and subgraphs of the graph.
-        weights: those that each call has for itself.
-        scopes: where the nodes came from.
-        calls: the calls of modules that each call of the region has for itself.
+        nodes: the nodes. They refer to the scopes of the region, and to the operators, contexts and subgraphs of the graph.
+        weights: the weights that each region call adds to the graph.
+        scopes: the scopes of the nodes.
+        calls: the module calls that each region call adds to the graph.
     """
 
     nodes: tuple[Node | RegionCall, ...]
@@ -40,7 +40,21 @@ class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FoldedGraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a `Graph`, and the regions that its nodes call; one region may call those before it."""
+    """The fields of a `Graph`, with region calls among its nodes, and the regions.
+
+    Attributes:
+        symbols: see `Graph`.
+        inputs: see `Graph`.
+        weights: the weights that no region call adds.
+        nodes: nodes and region calls, in execution order.
+        outputs: see `Graph`.
+        subgraphs: see `Graph`.
+        ops: see `Graph`.
+        scopes: the scopes of the nodes that no region call adds.
+        contexts: see `Graph`.
+        calls: the module calls that no region call adds.
+        regions: the regions. A region may call the regions before it.
+    """
 
     symbols: tuple[Symbol, ...] = ()
     inputs: tuple[Value, ...] = ()
@@ -56,5 +70,8 @@ class FoldedGraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def trivially_folded(graph: Graph) -> FoldedGraph:
-    """A graph as its file may hold it, with nothing folded."""
-    return FoldedGraph(**{name: getattr(graph, name) for name in Graph.__struct_fields__})
+    """Return a graph as its file may store it, without regions.
+
+    Law: ``unfold_graph(trivially_folded(graph)) == graph``.
+    """
+    return FoldedGraph(**{field: getattr(graph, field) for field in Graph.__struct_fields__})

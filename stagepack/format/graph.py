@@ -1,7 +1,7 @@
-"""The graph of a model or of a stage: one type for both (SPEC G1 to G15).
+"""The graph of a whole model or of a stage; both have the same type (SPEC G1 to G15).
 
-A graph is pure data: operators, scopes and contexts stand in tables, and the nodes refer to them by index.
-Values have names; a name is an identifier and is made once (static single assignment).
+A graph is pure data. Operators, scopes and contexts are entries of tables, and nodes refer to them by index. A value name is an
+identifier and is defined once (static single assignment).
 """
 
 from typing import Literal
@@ -14,12 +14,13 @@ from stagepack.format.signature import Signature
 
 
 class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tensor, or a symbolic scalar.
+    """A tensor or a symbolic scalar.
 
     Attributes:
-        dtype: a torch dtype such as ``float32``, or ``symint``, ``symfloat``, ``symbool`` for a scalar.
-        shape: the tensor's dimensions; empty for a scalar.
-        expr: what a ``symint`` equals, where that is known.
+        name: the name by which nodes use it.
+        dtype: a torch dtype such as ``float32``, or ``symint``, ``symfloat``, ``symbool`` for a symbolic scalar.
+        shape: the dimensions of a tensor; empty for a symbolic scalar.
+        expr: the value of a ``symint`` as a dimension, if it is known.
     """
 
     name: str
@@ -29,17 +30,19 @@ class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tensor that belongs to the model, and where its bytes lie.
+    """A parameter, buffer or constant of the model, and the location of its bytes.
 
     Attributes:
-        value: the name under which nodes use it.
-        names: its fully qualified names in the model; more than one for a tied weight. The first is the stored one.
-        shape: plain integers.
-        trainable: torch's ``requires_grad``.
-        strides: in elements, when the tensor in memory is not contiguous; in the file it always is.
-        base: the stored tensor on whose memory this one is a view (`strides`, `offset`), when it has no bytes of its own.
-        offset: in elements of `dtype` from the start of `base`.
-        zeros: every bit is zero, so no file holds it.
+        value: the value name by which nodes use it.
+        names: its fully qualified names in the model; several for tied weights. The stored tensor has the first one.
+        kind: parameter, buffer, buffer that is not in the `state_dict`, or constant.
+        dtype: a torch dtype such as ``float32``.
+        shape: the sizes of its dimensions, as integers.
+        trainable: ``requires_grad`` of torch.
+        strides: the strides in memory, in elements; None for a contiguous tensor. The stored tensor is always contiguous.
+        base: the name of the stored tensor that it is a view of; None for a weight that is stored itself.
+        offset: the position of its first element in `base`, in elements of `dtype`.
+        zeros: every bit is zero, and no file stores it.
     """
 
     value: str
@@ -55,12 +58,12 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def stored(self) -> str:
-        """The name of the tensor that holds the bytes: in a weight file, unless it is all zeros."""
+        """The name of the stored tensor that has its bytes. If `zeros` is true, no file has a tensor of this name."""
         return self.names[0] if self.base is None else self.base
 
 
 class ValueArg(Struct, frozen=True, array_like=True, tag="value"):
-    """A value made by an input, a weight or an earlier node."""
+    """A value that an input, a weight or an earlier node defines."""
 
     name: str
 
@@ -78,7 +81,7 @@ class TupleArg(Struct, frozen=True, array_like=True, tag="tuple"):
 
 
 class DictArg(Struct, frozen=True, array_like=True, tag="dict"):
-    """A dict with string keys, in order."""
+    """A dict with string keys; the order of its items is kept."""
 
     items: tuple[tuple[str, "Argument"], ...]
 
@@ -99,13 +102,13 @@ class ComplexArg(Struct, frozen=True, array_like=True, tag="complex"):
 
 
 class DtypeArg(Struct, frozen=True, array_like=True, tag="dtype"):
-    """A torch dtype by name."""
+    """A torch dtype by name, such as ``float32``."""
 
     name: str
 
 
 class DeviceArg(Struct, frozen=True, array_like=True, tag="device"):
-    """A device: None is the stage's own; a type such as ``cpu`` was named on purpose by the model's author."""
+    """A device: None for the device of the stage, or a device type such as ``cpu`` that the model itself names."""
 
     name: str | None
 
@@ -123,7 +126,7 @@ class MemoryFormatArg(Struct, frozen=True, array_like=True, tag="memory_format")
 
 
 class SubgraphArg(Struct, frozen=True, array_like=True, tag="subgraph"):
-    """A subgraph of the same graph by its index."""
+    """A subgraph of the same graph, by its index."""
 
     index: Int64
 
@@ -149,16 +152,16 @@ Argument = (
 
 
 class Op(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An operator, once for all nodes that call it.
+    """An operator that nodes call.
 
     Attributes:
-        name: namespace, name and overload (``aten.linear.default``), or a Python operator on scalars
-            (``operator.mul``), or a higher-order operator (``higher_order.cond``).
-        schema: the schema it was exported under; empty for Python and higher-order operators.
-        parameters: the names of the schema's parameters in order.
-        mutates: the parameters that are written.
-        aliases: pairs (index of the output, parameter): the output may share memory with the parameter.
-        random: draws from a random generator.
+        name: namespace, name and overload (``aten.linear.default``); or a Python function of symbolic scalars (``operator.mul``); or a
+            higher-order operator (``higher_order.cond``).
+        schema: the schema of the operator in the torch that exported the model; empty for Python functions and higher-order operators.
+        parameters: the names of the parameters of the schema, in order.
+        mutates: the parameters whose memory the operator writes.
+        aliases: pairs (index of the output, parameter) that may share memory.
+        random: the operator draws from a random generator.
     """
 
     name: str
@@ -170,14 +173,26 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Scope(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The module that a node came from: its path in the model, and the name of its class."""
+    """The module that a node came from.
+
+    Attributes:
+        path: the path of the module in the model, such as ``layers.0.norm``.
+        type: the name of its class.
+    """
 
     path: str
     type: str = ""
 
 
 class Autocast(Struct, frozen=True, kw_only=True):
-    """A ``torch.autocast`` context; `device` None is the type of the stage's own device."""
+    """A ``torch.autocast`` context.
+
+    Attributes:
+        device: the device type that it applies to; None for that of the stage.
+        dtype: the torch dtype that operators are cast to.
+        enabled: whether operators are cast.
+        cache: whether casts of weights are kept while the context is open.
+    """
 
     device: str | None
     dtype: str
@@ -186,7 +201,13 @@ class Autocast(Struct, frozen=True, kw_only=True):
 
 
 class Context(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What nodes run in: a grad mode or autocast, inside the context `parent` (an earlier index)."""
+    """A grad mode or autocast that nodes run in. Exactly one of `grad` and `autocast` is given.
+
+    Attributes:
+        parent: the index of the enclosing context, which is smaller than its own; None for an outermost context.
+        grad: whether gradients are recorded.
+        autocast: the autocast context.
+    """
 
     parent: Int64 | None = None
     grad: bool | None = None
@@ -194,7 +215,12 @@ class Context(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one call costs at the sizes of the example: floating-point operations, and bytes read and written."""
+    """The cost of a node at the sizes of the example.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: bytes read and written.
+    """
 
     flops: Int64 = 0
     bytes: Int64 = 0
@@ -204,11 +230,14 @@ class Node(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One call of an operator.
 
     Attributes:
-        op: index into the op table.
-        outputs: the values it makes; None for a result that is None or that nobody uses.
-        unpack: the operator returns a sequence, and `outputs` names its items.
-        scope: index into the scope table.
-        context: index into the context table; None in none of them.
+        op: the index of the operator in the op table.
+        args: the positional arguments.
+        kwargs: the keyword arguments, as pairs of name and argument.
+        outputs: the values that it defines; None for a result that is None or unused.
+        unpack: the operator returns a sequence, and `outputs` are its items.
+        scope: the index of its scope in the scope table.
+        context: the index of its innermost context in the context table; None for no context.
+        cost: its cost at the sizes of the example.
     """
 
     op: Int64
@@ -222,10 +251,14 @@ class Node(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of a higher-order operator. It sees its inputs alone; tables are those of the graph around it.
+    """The body of a higher-order operator.
 
-    Subgraphs that it uses itself stand before it, so that nothing is recursive. `result` is what it returns: a value, or a
-    list or tuple of values and constants.
+    It uses the tables of the graph, but none of its values. It may call the subgraphs before it, so that no call is recursive.
+
+    Attributes:
+        inputs: the values that it takes.
+        nodes: its nodes, in execution order.
+        result: the value that it returns, or a list or tuple of values and constants.
     """
 
     inputs: tuple[Value, ...]
@@ -234,15 +267,16 @@ class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ModuleCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A call of a module: a run of nodes of the whole model, of which a stage may have some.
+    """A call of a module of the original model: a run of consecutive nodes of the whole model. A stage may have only some of them.
 
     Attributes:
-        path: the module's path in the model; from its second call on with ``@1`` and so on at the end.
+        path: the path of the module in the model; for its second, third call with ``@1``, ``@2`` at the end.
         type: the name of its class.
-        first: where the first of its nodes stands in the list of nodes of the whole model; in digits, so that it may be a template.
-        nodes: how many nodes it has, those of modules inside it too.
-        signature: what it was given and gave back, as it was called; a leaf may name a value that nothing uses and that is not in
-            the graph. None when the capture did not tell.
+        first: the position of its first node in the list of nodes of the whole model, in decimal digits; a string because it may be a
+            template.
+        nodes: the number of its nodes, including those of nested module calls.
+        signature: the arguments and the result of this call; None if the capture did not record them. A leaf may name an unused value
+            that the graph does not have.
     """
 
     path: str
@@ -253,7 +287,20 @@ class ModuleCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A model before the cut, or a stage after it. `outputs` are names of values; `calls` stand in the order of their nodes."""
+    """A model before the cut, or a stage after it.
+
+    Attributes:
+        symbols: the symbols in the shapes of its values.
+        inputs: the values that it takes, in order.
+        weights: its parameters, buffers and constants.
+        nodes: its nodes, in execution order.
+        outputs: the names of the values that it returns, in order.
+        subgraphs: the bodies of higher-order operators.
+        ops: the op table.
+        scopes: the scope table.
+        contexts: the context table.
+        calls: the module calls, in the order of their nodes.
+    """
 
     symbols: tuple[Symbol, ...] = ()
     inputs: tuple[Value, ...] = ()

@@ -1,23 +1,40 @@
-"""Ceilings on what a reader accepts, so that a hostile bundle cannot make it use memory without bound (SPEC L1, L2)."""
+"""Limits on the content of a bundle, which bound the memory and the time of a reader (SPEC L1, L2)."""
 
 from typing import Annotated
 
 from msgspec import Meta
 
-# Every integer of the format, so that a reader in any language can hold it (SPEC E3).
+# The integer type of the format: every integer fits 64 bits, so that a reader in any language can hold it (SPEC E3).
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
+# Sizes of files, in bytes. The limit of weight headers is that of the safetensors library.
 MANIFEST_BYTES = 64 * 2**20
 GRAPH_BYTES = 512 * 2**20
 ONNX_BYTES = 64 * 2**20
-ONNX_FIELDS = 2**22  # of an ONNX file and all messages in it
-WEIGHT_HEADER_BYTES = 100_000_000  # the ceiling of the safetensors library itself
+WEIGHT_HEADER_BYTES = 100_000_000
+
+# Fields of all messages of one ONNX file.
+ONNX_FIELDS = 2**22
+
 STAGES = 4096
+
+# Dimensions of one tensor, and a size, stride, offset or number of elements.
 RANK = 64
-NESTING_DEPTH = 64  # lists in arguments, containers in the signature, arithmetic in a dimension, contexts, calls of subgraphs and regions
-ONNX_DEPTH = 256  # messages of an ONNX file: a node in a branch lies three deeper than the node with the branch
-UNFOLDED_ITEMS = 2**22  # nodes, arguments, values and names that the calls of regions of one graph become
-EXPR_TERMS = 1024  # numbers that one operation of a dimension takes
-NAME_CHARACTERS = 1024
 TENSOR_ELEMENTS = 2**62
-REPORTED_PROBLEMS = 1000  # what one error tells; the rest is left out
+
+# Nesting of containers in an argument or a signature, of operations in a dimension, of contexts, module calls, subgraphs and regions.
+NESTING_DEPTH = 64
+
+# Nesting of messages in an ONNX file. A node in a branch is three messages deeper than the node that has the branch.
+ONNX_DEPTH = 256
+
+# Nodes, arguments, values and names that all region calls of one graph unfold to.
+UNFOLDED_ITEMS = 2**22
+
+# Operands of one operation in a dimension.
+EXPR_TERMS = 1024
+
+NAME_CHARACTERS = 1024
+
+# Problems that one error lists.
+REPORTED_PROBLEMS = 1000

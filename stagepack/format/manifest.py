@@ -9,18 +9,27 @@ from stagepack.format.signature import Signature
 
 
 class Producer(Struct, frozen=True, kw_only=True):
-    """The versions that made the bundle, for people who look for a cause; no reader decides by it."""
+    """The versions of the software that wrote the bundle, for diagnosis. No reader decides by it.
+
+    Attributes:
+        stagepack: the version of stagepack.
+        torch: the version of torch.
+    """
 
     stagepack: str
     torch: str
 
 
 class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A value that crosses a boundary: into the model, between stages, or out of the model.
+    """A value that enters the model, crosses from a stage to later stages, or leaves the model.
 
     Attributes:
-        producer: the stage that makes it; None for an input of the model.
-        consumers: the stages that use it, in order; empty when only the caller does, or nobody.
+        name: the value name, in all graphs that have the value.
+        dtype: a torch dtype such as ``float32``, or ``symint``, ``symfloat``, ``symbool`` for a symbolic scalar.
+        shape: the dimensions of a tensor; empty for a symbolic scalar.
+        expr: the value of a ``symint`` as a dimension, if it is known.
+        producer: the number of the stage that computes it; None for an input of the model.
+        consumers: the numbers of the stages that use it, ascending; empty if no stage does.
     """
 
     name: str
@@ -36,7 +45,7 @@ class Onnx(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         model: the name of the ONNX file.
-        weights: the names of the weight files with tensors that it alone uses.
+        weights: the names of the weight files that only the ONNX model uses.
     """
 
     model: str
@@ -44,19 +53,22 @@ class Onnx(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One stage: its files, the edges in and out, and facts for whoever places it.
+    """One stage: its files, its edges, and facts for its placement.
 
     Attributes:
         graph: the name of its graph file.
-        weights: the names of the weight files it reads; its own first.
+        weights: the names of the weight files that it reads; its own first.
+        inputs: the names of the edges that it takes, in the order of the inputs of its graph.
+        outputs: the names of the edges that it returns, in the order of the outputs of its graph.
         nodes: the number of nodes of its graph.
-        weight_bytes: bytes of the weights that it uses, each stored tensor once.
+        weight_bytes: bytes of the weights that it uses; each stored tensor counts once.
         flops: floating-point operations of one call at the sizes of the example.
-        namespaces: namespaces of operators that the caller must allow, beyond ATen and the like.
-        state: names of the buffers that it writes.
-        added: how many nodes, at the begin of its graph, stand in no other: they read sizes off its inputs.
-        places: where its other nodes stand in the list of nodes of the whole model, as runs (first, count). A node that several
-            stages compute has one place.
+        namespaces: the namespaces of operators that the caller must allow.
+        state: the names of the weights that calls write.
+        added: the number of leading nodes of its graph that exist in no other stage and are not part of the whole model. They read
+            sizes off the inputs of the stage.
+        places: the positions of its other nodes in the list of nodes of the whole model, as runs (first, count). A node that several
+            stages compute has one position.
         onnx: the same stage as an ONNX model, if there is one.
     """
 
@@ -75,17 +87,23 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def onnx_files(self) -> tuple[str, ...]:
-        """The names of the files that it has as an ONNX model."""
+        """The names of the files that only its ONNX model needs: the ONNX file and its own weight files."""
         return () if self.onnx is None else (self.onnx.model, *self.onnx.weights)
 
     @property
     def node_numbers(self) -> list[int]:
-        """Where each node stands in the list of nodes of the whole model; -1 for one that was added."""
+        """The position of each node in the list of nodes of the whole model; -1 for an added node."""
         return [-1] * self.added + list(run_members(self.places))
 
 
 class File(Struct, frozen=True, kw_only=True):
-    """A file of the bundle: its size in bytes, and the SHA-256 of its content in hexadecimal."""
+    """A file of the bundle.
+
+    Attributes:
+        name: its name in the folder of the bundle.
+        size: its size in bytes.
+        sha256: the SHA-256 of its content, in hexadecimal.
+    """
 
     name: str
     size: Int64
@@ -93,13 +111,23 @@ class File(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The whole manifest. `sha256` covers the manifest itself, written with 64 zeros in its place (SPEC D3).
+    """The whole manifest.
 
     Attributes:
-        device: the type of the device that the model was captured on.
-        plan: how the model was cut, and what the stages were expected to cost.
+        format: always ``stagepack``.
+        version: the format version, ``MAJOR.MINOR``.
+        producer: the versions of the software that wrote the bundle.
+        signature: how the model is called, and what it returns.
+        stages: the stages in order.
+        edges: all values that cross a boundary.
+        files: all files of the bundle but the manifest and the signature over the bundle.
+        device: the type of the device that the model was captured on, such as ``cpu``.
+        features: named additions to the format that a reader must know to read the bundle.
+        plan: how the model was cut, and the estimated costs of the stages.
+        symbols: the symbols in the shapes of edges.
         seed: the seed of the random generators under which the example was recorded.
-        sha256: stands last, so that its place in the file is known.
+        sha256: the digest of the manifest itself, computed with 64 zeros in its place. It is the last field, so that its position in the
+            file is known.
     """
 
     format: str

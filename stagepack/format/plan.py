@@ -1,6 +1,6 @@
-"""A plan: which nodes of the whole model each stage gets, and what that is expected to cost (SPEC M13).
+"""A plan: the nodes of each stage, and the estimated costs (SPEC M13).
 
-Costs are those of one call at the sizes of the example.
+All costs are those of one call at the sizes of the example.
 """
 
 import itertools
@@ -11,37 +11,43 @@ from msgspec import Struct
 
 from stagepack.format.limits import Int64
 
-# Nodes that stand side by side in the whole model: the number of the first, and how many.
+# Consecutive nodes of the whole model: the number of the first node, and the number of nodes.
 Run = tuple[Int64, Int64]
 
 
 def to_runs(numbers: Iterable[int]) -> tuple[Run, ...]:
-    """Ascending numbers as runs: the first of those that follow one another, and how many."""
+    """Return ascending numbers as runs of consecutive numbers.
+
+    Law: ``list(run_members(to_runs(numbers))) == list(numbers)``.
+
+    Returns:
+        Pairs of the first number and the count of each run.
+    """
     groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    listed = ([number for _, number in group] for _, group in groups)
-    return tuple((group[0], len(group)) for group in listed)
+    member_lists = ([number for _, number in group] for _, group in groups)
+    return tuple((members[0], len(members)) for members in member_lists)
 
 
-def run_members(found: Iterable[Run]) -> Iterator[int]:
-    """Yield the numbers of runs, in order: the inverse of `runs`."""
-    return itertools.chain.from_iterable(range(first, first + count) for first, count in found)
+def run_members(runs: Iterable[Run]) -> Iterator[int]:
+    """Yield the numbers in runs, in order. This is the inverse of `to_runs`."""
+    return itertools.chain.from_iterable(range(first, first + count) for first, count in runs)
 
 
 class PlannedStage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One stage of a plan.
 
     Attributes:
-        nodes: the nodes of the whole model that it gets.
-        module: the path of the module of its first node, for people.
+        nodes: the nodes of the whole model that are assigned to the stage.
+        module: the path of the module of its first node, for display.
         weight_bytes: bytes of its weights.
         flops: floating-point operations of one call.
         bytes: bytes that its operators read and write in memory.
         received: bytes that it receives from other stages and from the caller.
-        picoseconds: expected time of its nodes on a device of speed 1.
-        receiving: expected time of receiving, in picoseconds.
-        memory: bytes that it needs: its weights, and at most so much for activations.
-        memory_limit: bytes that its device has, when a limit was given.
-        speed: of its device, relative to the others.
+        picoseconds: estimated time of its nodes on a device of speed 1.
+        receiving: estimated time of receiving, in picoseconds.
+        memory: bytes of memory that it needs: its weights, and an upper bound of its activations.
+        memory_limit: bytes of memory of its device, if a limit was given.
+        speed: speed of its device relative to the other devices.
     """
 
     nodes: tuple[Run, ...]
@@ -58,15 +64,17 @@ class PlannedStage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def time(self) -> float:
-        """Expected time of one call on its device, in picoseconds."""
+        """Estimated time of one call on the device of the stage, receiving included, in picoseconds."""
         return self.picoseconds / self.speed + self.receiving
 
 
 class Plan(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model is cut.
+    """The cut of a model.
 
     Attributes:
-        shared: what becomes of a weight that several stages use: each holds it, or the first one holds it and sends it.
+        stages: the stages in order.
+        shared: how a weight that several stages use is shared: each stage holds it (`replicate`), or the first one holds it and sends
+            it at each call (`transmit`).
     """
 
     stages: tuple[PlannedStage, ...]

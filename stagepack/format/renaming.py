@@ -1,4 +1,8 @@
-"""The names that stand in a part of a graph, in a fixed order: those that templates of a region may vary."""
+"""The names in nodes, values, weights and module calls, listed and replaced in a fixed order.
+
+These are the names that the templates of a region may vary. For each kind of object `x` there are two functions with the law:
+``list(names_in_x(rename_x(x, rename))) == [rename(name) for name in names_in_x(x)]``.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,7 +16,7 @@ from stagepack.format.tree import value_names
 
 
 def names_in_value(value: Value) -> Iterator[str]:
-    """Yield the names in a value: its own, and those of symbols."""
+    """Yield the name of a value, and the names of the symbols in its shape and its `expr`."""
     yield value.name
     for dim in value.shape:
         yield from symbol_names(dim)
@@ -21,7 +25,7 @@ def names_in_value(value: Value) -> Iterator[str]:
 
 
 def names_in_node(node: Node) -> Iterator[str]:
-    """Yield the names in a node: of the values that it is given, and those in the values that it makes."""
+    """Yield the names of the values that a node uses, and then the names in the values that it defines."""
     yield from input_names(node)
     for value in node.outputs:
         if value is not None:
@@ -29,7 +33,7 @@ def names_in_node(node: Node) -> Iterator[str]:
 
 
 def names_in_weight(weight: Weight) -> Iterator[str]:
-    """Yield the names in a weight."""
+    """Yield the value name of a weight, its names in the model, and the name of its base."""
     yield weight.value
     yield from weight.names
     if weight.base is not None:
@@ -37,7 +41,7 @@ def names_in_weight(weight: Weight) -> Iterator[str]:
 
 
 def names_in_module_call(call: ModuleCall) -> Iterator[str]:
-    """Yield the names in the call of a module, and where it begins."""
+    """Yield the path of a module call, the position of its first node, and the value names in its signature."""
     yield call.path
     yield call.first
     if call.signature is not None:
@@ -45,7 +49,7 @@ def names_in_module_call(call: ModuleCall) -> Iterator[str]:
 
 
 def names_in_region(region: Region) -> Iterator[str]:
-    """Yield the templates of a region."""
+    """Yield the templates of a region, with repeats: of its nodes and region calls, scopes, weights and module calls."""
     for item in region.nodes:
         yield from names_in_node(item) if isinstance(item, Node) else item.holes
     yield from (scope.path for scope in region.scopes)
@@ -56,7 +60,7 @@ def names_in_region(region: Region) -> Iterator[str]:
 
 
 def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
-    """Rebuild a value with renamed names; `rename` is called in the order of `names_in_value`."""
+    """Return a value with other names; `rename` maps an old name to a new one, in the order of `names_in_value`."""
     return replace(
         value,
         name=rename(value.name),
@@ -66,7 +70,7 @@ def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
 
 
 def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
-    """Rebuild a node with renamed names; `rename` is called in the order of `names_in_node`."""
+    """Return a node with other names; `rename` maps an old name to a new one, in the order of `names_in_node`."""
 
     def rename_leaf(leaf: Argument) -> Argument:
         return ValueArg(rename(leaf.name)) if isinstance(leaf, ValueArg) else leaf
@@ -77,7 +81,7 @@ def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
 
 
 def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
-    """Rebuild a weight with renamed names; `rename` is called in the order of `names_in_weight`."""
+    """Return a weight with other names; `rename` maps an old name to a new one, in the order of `names_in_weight`."""
     return replace(
         weight,
         value=rename(weight.value),
@@ -87,7 +91,7 @@ def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
 
 
 def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
-    """Rebuild a module call with renamed names; `rename` is called in the order of `names_in_module_call`."""
+    """Return a module call with other names; `rename` maps an old name to a new one, in the order of `names_in_module_call`."""
     return replace(
         call,
         path=rename(call.path),
@@ -97,6 +101,6 @@ def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> Module
 
 
 def rename_in_order(new_names: Iterable[str]) -> Callable[[str], str]:
-    """A renaming for the functions above that gives one new name after another, whatever the old name is."""
+    """Return a function that ignores the old name and returns the next of `new_names`, for the functions above."""
     remaining = iter(new_names)
     return lambda _: next(remaining)

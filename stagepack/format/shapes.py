@@ -1,4 +1,4 @@
-"""Dimensions: an integer, a symbol, or arithmetic over symbols (SPEC S1 to S3)."""
+"""Dimensions of shapes: integers, symbols, and arithmetic over symbols (SPEC S1 to S3)."""
 
 import functools
 import operator
@@ -13,10 +13,13 @@ from stagepack.format.limits import Int64
 
 
 class Symbol(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A size that the caller chooses, in the closed range ``[min, max]``; None means no bound on that side.
+    """A size that the caller chooses within a range.
 
     Attributes:
-        example: its size in the example, at which costs are given; None for a size that only the data tells.
+        name: the name that dimensions use.
+        min: the smallest size; None for no lower bound.
+        max: the largest size; None for no upper bound.
+        example: the size in the example, at which costs are given; None for a size that depends on the data.
     """
 
     name: str
@@ -26,34 +29,39 @@ class Symbol(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Expr(Struct, frozen=True, kw_only=True):
-    """Arithmetic on dimensions. `op` is one of `OPERATIONS`."""
+    """Arithmetic on dimensions.
+
+    Attributes:
+        op: the operation, a key of `OPERATIONS`.
+        args: the operands.
+    """
 
     op: str
     args: tuple["Dim", ...]
 
 
-# A dimension of a shape: a number, the name of a symbol, or an expression.
+# A dimension of a shape: an integer, the name of a symbol, or an expression.
 Dim = Int64 | str | Expr
 
 
-def _bounded(number: int) -> int:
-    """The number itself, so that a hostile expression cannot grow it without end."""
-    if abs(number) > limits.TENSOR_ELEMENTS:
-        raise OverflowError(f"a size is over {limits.TENSOR_ELEMENTS}")
-    return number
+def _bounded(size: int) -> int:
+    """Return the size itself, or raise OverflowError: a hostile expression must not compute with numbers of any length."""
+    if abs(size) > limits.TENSOR_ELEMENTS:
+        raise OverflowError(f"expected a size of at most {limits.TENSOR_ELEMENTS}")
+    return size
 
 
-def _sum(*numbers: int) -> int:
-    return _bounded(sum(numbers))
+def _sum(*terms: int) -> int:
+    return _bounded(sum(terms))
 
 
-def _product(*numbers: int) -> int:
-    return functools.reduce(lambda product, number: _bounded(product * number), numbers, 1)
+def _product(*factors: int) -> int:
+    return functools.reduce(lambda product, factor: _bounded(product * factor), factors, 1)
 
 
 def _power(base: int, exponent: int) -> int:
-    if not 0 <= exponent <= _EXPONENT_CEILING:
-        raise OverflowError(f"the exponent {exponent} is not between 0 and {_EXPONENT_CEILING}")
+    if not 0 <= exponent <= _MAX_EXPONENT:
+        raise OverflowError(f"expected an exponent from 0 to {_MAX_EXPONENT}, found {exponent}")
     return _bounded(_bounded(base) ** exponent)
 
 
@@ -68,12 +76,12 @@ OPERATIONS: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
         "min": min,
     }
 )
-_SIGNS: Final = {"add": " + ", "mul": "*", "floordiv": "//", "mod": " % ", "pow": "**"}
-_EXPONENT_CEILING: Final = 64
+_OPERATOR_SIGNS: Final = {"add": " + ", "mul": "*", "floordiv": "//", "mod": " % ", "pow": "**"}
+_MAX_EXPONENT: Final = 64
 
 
 def symbol_names(dim: Dim) -> Iterator[str]:
-    """Yield the names of the symbols of a dimension, with repeats, from left to right."""
+    """Yield the names of the symbols in a dimension, from left to right and with repeats."""
     if isinstance(dim, str):
         yield dim
     elif isinstance(dim, Expr):
@@ -82,18 +90,30 @@ def symbol_names(dim: Dim) -> Iterator[str]:
 
 
 def rename_symbols(dim: Dim, rename: Callable[[str], str]) -> Dim:
-    """Rebuild a dimension with renamed symbols; `rename` is called in the order of `symbol_names`."""
+    """Return a dimension with other names of symbols.
+
+    Args:
+        dim: the dimension.
+        rename: maps an old name to a new one. It is called in the order of `symbol_names`.
+    """
     if isinstance(dim, Expr):
         return Expr(op=dim.op, args=tuple([rename_symbols(arg, rename) for arg in dim.args]))
     return rename(dim) if isinstance(dim, str) else dim
 
 
 def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """Compute a dimension from the sizes of its symbols.
+    """Compute a dimension.
+
+    Args:
+        dim: the dimension.
+        sizes: the size of each symbol, by name.
+
+    Returns:
+        The value of the dimension.
 
     Raises:
         KeyError: a symbol has no size.
-        ArithmeticError: a division by zero, or a number that is over the limit for a size.
+        ArithmeticError: a division by zero, an exponent outside of 0 to 64, or an intermediate result over the limit of a size.
     """
     if isinstance(dim, int):
         return dim
@@ -103,29 +123,29 @@ def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 
 def size_in_range(symbol: Symbol, size: int) -> bool:
-    """Whether a size lies in the range of a symbol."""
+    """Whether a size is in the range of a symbol; both ends are included."""
     return (symbol.min is None or size >= symbol.min) and (symbol.max is None or size <= symbol.max)
 
 
 def format_dim(dim: Dim) -> str:
-    """Write a dimension as text: ``2*batch + 1``."""
+    """Return a dimension as text, such as ``2*batch + 1``."""
     if not isinstance(dim, Expr):
         return str(dim)
-    if dim.op not in _SIGNS:
+    if dim.op not in _OPERATOR_SIGNS:
         return f"{dim.op}({', '.join(map(format_dim, dim.args))})"
-    inner = (
+    operands = (
         f"({format_dim(arg)})" if isinstance(arg, Expr) and dim.op != "add" else format_dim(arg) for arg in dim.args
     )
-    return _SIGNS[dim.op].join(inner)
+    return _OPERATOR_SIGNS[dim.op].join(operands)
 
 
 def format_shape(shape: tuple[Dim, ...]) -> str:
-    """Write a shape as text: ``[batch, 2*seq, 384]``."""
+    """Return a shape as text, such as ``[batch, 2*seq, 384]``."""
     return f"[{', '.join(map(format_dim, shape))}]"
 
 
 def format_range(symbol: Symbol) -> str:
-    """Write the range of a symbol as text: ``1 to 64``, ``at least 2``."""
+    """Return the range of a symbol as text, such as ``1 to 64`` or ``at least 2``."""
     if symbol.max is None:
         return f"at least {symbol.min}" if symbol.min is not None else "any size"
     return f"{symbol.min} to {symbol.max}" if symbol.min is not None else f"at most {symbol.max}"

@@ -1,4 +1,4 @@
-"""How a model or a module is called (SPEC section 6)."""
+"""The signature of a model or a module (SPEC section 6)."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,10 @@ class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One parameter of a call.
 
     Attributes:
-        positional: may be given by position; positional parameters come first, in order.
-        keyword: may be given by name.
+        name: the name of the parameter.
+        tree: the containers and leaves of its argument.
+        positional: whether it may be given by position. Positional parameters come first, in order.
+        keyword: whether it may be given by name.
     """
 
     name: str
@@ -23,17 +25,26 @@ class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Signature(Struct, frozen=True, kw_only=True):
-    """How a model or a module is called, and what it gives back."""
+    """How a model or a module is called, and what it returns.
+
+    Attributes:
+        parameters: the parameters in order.
+        result: the containers and leaves of the result.
+    """
 
     parameters: tuple[Parameter, ...]
     result: Tree
 
     @property
     def trees(self) -> tuple[Tree, ...]:
-        """The containers of the parameters, and those of the result."""
+        """The trees of the parameters in order, and then the tree of the result."""
         return (*(parameter.tree for parameter in self.parameters), self.result)
 
-    def renamed(self, name: Callable[[str], str]) -> "Signature":
-        """The same with other names of values; `name` is asked in the order of the trees."""
-        parameters = [replace(parameter, tree=rename_values(parameter.tree, name)) for parameter in self.parameters]
-        return Signature(parameters=tuple(parameters), result=rename_values(self.result, name))
+    def renamed(self, rename: Callable[[str], str]) -> "Signature":
+        """Return the signature with other value names.
+
+        Args:
+            rename: maps an old value name to a new one. It is called in the order of `trees`, and in each from left to right.
+        """
+        parameters = [replace(parameter, tree=rename_values(parameter.tree, rename)) for parameter in self.parameters]
+        return Signature(parameters=tuple(parameters), result=rename_values(self.result, rename))

@@ -1,4 +1,4 @@
-"""Texts with holes, as regions have them: ``layers.{0}.norm``, ``add_{1+3}`` (SPEC F2, F5)."""
+"""Templates: the names in regions, with holes such as in ``layers.{0}.norm`` and ``add_{1+3}`` (SPEC F2, F5)."""
 
 import re
 from collections.abc import Sequence
@@ -7,76 +7,97 @@ from typing import NamedTuple
 
 from stagepack.format import limits
 
-_PART = re.compile(r"\{(?P<hole>0|[1-9][0-9]{0,5})(?P<plus>[+-][1-9][0-9]{0,17})?\}|(?P<text>(?:[^{}]|\{\{|\}\})+)")
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+_TEMPLATE_PART = re.compile(
+    r"\{(?P<text_index>0|[1-9][0-9]{0,5})(?P<increment>[+-][1-9][0-9]{0,17})?\}|(?P<literal>(?:[^{}]|\{\{|\}\})+)"
+)
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 class TemplateError(ValueError):
-    """A text is not a template, or its holes cannot be filled so."""
+    """A string is not a template, or its holes cannot be filled with the given texts."""
 
 
 class Hole(NamedTuple):
-    """A place in a template: the text of this number, or the number that it is plus another."""
+    """A hole of a template. A region call fills it with one of its texts.
+
+    Attributes:
+        text_index: the index of the text.
+        increment: added to the text, which must then be a decimal number; 0 leaves the text as it is.
+    """
 
     text_index: int
     increment: int = 0
 
     def __str__(self) -> str:
-        """As it is written."""
+        """The hole as it is written in a template."""
         return f"{{{self.text_index}{self.increment:+d}}}" if self.increment else f"{{{self.text_index}}}"
 
 
 def escape_template(text: str) -> str:
-    """The template that gives this text."""
+    """Return the template without holes that is filled to `text`."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 @lru_cache(maxsize=4096)
 def parse_template(template: str) -> tuple[str | Hole, ...]:
-    """The parts of a template.
+    """Split a template into literal strings, with their braces unescaped, and holes.
+
+    Args:
+        template: the template.
+
+    Returns:
+        The literals and holes in order.
 
     Raises:
-        TemplateError: it is not one.
+        TemplateError: `template` has a brace that is neither escaped nor part of a hole (F2).
     """
     parts: list[str | Hole] = []
-    at = 0
-    while at < len(template):
-        found = _PART.match(template, at)
-        if found is None:
-            raise TemplateError(f"{template[:80]!r} is not a text with holes")
-        at = found.end()
-        if found["text"] is None:
-            parts.append(Hole(int(found["hole"]), int(found["plus"] or 0)))
+    position = 0
+    while position < len(template):
+        match = _TEMPLATE_PART.match(template, position)
+        if match is None:
+            raise TemplateError(f"expected a template, found {template[:80]!r}")
+        position = match.end()
+        if match["literal"] is None:
+            parts.append(Hole(int(match["text_index"]), int(match["increment"] or 0)))
         else:
-            parts.append(found["text"].replace("{{", "{").replace("}}", "}"))
+            parts.append(match["literal"].replace("{{", "{").replace("}}", "}"))
     return tuple(parts)
 
 
-def fill_template(template: str, texts: Sequence[str]) -> str:
-    """A template with texts in its holes.
+def fill_template(template: str, hole_texts: Sequence[str]) -> str:
+    """Fill the holes of a template.
+
+    Args:
+        template: the template.
+        hole_texts: the texts of a region call.
+
+    Returns:
+        The filled template.
 
     Raises:
-        TemplateError: it is not one, there is no text for a hole, a number is added to what is none, or the result is under 0 or
-            too long.
+        TemplateError: `template` is not a template (F2); or a hole has no text, an increment is added to a text that is not a decimal
+            number, the sum is negative, or the result is too long (F5).
     """
-    found = "".join([_filled(part, texts) if isinstance(part, Hole) else part for part in parse_template(template)])
-    if len(found) > limits.NAME_CHARACTERS:
-        raise TemplateError(f"{template[:80]!r} becomes a text of over {limits.NAME_CHARACTERS} characters")
-    return found
+    parts = parse_template(template)
+    filled = "".join([_filled(part, hole_texts) if isinstance(part, Hole) else part for part in parts])
+    if len(filled) > limits.NAME_CHARACTERS:
+        raise TemplateError(f"{template[:80]!r} is filled to over {limits.NAME_CHARACTERS} characters")
+    return filled
 
 
-def _filled(hole: Hole, texts: Sequence[str]) -> str:
-    if hole.text_index >= len(texts):
-        raise TemplateError(f"the hole {hole} has no text")
-    text = texts[hole.text_index]
+def _filled(hole: Hole, hole_texts: Sequence[str]) -> str:
+    if hole.text_index >= len(hole_texts):
+        raise TemplateError(f"the hole {hole} has no text: the region call has {len(hole_texts)}")
+    text = hole_texts[hole.text_index]
     if not hole.increment:
         return text
-    number = int(text) + hole.increment if _NUMBER.fullmatch(text) else -1
-    if number < 0:
+    total = int(text) + hole.increment if _DECIMAL.fullmatch(text) else -1
+    if total < 0:
         raise TemplateError(f"the hole {hole} cannot be filled with {text[:80]!r}")
-    return str(number)
+    return str(total)
 
 
 def has_holes(template: str) -> bool:
-    """Whether a template gives another text than itself."""
+    """Whether a template differs from the string that it is filled to: it has holes or escaped braces."""
     return "{" in template or "}" in template

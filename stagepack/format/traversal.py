@@ -1,4 +1,4 @@
-"""Small questions about graphs that several parts ask."""
+"""Traversal of graphs: the arguments of a node, the values that it uses and defines, and module calls."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,11 +18,11 @@ from stagepack.format.graph import (
     ValueArg,
 )
 
-_CONTAINERS = frozenset({ListArg, TupleArg, DictArg, SliceArg})
+_CONTAINER_TYPES = frozenset({ListArg, TupleArg, DictArg, SliceArg})
 
 
 def child_arguments(argument: Argument) -> Iterator[Argument]:
-    """Yield the arguments inside a container argument, or nothing."""
+    """Yield the arguments directly inside a container; nothing for a leaf."""
     if isinstance(argument, ListArg | TupleArg):
         yield from argument.items
     elif isinstance(argument, DictArg):
@@ -32,18 +32,22 @@ def child_arguments(argument: Argument) -> Iterator[Argument]:
 
 
 def leaf_arguments(argument: Argument) -> Iterator[Argument]:
-    """Yield the argument itself, or what its containers hold, at any depth and in order."""
+    """Yield the leaves of an argument from left to right: the argument itself if it is not a container."""
     if isinstance(argument, ListArg | TupleArg | DictArg | SliceArg):
-        for part in child_arguments(argument):
-            yield from leaf_arguments(part)
+        for child in child_arguments(argument):
+            yield from leaf_arguments(child)
     else:
         yield argument
 
 
 def map_arguments(argument: Argument, function: Callable[[Argument], Argument]) -> Argument:
-    """Rebuild an argument with `function` applied to each of its leaves, in the order of `leaf_arguments`.
+    """Return an argument with its leaves replaced; the containers stay.
 
     Law: ``map_arguments(argument, lambda leaf: leaf) == argument``.
+
+    Args:
+        argument: a leaf or a container.
+        function: maps an old leaf to a new one. It is called in the order of `leaf_arguments`.
     """
     match argument:
         case ListArg(items) | TupleArg(items):
@@ -57,7 +61,7 @@ def map_arguments(argument: Argument, function: Callable[[Argument], Argument]) 
 
 
 def map_node_arguments(node: Node, function: Callable[[Argument], Argument]) -> Node:
-    """Rebuild a node with `function` applied to the leaves of its arguments, in the order of `node_arguments`."""
+    """Return a node with the leaves of its arguments replaced, as by `map_arguments`, in the order of `node_arguments`."""
     return replace(
         node,
         args=tuple([map_arguments(argument, function) for argument in node.args]),
@@ -66,7 +70,7 @@ def map_node_arguments(node: Node, function: Callable[[Argument], Argument]) -> 
 
 
 def node_arguments(node: Node) -> Iterator[Argument]:
-    """Yield the leaves of all arguments of a node, positional ones first."""
+    """Yield the leaves of all arguments of a node, the positional arguments first."""
     for argument in node.args:
         yield from leaf_arguments(argument)
     for _, argument in node.kwargs:
@@ -74,7 +78,7 @@ def node_arguments(node: Node) -> Iterator[Argument]:
 
 
 def input_names(node: Node) -> list[str]:
-    """The names of the values that a node is given, with repeats."""
+    """Return the names of the values that a node uses, in the order of its arguments and with repeats."""
     names: list[str] = []
     for argument in node.args:
         _add_names(argument, names)
@@ -84,12 +88,13 @@ def input_names(node: Node) -> list[str]:
 
 
 def _add_names(argument: Argument, names: list[str]) -> None:
-    kind = type(argument)  # much faster than `leaves`, and every node is asked several times
-    if kind is ValueArg:
+    # Much faster than `leaf_arguments`. Every pass over a graph calls this for every node.
+    argument_type = type(argument)
+    if argument_type is ValueArg:
         names.append(argument.name)  # type: ignore[union-attr, arg-type]
-    elif kind in _CONTAINERS:
-        for part in child_arguments(argument):
-            _add_names(part, names)
+    elif argument_type in _CONTAINER_TYPES:
+        for child in child_arguments(argument):
+            _add_names(child, names)
 
 
 def subgraph_indices(node: Node) -> Iterator[int]:
@@ -98,33 +103,52 @@ def subgraph_indices(node: Node) -> Iterator[int]:
 
 
 def output_names(node: Node) -> Iterator[str]:
-    """Yield the names of the values that a node makes."""
+    """Yield the names of the values that a node defines."""
     return (value.name for value in node.outputs if value is not None)
 
 
 def is_random(graph: Graph, node: Node) -> bool:
-    """Whether a node draws random numbers, or a subgraph that it calls."""
-    inner = (other for index in subgraph_indices(node) for other in graph.subgraphs[index].nodes)
-    return graph.ops[node.op].random or any(is_random(graph, other) for other in inner)
+    """Whether a node, or a node in a subgraph that it calls, draws from a random generator."""
+    nested_nodes = (nested for index in subgraph_indices(node) for nested in graph.subgraphs[index].nodes)
+    return graph.ops[node.op].random or any(is_random(graph, nested) for nested in nested_nodes)
 
 
 def parameter_argument(node: Node, op: Op, parameter: str) -> Argument:
-    """What a node gives to one parameter of its operator; None when it leaves the parameter out."""
+    """Return the argument that a node passes to one parameter of its operator.
+
+    Args:
+        node: a node.
+        op: its operator.
+        parameter: the name of a parameter of `op`.
+
+    Returns:
+        The argument; None if the node omits it.
+
+    Raises:
+        ValueError: `op` has no such parameter.
+    """
     position = op.parameters.index(parameter)
     return node.args[position] if position < len(node.args) else dict(node.kwargs).get(parameter)
 
 
 def parameter_value_names(node: Node, op: Op, parameter: str) -> Iterator[str]:
-    """Yield the names of the values given to one parameter of an operator."""
+    """Yield the names of the values in the argument that `parameter_argument` returns."""
     return (leaf.name for leaf in leaf_arguments(parameter_argument(node, op, parameter)) if isinstance(leaf, ValueArg))
 
 
 def sort_module_calls(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
-    """Calls of modules in the order of their nodes; of those that begin together, the one with most nodes first."""
+    """Sort module calls by their first node; of several that begin together, the one with the most nodes is first."""
     return tuple(sorted(calls, key=lambda call: (len(call.first), call.first, -call.nodes, call.path)))
 
 
 def split_call_path(path: str) -> tuple[str, str]:
-    """The path of a call of a module, or the last part of it -> that of the module, and the number of the call: empty for the first."""
-    module, mark, number = path.rpartition("@")
-    return (module, number) if mark and number.isdecimal() else (path, "")
+    """Split the path of a module call into the path of the module and the number of the call.
+
+    Args:
+        path: the path of a module call, or its last component, such as ``layers.0@2``.
+
+    Returns:
+        The path without the number, and the number in digits; an empty string for the first call.
+    """
+    module_path, separator, call_number = path.rpartition("@")
+    return (module_path, call_number) if separator and call_number.isdecimal() else (path, "")

@@ -1,6 +1,6 @@
-"""Containers of a call as data: what goes in and what comes out, down to its leaves (SPEC T1 to T4).
+"""The containers of a call as data: the arguments and the result, down to their leaves (SPEC T1 to T4).
 
-Law: ``unflatten(tree, flatten(tree, x)) == x`` for every `x` made of plain containers.
+Law: for every `x` made of plain containers, `unflatten_tree` builds an object equal to `x` from the leaves that `flatten_tree` yields.
 """
 
 import collections
@@ -16,25 +16,31 @@ from stagepack.format.limits import Int64
 
 
 class ValueLeaf(Struct, frozen=True, tag="value"):
-    """A tensor or a symbolic scalar: the name of a value."""
+    """A tensor or a symbolic scalar, by its value name."""
 
     name: str
 
 
 class ConstantLeaf(Struct, frozen=True, tag="constant"):
-    """A value that was fixed at export."""
+    """A value that was fixed when the model was captured."""
 
     value: bool | Int64 | float | str | None
 
 
 class NonFiniteLeaf(Struct, frozen=True, tag="nonfinite"):
-    """A float constant that JSON cannot write."""
+    """A float constant that JSON cannot represent."""
 
     value: Literal["nan", "inf", "-inf"]
 
 
 class SequenceTree(Struct, frozen=True, kw_only=True, tag="sequence", omit_defaults=True):
-    """A tuple, a list or a deque."""
+    """A tuple, a list or a deque.
+
+    Attributes:
+        kind: the class.
+        items: the items in order.
+        maxlen: the maximum length of a deque, if it has one.
+    """
 
     kind: Literal["tuple", "list", "deque"]
     items: tuple["Tree", ...]
@@ -42,7 +48,13 @@ class SequenceTree(Struct, frozen=True, kw_only=True, tag="sequence", omit_defau
 
 
 class DictTree(Struct, frozen=True, kw_only=True, tag="dict", omit_defaults=True):
-    """A dict, an ordered dict, or a defaultdict of a plain factory."""
+    """A dict, an ordered dict or a defaultdict.
+
+    Attributes:
+        kind: the class.
+        items: pairs of key and tree, in order.
+        factory: the default factory of a defaultdict, if it has one.
+    """
 
     kind: Literal["dict", "OrderedDict", "defaultdict"]
     items: tuple[tuple[bool | Int64 | float | str | None, "Tree"], ...]
@@ -50,27 +62,33 @@ class DictTree(Struct, frozen=True, kw_only=True, tag="dict", omit_defaults=True
 
 
 class ObjectTree(Struct, frozen=True, kw_only=True, tag="object"):
-    """An object of a class that is not plain: its name (never imported) and its fields."""
+    """An object of another class.
+
+    Attributes:
+        class_name: the name of its class, which is never imported.
+        fields: pairs of field name and tree.
+    """
 
     class_name: str
     fields: tuple[tuple[str, "Tree"], ...]
 
 
-# The name of a value that nothing uses, so that no graph has it.
+# The name of leaves whose value nothing uses. No graph has a value of this name.
 UNUSED_VALUE: Final = "_"
 
+Leaf = ValueLeaf | ConstantLeaf | NonFiniteLeaf
 Tree = ValueLeaf | ConstantLeaf | NonFiniteLeaf | SequenceTree | DictTree | ObjectTree
 
 _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 
 
 def type_name(cls: type) -> str:
-    """The name under which a class is recorded: ``module.qualified_name``."""
+    """Return the name under which a class is recorded: ``module.qualified_name``."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def child_trees(tree: Tree) -> Iterator[Tree]:
-    """Yield the trees directly inside a container, or nothing for a leaf."""
+    """Yield the trees directly inside a container; nothing for a leaf."""
     if isinstance(tree, SequenceTree):
         yield from tree.items
     elif isinstance(tree, DictTree):
@@ -79,8 +97,8 @@ def child_trees(tree: Tree) -> Iterator[Tree]:
         yield from (item for _, item in tree.fields)
 
 
-def tree_leaves(tree: Tree) -> Iterator[ValueLeaf | ConstantLeaf | NonFiniteLeaf]:
-    """Yield the leaves from left to right."""
+def tree_leaves(tree: Tree) -> Iterator[Leaf]:
+    """Yield the leaves of a tree from left to right."""
     if isinstance(tree, ValueLeaf | ConstantLeaf | NonFiniteLeaf):
         yield tree
     for child in child_trees(tree):
@@ -88,83 +106,98 @@ def tree_leaves(tree: Tree) -> Iterator[ValueLeaf | ConstantLeaf | NonFiniteLeaf
 
 
 def value_names(*trees: Tree) -> Iterator[str]:
-    """Yield the names of the values in containers, from left to right."""
+    """Yield the value names in trees, from left to right and with repeats."""
     return (leaf.name for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, ValueLeaf))
 
 
-def rename_values(tree: Tree, name: Callable[[str], str]) -> Tree:
-    """A tree with other names of values; `name` is asked from left to right."""
+def rename_values(tree: Tree, rename: Callable[[str], str]) -> Tree:
+    """Return a tree with other value names.
+
+    Args:
+        tree: the tree.
+        rename: maps an old value name to a new one. It is called in the order of `value_names`.
+    """
     if isinstance(tree, ValueLeaf):
-        return ValueLeaf(name(tree.name))
+        return ValueLeaf(rename(tree.name))
     if isinstance(tree, SequenceTree):
-        return replace(tree, items=tuple([rename_values(item, name) for item in tree.items]))
+        return replace(tree, items=tuple([rename_values(item, rename) for item in tree.items]))
     if isinstance(tree, DictTree):
-        return replace(tree, items=tuple([(key, rename_values(item, name)) for key, item in tree.items]))
+        return replace(tree, items=tuple([(key, rename_values(item, rename)) for key, item in tree.items]))
     if isinstance(tree, ObjectTree):
-        return replace(tree, fields=tuple([(key, rename_values(item, name)) for key, item in tree.fields]))
+        return replace(tree, fields=tuple([(key, rename_values(item, rename)) for key, item in tree.fields]))
     return tree
 
 
 def constant_value(leaf: ConstantLeaf | NonFiniteLeaf) -> bool | float | str | None:
-    """The Python value of a constant leaf."""
+    """Return the Python value of a constant leaf."""
     return float(leaf.value) if isinstance(leaf, NonFiniteLeaf) else leaf.value
 
 
-def flatten_tree(
-    tree: Tree, given: Any, where: str
-) -> Iterator[tuple[str, ValueLeaf | ConstantLeaf | NonFiniteLeaf, Any]]:
-    """Match an object against a tree; yield (place, leaf, what was given there) from left to right.
+def flatten_tree(tree: Tree, argument: Any, location: str) -> Iterator[tuple[str, Leaf, Any]]:
+    """Match an object with a tree.
 
-    Objects are read by field: a mapping by key; a named tuple, a dataclass, or what is of the recorded class by attribute.
+    For an `ObjectTree`, a mapping is read by key; a named tuple, a dataclass, and an object of the recorded class are read by attribute.
+
+    Args:
+        tree: the expected containers.
+        argument: the object.
+        location: the location of the object in the call, such as ``batch['ids']``, for messages.
+
+    Yields:
+        The location of each leaf, the leaf, and the object at its location, from left to right.
 
     Raises:
         InputError: the containers differ.
     """
     if isinstance(tree, SequenceTree):
-        _require(isinstance(given, list | tuple | collections.deque), f"a {tree.kind}", given, where)
-        _require(len(given) == len(tree.items), f"{len(tree.items)} items", len(given), where)
-        for position, (item, part) in enumerate(zip(tree.items, given, strict=True)):
-            yield from flatten_tree(item, part, f"{where}[{position}]")
+        _require(isinstance(argument, list | tuple | collections.deque), f"a {tree.kind}", argument, location)
+        _require(len(argument) == len(tree.items), f"{len(tree.items)} items", len(argument), location)
+        for index, (item_tree, item) in enumerate(zip(tree.items, argument, strict=True)):
+            yield from flatten_tree(item_tree, item, f"{location}[{index}]")
     elif isinstance(tree, DictTree):
-        _require(isinstance(given, Mapping), f"a {tree.kind}", given, where)
-        yield from _flatten_keys(tree.items, given, where)
+        _require(isinstance(argument, Mapping), f"a {tree.kind}", argument, location)
+        yield from _flatten_items(tree.items, argument, location)
     elif isinstance(tree, ObjectTree):
-        yield from _flatten_keys(tree.fields, _fields(tree, given, where), where)
+        yield from _flatten_items(tree.fields, _fields_of(tree, argument, location), location)
     else:
-        yield where, tree, given
+        yield location, tree, argument
 
 
-def unflatten_tree(
-    tree: Tree, leaf: Callable[[ValueLeaf | ConstantLeaf | NonFiniteLeaf], Any], types: Collection[type] = ()
-) -> Any:
-    """Build the object that a tree describes; `leaf` gives the object of each leaf.
+def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collection[type] = ()) -> Any:
+    """Build the object that a tree describes.
 
-    An object whose class is among `types` is built from its fields: a named tuple, a dataclass or a mapping by calling the class,
-    others by setting attributes. An object of another class is given back as a dict of its fields.
+    Args:
+        tree: the containers.
+        build_leaf: returns the object of a leaf. It is called from left to right.
+        types: the classes that an `ObjectTree` may be built of. A named tuple, a dataclass or a mapping is built by calling the class with
+            the fields as keyword arguments; an object of another class by setting its attributes.
+
+    Returns:
+        The object. An `ObjectTree` whose class is not among `types` becomes a dict of its fields.
 
     Raises:
-        InputError: a class of `types` does not take the fields that are recorded.
+        InputError: a class of `types` does not accept the recorded fields.
     """
     if isinstance(tree, SequenceTree):
-        items = [unflatten_tree(item, leaf, types) for item in tree.items]
+        items = [unflatten_tree(item, build_leaf, types) for item in tree.items]
         if tree.kind == "deque":
             return collections.deque(items, maxlen=tree.maxlen)
         return items if tree.kind == "list" else tuple(items)
     if isinstance(tree, DictTree):
-        pairs = {key: unflatten_tree(item, leaf, types) for key, item in tree.items}
+        pairs = {key: unflatten_tree(item, build_leaf, types) for key, item in tree.items}
         if tree.kind == "OrderedDict":
             return collections.OrderedDict(pairs)
         if tree.kind == "defaultdict":
             return collections.defaultdict(_FACTORIES[tree.factory] if tree.factory else None, pairs)
         return pairs
     if isinstance(tree, ObjectTree):
-        fields = {name: unflatten_tree(item, leaf, types) for name, item in tree.fields}
+        fields = {key: unflatten_tree(item, build_leaf, types) for key, item in tree.fields}
         cls = next((cls for cls in types if type_name(cls) == tree.class_name), None)
-        return fields if cls is None else _build(cls, fields)
-    return leaf(tree)
+        return fields if cls is None else _build_object(cls, fields)
+    return build_leaf(tree)
 
 
-def _build(cls: type, fields: Mapping[str, Any]) -> Any:
+def _build_object(cls: type, fields: Mapping[str, Any]) -> Any:
     try:
         if dataclasses.is_dataclass(cls) or issubclass(cls, tuple | Mapping):
             return cls(**fields)
@@ -175,25 +208,27 @@ def _build(cls: type, fields: Mapping[str, Any]) -> Any:
     return built
 
 
-def _require(holds: bool, expected: str, given: Any, where: str) -> None:
-    if not holds:
-        found = given if isinstance(given, int) else type(given).__name__
-        raise InputError(f"{where}: expected {expected}, found {found}")
+def _require(condition: bool, expected: str, argument: Any, location: str) -> None:
+    if not condition:
+        found = argument if isinstance(argument, int) else type(argument).__name__
+        raise InputError(f"{location}: expected {expected}, found {found}")
 
 
-def _flatten_keys(
-    items: tuple[tuple[Any, Tree], ...], given: Mapping[Any, Any], where: str
-) -> Iterator[tuple[str, ValueLeaf | ConstantLeaf | NonFiniteLeaf, Any]]:
-    expected = [key for key, _ in items]
-    if set(expected) != set(given):
-        raise InputError(f"{where}: expected the keys {expected}, found {list(given)}")
-    for key, item in items:
-        yield from flatten_tree(item, given[key], f"{where}[{key!r}]")
+def _flatten_items(
+    item_trees: tuple[tuple[Any, Tree], ...], items: Mapping[Any, Any], location: str
+) -> Iterator[tuple[str, Leaf, Any]]:
+    expected_keys = [key for key, _ in item_trees]
+    if set(expected_keys) != set(items):
+        raise InputError(f"{location}: expected the keys {expected_keys}, found {list(items)}")
+    for key, item_tree in item_trees:
+        yield from flatten_tree(item_tree, items[key], f"{location}[{key!r}]")
 
 
-def _fields(tree: ObjectTree, given: Any, where: str) -> Mapping[str, Any]:
-    if isinstance(given, Mapping):
-        return given
-    if dataclasses.is_dataclass(given) or isinstance(given, tuple) or type_name(type(given)) == tree.class_name:
-        return {name: getattr(given, name) for name, _ in tree.fields if hasattr(given, name)}
-    raise InputError(f"{where}: expected {tree.class_name} or a dict of its fields, found {type(given).__name__}")
+def _fields_of(tree: ObjectTree, argument: Any, location: str) -> Mapping[str, Any]:
+    """The fields of an argument that stands for an object, by name."""
+    if isinstance(argument, Mapping):
+        return argument
+    named_tuple_or_dataclass = dataclasses.is_dataclass(argument) or isinstance(argument, tuple)
+    if named_tuple_or_dataclass or type_name(type(argument)) == tree.class_name:
+        return {name: getattr(argument, name) for name, _ in tree.fields if hasattr(argument, name)}
+    raise InputError(f"{location}: expected {tree.class_name} or a dict of its fields, found {type(argument).__name__}")

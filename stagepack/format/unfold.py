@@ -1,4 +1,4 @@
-"""A graph as its file holds it -> the graph (SPEC F1 to F5)."""
+"""Unfold a graph: replace the region calls of a graph file by nodes (SPEC F1 to F5)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,52 +9,62 @@ from msgspec.structs import replace
 from stagepack.errors import FormatError, Problem
 from stagepack.format.folded import FoldedGraph, Region, RegionCall
 from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Scope, Value, ValueArg, Weight
-from stagepack.format.renaming import names_in_region, names_in_value, rename_module_call, rename_value, rename_weight
+from stagepack.format.renaming import (
+    names_in_region,
+    names_in_value,
+    rename_module_call,
+    rename_value,
+    rename_weight,
+)
 from stagepack.format.template import TemplateError, fill_template, has_holes
 from stagepack.format.traversal import input_names, leaf_arguments, map_arguments, sort_module_calls
 
 _T = TypeVar("_T")
-# What a text of a region is at one call.
-_Texts = Mapping[str, str]
+# Template of a region -> the name that it is filled to in one region call.
+_Names = Mapping[str, str]
+# Builds a node from the names of a region call, and from the index of each scope of the region in the scope table of the graph.
+_NodeBuilder = Callable[[_Names, list[int]], Node]
 
 
-def unfold_graph(folded: FoldedGraph, where: str = "", *, module_calls: bool = True) -> Graph:
-    """Fill in all calls of regions. `folded` keeps the rules that `validate.check_folded` checks.
+def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool = True) -> Graph:
+    """Replace all region calls of a graph by the nodes of their regions.
 
-    The scopes of a folded graph stand sorted by path and type in the graph; its weights in the order of their first use, and
-    after them those that no node uses; its calls of modules in the order of their nodes. Without `module_calls` these are left out,
-    which is faster.
+    The tables of the result have a fixed order: scopes by path and type; weights by their first use, and after them the weights that no
+    node uses; module calls by their first node. A graph without regions keeps its order.
+
+    Args:
+        folded: a graph that `validate.check_folded` finds no problem in.
+        file_name: the name of the graph file, for messages.
+        module_calls: whether to keep the module calls; leaving them out is faster.
+
+    Returns:
+        The graph.
 
     Raises:
         FormatError: a hole cannot be filled (F5).
     """
-    fields = {name: getattr(folded, name) for name in Graph.__struct_fields__}
+    fields = {field_name: getattr(folded, field_name) for field_name in Graph.__struct_fields__}
     if not module_calls:
         fields["calls"] = ()
     if not folded.regions:
         return Graph(**fields)
     try:
-        steps = list(_Steps(folded.regions, module_calls=module_calls).of(folded))
-        inner = (
-            [rename_module_call(call, step.texts.__getitem__) for step in steps for call in step.calls]
-            if module_calls
-            else []
-        )
+        steps = list(_Unfolding(folded.regions, module_calls=module_calls).steps(folded))
+        added_calls = [rename_module_call(call, step.names.__getitem__) for step in steps for call in step.calls]
     except TemplateError as error:
-        raise FormatError([Problem(rule="F5", where=where, message=str(error))]) from None
-    scopes = sorted({*folded.scopes, *(scope for step in steps for scope in step.scopes)}, key=_order)
-    number_of = {scope: number for number, scope in enumerate(scopes)}
+        raise FormatError([Problem(rule="F5", where=file_name, message=str(error))]) from None
+    scopes = sorted({*folded.scopes, *(scope for step in steps for scope in step.scopes)}, key=_scope_order)
+    index_of_scope = {scope: index for index, scope in enumerate(scopes)}
     nodes: list[Node] = []
     for step in steps:
-        numbers = [number_of[scope] for scope in step.scopes]
-        nodes += (make(step.texts, numbers) for make in step.makers)
-    weights = {
-        weight.value: weight for weight in (*folded.weights, *(weight for step in steps for weight in step.weights))
-    }
+        scope_indices = [index_of_scope[scope] for scope in step.scopes]
+        nodes += (build(step.names, scope_indices) for build in step.node_builders)
+    added_weights = (weight for step in steps for weight in step.weights)
+    weights = {weight.value: weight for weight in (*folded.weights, *added_weights)}
     used = dict.fromkeys(name for node in nodes for name in input_names(node) if name in weights)
-    numbers = [number_of[scope] for scope in folded.scopes]
+    scope_indices = [index_of_scope[scope] for scope in folded.scopes]
     subgraphs = tuple(
-        replace(subgraph, nodes=tuple(replace(node, scope=numbers[node.scope]) for node in subgraph.nodes))
+        replace(subgraph, nodes=tuple(replace(node, scope=scope_indices[node.scope]) for node in subgraph.nodes))
         for subgraph in folded.subgraphs
     )
     fields |= {
@@ -62,123 +72,133 @@ def unfold_graph(folded: FoldedGraph, where: str = "", *, module_calls: bool = T
         "scopes": tuple(scopes),
         "weights": tuple(weights[name] for name in (*used, *(name for name in weights if name not in used))),
         "subgraphs": subgraphs,
-        "calls": sort_module_calls((*fields["calls"], *inner)),
+        "calls": sort_module_calls((*fields["calls"], *added_calls)),
     }
     return Graph(**fields)
 
 
-def _order(scope: Scope) -> tuple[str, str]:
+def _scope_order(scope: Scope) -> tuple[str, str]:
     return scope.path, scope.type
-
-
-_Maker = Callable[[_Texts, list[int]], Node]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Nodes that follow one another: what makes them of the texts and the numbers of scopes, and what these are here."""
+    """A run of nodes between region calls, or the weights and module calls that one region call adds.
 
-    makers: Sequence[_Maker]
-    texts: _Texts
+    Attributes:
+        node_builders: build the nodes.
+        names: the filled templates of the region call that the nodes belong to.
+        scopes: the scopes that the nodes refer to.
+        weights: the weights that the region call adds.
+        calls: the module calls that the region call adds, with templates.
+    """
+
+    node_builders: Sequence[_NodeBuilder]
+    names: _Names
     scopes: list[Scope]
     weights: list[Weight] = field(default_factory=list)
     calls: Sequence[ModuleCall] = ()
 
 
-class _Steps:
-    """The calls of a graph, filled in."""
+class _Unfolding:
+    """Unfolds region calls. The nodes of a region are compiled once to functions, which build the nodes of each region call."""
 
     def __init__(self, regions: Sequence[Region], *, module_calls: bool) -> None:
-        self._regions = regions
-        parts = regions if module_calls else [replace(region, calls=()) for region in regions]
-        self._templates = [sorted(set(names_in_region(region))) for region in parts]
-        self._makers = [[_filler(item) for item in region.nodes if isinstance(item, Node)] for region in regions]
+        self._regions = regions if module_calls else [replace(region, calls=()) for region in regions]
+        self._templates = [sorted(set(names_in_region(region))) for region in self._regions]
+        self._builders = [
+            [_filled_node_builder(item) for item in region.nodes if isinstance(item, Node)] for region in regions
+        ]
 
-    def of(self, folded: FoldedGraph) -> Iterator[_Step]:
-        """Yield the nodes of a graph in their order."""
-        makers = [_keeper(item) for item in folded.nodes if isinstance(item, Node)]
-        return self._body(folded.nodes, makers, list(folded.scopes), {})
+    def steps(self, folded: FoldedGraph) -> Iterator[_Step]:
+        """Yield the steps that build the nodes of a graph, in order."""
+        builders = [_kept_node_builder(item) for item in folded.nodes if isinstance(item, Node)]
+        return self._body_steps(folded.nodes, builders, list(folded.scopes), {})
 
-    def _body(
-        self, items: Sequence[Node | RegionCall], makers: Sequence[_Maker], scopes: list[Scope], texts: _Texts
+    def _body_steps(
+        self,
+        items: Sequence[Node | RegionCall],
+        builders: Sequence[_NodeBuilder],
+        scopes: list[Scope],
+        names: _Names,
     ) -> Iterator[_Step]:
-        done = nodes = 0
+        """Yield the steps of a graph or of one region call; `builders` are those of the nodes among the items."""
+        step_start = node_count = 0
         for item in items:
             if isinstance(item, Node):
-                nodes += 1
+                node_count += 1
                 continue
-            yield _Step(makers[done:nodes], texts, scopes)
-            done = nodes
-            yield from self._call(item.region, [texts.get(hole, hole) for hole in item.holes])
-        yield _Step(makers[done:], texts, scopes)
+            yield _Step(builders[step_start:node_count], names, scopes)
+            step_start = node_count
+            yield from self._call_steps(item.region, [names.get(hole, hole) for hole in item.holes])
+        yield _Step(builders[step_start:], names, scopes)
 
-    def _call(self, number: int, holes: list[str]) -> Iterator[_Step]:
-        region = self._regions[number]
-        texts = {template: fill_template(template, holes) for template in self._templates[number]}
-        yield _Step(
-            [], texts, [], [rename_weight(weight, texts.__getitem__) for weight in region.weights], region.calls
-        )
-        scopes = [Scope(path=texts[scope.path], type=scope.type) for scope in region.scopes]
-        yield from self._body(region.nodes, self._makers[number], scopes, texts)
-
-
-def _keeper(node: Node) -> _Maker:
-    """What makes a node of the graph itself, which has no holes."""
-
-    def make(texts: _Texts, scopes: list[int]) -> Node:
-        return replace(node, scope=scopes[node.scope])
-
-    return make
+    def _call_steps(self, region_index: int, hole_texts: list[str]) -> Iterator[_Step]:
+        region = self._regions[region_index]
+        names = {template: fill_template(template, hole_texts) for template in self._templates[region_index]}
+        weights = [rename_weight(weight, names.__getitem__) for weight in region.weights]
+        yield _Step([], names, [], weights, region.calls)
+        scopes = [Scope(path=names[scope.path], type=scope.type) for scope in region.scopes]
+        yield from self._body_steps(region.nodes, self._builders[region_index], scopes, names)
 
 
-def _filler(node: Node) -> _Maker:
-    """What makes a node of a region; what has no holes is made once."""
+def _kept_node_builder(node: Node) -> _NodeBuilder:
+    """The builder of a node of the graph itself, whose names are no templates."""
+
+    def build(_: _Names, scope_indices: list[int]) -> Node:
+        return replace(node, scope=scope_indices[node.scope])
+
+    return build
+
+
+def _filled_node_builder(node: Node) -> _NodeBuilder:
+    """The builder of a node of a region. Arguments and outputs without holes are shared by all nodes that it builds."""
     keys = [key for key, _ in node.kwargs]
-    fill_args = _each_filled(node.args, _argument_filler)
-    fill_kwargs = _each_filled([argument for _, argument in node.kwargs], _argument_filler)
-    fill_outputs = _each_filled(node.outputs, _value_filler)
+    fill_args = _tuple_filler(node.args, _argument_filler)
+    fill_kwargs = _tuple_filler([argument for _, argument in node.kwargs], _argument_filler)
+    fill_outputs = _tuple_filler(node.outputs, _value_filler)
 
-    def make(texts: _Texts, scopes: list[int]) -> Node:
+    def build(names: _Names, scope_indices: list[int]) -> Node:
         return Node(
             op=node.op,
-            args=fill_args(texts),
-            kwargs=tuple(zip(keys, fill_kwargs(texts), strict=True)),
-            outputs=fill_outputs(texts),
+            args=fill_args(names),
+            kwargs=tuple(zip(keys, fill_kwargs(names), strict=True)),
+            outputs=fill_outputs(names),
             unpack=node.unpack,
-            scope=scopes[node.scope],
+            scope=scope_indices[node.scope],
             context=node.context,
             cost=node.cost,
         )
 
-    return make
+    return build
 
 
-def _each_filled(
-    items: Sequence[_T], filler_of: Callable[[_T], Callable[[_Texts], _T] | None]
-) -> Callable[[_Texts], tuple[_T, ...]]:
-    """What makes a tuple of the texts; `filler_of` gives None for an item without holes."""
+def _tuple_filler(
+    items: Sequence[_T], filler_of: Callable[[_T], Callable[[_Names], _T] | None]
+) -> Callable[[_Names], tuple[_T, ...]]:
+    """A function that fills all items; `filler_of` returns the function that fills one item, or None for an item without holes."""
     pairs = [(item, filler_of(item)) for item in items]
     if all(fill is None for _, fill in pairs):
-        same = tuple(items)
-        return lambda _: same
-    return lambda texts: tuple([item if fill is None else fill(texts) for item, fill in pairs])
+        unchanged = tuple(items)
+        return lambda _: unchanged
+    return lambda names: tuple([item if fill is None else fill(names) for item, fill in pairs])
 
 
-def _argument_filler(argument: Argument) -> Callable[[_Texts], Argument] | None:
-    if isinstance(argument, ValueArg):  # a container would do this too, in twice the time
-        name = argument.name
-        return (lambda texts: ValueArg(texts[name])) if has_holes(name) else None
+def _argument_filler(argument: Argument) -> Callable[[_Names], Argument] | None:
+    # The code for containers below would do for a value too, in twice the time; most arguments are values.
+    if isinstance(argument, ValueArg):
+        template = argument.name
+        return (lambda names: ValueArg(names[template])) if has_holes(template) else None
     if not any(isinstance(leaf, ValueArg) and has_holes(leaf.name) for leaf in leaf_arguments(argument)):
         return None
 
-    def fill(texts: _Texts) -> Argument:
-        return map_arguments(argument, lambda leaf: ValueArg(texts[leaf.name]) if isinstance(leaf, ValueArg) else leaf)
+    def fill(names: _Names) -> Argument:
+        return map_arguments(argument, lambda leaf: ValueArg(names[leaf.name]) if isinstance(leaf, ValueArg) else leaf)
 
     return fill
 
 
-def _value_filler(value: Value | None) -> Callable[[_Texts], Value] | None:
+def _value_filler(value: Value | None) -> Callable[[_Names], Value] | None:
     if value is None or not any(map(has_holes, names_in_value(value))):
         return None
-    template = value
-    return lambda texts: rename_value(template, texts.__getitem__)
+    return lambda names: rename_value(value, names.__getitem__)

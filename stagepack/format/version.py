@@ -1,8 +1,8 @@
-"""The version of the format that this code writes, and what it can read (SPEC M1 to M3)."""
+"""The format version that this code writes, and the versions and features that it reads (SPEC M1 to M3)."""
 
 MAJOR = 1
 MINOR = 0
 VERSION = f"{MAJOR}.{MINOR}"
 
-# Names a bundle may list under "features"; a reader refuses a name it does not know.
+# The names that `Manifest.features` may list. A reader refuses any other name.
 FEATURES: frozenset[str] = frozenset()
