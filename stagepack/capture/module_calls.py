@@ -1,7 +1,7 @@
-"""What each module is given and gives back, while ``torch.export`` traces a model.
+"""The arguments and the result of each call of a module, recorded while ``torch.export`` traces a model.
 
-The trace itself forgets it. torch's ``preserve_module_call_signature`` writes it into the graph, but fails on a module that is called
-twice in different ways. Here the nodes of the trace get a mark each time that a module is given their value or gives it back.
+The trace itself drops them. torch's ``preserve_module_call_signature`` writes them into the graph, but fails on a module that is called
+twice in different ways. Here each node of the trace gets a mark whenever its value is an argument or a part of the result of a module.
 """
 
 import contextlib
@@ -19,7 +19,11 @@ from stagepack.format.traversal import split_call_path
 
 # A call of a module: the path of the module, and the text behind ``@`` of a call that is not its first.
 CallKey = tuple[str, str]
-_MARKS = "stagepack_calls"
+
+# Where a value crosses the boundary of a module call: the number of the call, the direction, and the number of the leaf.
+CallBoundary = tuple[int, Literal["argument", "result"], int]
+
+_BOUNDARIES_KEY = "stagepack_calls"  # of a node's `meta`
 _ROOT = "_export_root"
 
 
@@ -28,91 +32,91 @@ class TracedCall:
     """One call of a module.
 
     Attributes:
-        parameters: of the module's ``forward``.
-        given: the leaves of what it was given by position and by name.
-        given_spec: the containers of these.
-        result: the leaves of what it gave back.
-        result_spec: the containers of these.
+        parameters: the parameters of the module's ``forward``.
+        arguments: the leaves of the arguments, by position and by name.
+        arguments_spec: the containers of the arguments.
+        results: the leaves of the result.
+        results_spec: the containers of the result.
     """
 
     parameters: Mapping[str, inspect.Parameter]
-    given: list[Any]
-    given_spec: pytree.TreeSpec
-    result: list[Any]
-    result_spec: pytree.TreeSpec
-
-
-# Where a value stands in a call: the number of the call, whether it is given or a result, and the number of the leaf.
-CallBoundary = tuple[int, Literal["given", "result"], int]
+    arguments: list[Any]
+    arguments_spec: pytree.TreeSpec
+    results: list[Any]
+    results_spec: pytree.TreeSpec
 
 
 class TracedCalls:
-    """The calls of a trace.
+    """The calls of modules in a trace.
 
     Attributes:
-        of: the calls, each with the number that marks have for it; of several traces, the last one that made the call counts.
+        numbered_calls: each call with its number in `CallBoundary`. If a call is traced several times, the last trace counts.
     """
 
     def __init__(self) -> None:
-        """Start with no calls."""
-        self.of: dict[CallKey, tuple[int, TracedCall]] = {}
-        self._count = 0
+        """Start without calls."""
+        self.numbered_calls: dict[CallKey, tuple[int, TracedCall]] = {}
+        self._call_count = 0
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the calls of modules in whatever torch traces."""
-        tracer = proxy_tensor._ModuleStackTracer
-        trace = tracer.call_module
+        """Record the calls of modules in all traces of torch within the ``with`` block."""
+        tracer_class = proxy_tensor._ModuleStackTracer
+        trace_call = tracer_class.call_module
 
-        def call_module(this: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            return self._record(this, module, forward, (args, kwargs), trace)
+        def call_module(tracer: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+            return self._record(tracer, module, forward, (args, kwargs), trace_call)
 
-        with mock.patch.object(tracer, "call_module", call_module):
+        with mock.patch.object(tracer_class, "call_module", call_module):
             yield
 
     def _record(
-        self, tracer: Any, module: torch.nn.Module, forward: Any, given: tuple[Any, Any], trace: Callable[..., Any]
+        self,
+        tracer: Any,
+        module: torch.nn.Module,
+        forward: Any,
+        args_and_kwargs: tuple[Any, Any],
+        trace_call: Callable[..., Any],
     ) -> Any:
-        number = self._count
-        self._count += 1
-        leaves, spec = pytree.tree_flatten(given)
-        _mark(tracer, leaves, number, "given")
-        keys: list[str] = []
+        call_number = self._call_count
+        self._call_count += 1
+        arguments, arguments_spec = pytree.tree_flatten(args_and_kwargs)
+        _mark_nodes(tracer, arguments, call_number, "argument")
+        module_paths: list[str] = []
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            keys.extend(tracer.module_stack)
+        def forward_with_path(*args: Any, **kwargs: Any) -> Any:
+            module_paths.extend(tracer.module_stack)
             return forward(*args, **kwargs)
 
-        result = trace(tracer, module, called, *given)
-        results, result_spec = pytree.tree_flatten(result)
-        _mark(tracer, results, number, "result")
-        if keys:
-            self.of[_key(keys[-1])] = (
-                number,
-                TracedCall(
-                    parameters=inspect.signature(module.forward).parameters,
-                    given=leaves,
-                    given_spec=spec,
-                    result=results,
-                    result_spec=result_spec,
-                ),
+        result = trace_call(tracer, module, forward_with_path, *args_and_kwargs)
+        results, results_spec = pytree.tree_flatten(result)
+        _mark_nodes(tracer, results, call_number, "result")
+        if module_paths:
+            call = TracedCall(
+                parameters=inspect.signature(module.forward).parameters,
+                arguments=arguments,
+                arguments_spec=arguments_spec,
+                results=results,
+                results_spec=results_spec,
             )
+            self.numbered_calls[_call_key(module_paths[-1])] = (call_number, call)
         return result
 
 
 def call_boundaries(node: torch.fx.Node) -> list[CallBoundary]:
-    """Where the value of a node stands in calls."""
-    return list(node.meta.get(_MARKS, ()))
+    """The boundaries of module calls that the value of a node crosses."""
+    return list(node.meta.get(_BOUNDARIES_KEY, ()))
 
 
-def _key(text: str) -> CallKey:
-    path, number = split_call_path(text)
-    return path.removeprefix(_ROOT).removeprefix("."), number
+def _call_key(call_path: str) -> CallKey:
+    module_path, occurrence = split_call_path(call_path)
+    return module_path.removeprefix(_ROOT).removeprefix("."), occurrence
 
 
-def _mark(tracer: Any, leaves: list[Any], number: int, kind: str) -> None:
-    for place, leaf in enumerate(leaves):
+def _mark_nodes(tracer: Any, leaves: list[Any], call_number: int, direction: str) -> None:
+    for leaf_number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             slot = proxy_tensor.get_proxy_slot(leaf, tracer, None)
             if slot is not None:
-                slot.proxy.node.meta.setdefault(_MARKS, []).append((number, kind, place))
+                boundaries = slot.proxy.node.meta.setdefault(_BOUNDARIES_KEY, [])
+                boundaries.append((call_number, direction, leaf_number))

@@ -34,7 +34,7 @@ def module_calls(body: BodyBuilder, traced: TracedCalls) -> Iterator[ModuleCall]
     for scope, found in numbers.items():
         if not scope.path or found[-1] - found[0] + 1 != len(found):
             continue
-        known = traced.of.get(split_call_path(scope.path))
+        known = traced.numbered_calls.get(split_call_path(scope.path))
         signature = None if known is None else _signature(*known, body, leaves, sizes)
         yield ModuleCall(path=scope.path, type=scope.type, first=str(found[0]), nodes=len(found), signature=signature)
 
@@ -47,7 +47,7 @@ def _signature(
     sizes: Mapping[Dim, str],
 ) -> Signature | None:
     """The signature of a call; None where it is nothing that a bundle can hold."""
-    if len(call.given) + len(call.result) > _MOST_LEAVES:
+    if len(call.arguments) + len(call.results) > _MOST_LEAVES:
         return None
 
     def leaf(found: Any, argument: object) -> Leaf:
@@ -62,6 +62,6 @@ def _signature(
         return [leaf(part, known.get((number, kind, place))) for place, part in enumerate(found)]
 
     try:
-        return call_signature(call, named(call.given, "given"), named(call.result, "result"))
+        return call_signature(call, named(call.arguments, "argument"), named(call.results, "result"))
     except UnsupportedError:
         return None

@@ -61,7 +61,7 @@ def call_signature(call: TracedCall, given: Sequence[Leaf], results: Sequence[Le
         UnsupportedError: a container or a constant that a bundle cannot hold.
     """
     leaves = iter(given)
-    by_position, by_name = _children(call.given_spec)
+    by_position, by_name = _children(call.arguments_spec)
     declared = [p for p in call.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     parameters = []
     for number, child in enumerate(_children(by_position)):
@@ -72,7 +72,7 @@ def call_signature(call: TracedCall, given: Sequence[Leaf], results: Sequence[Le
         parameters.append(Parameter(name=name, tree=tree, positional=True, keyword=keyword))
     for name, child in zip(_context(by_name), _children(by_name), strict=True):
         parameters.append(Parameter(name=name, tree=_tree(child, leaves, f"the argument {name}")))
-    return Signature(parameters=tuple(parameters), result=_tree(call.result_spec, iter(results), "the result"))
+    return Signature(parameters=tuple(parameters), result=_tree(call.results_spec, iter(results), "the result"))
 
 
 def _parameters(
