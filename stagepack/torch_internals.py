@@ -1,0 +1,280 @@
+"""Every private name of torch and transformers that stagepack and its loaders use, and why.
+
+torch gives no notice when a private name changes. So each is used here only, behind a function that says what it does, and has a test of
+its own in ``tests/unit/test_torch_internals.py`` that names what broke. A function imports what ``import torch`` does not load by itself, such
+as the compiler and the ONNX exporter, when it is called: who does not call it does not wait for it.
+"""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from unittest import mock
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node as FxNode
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _python_dispatch, _pytree
+
+if TYPE_CHECKING:
+    import sympy
+
+# Operators. The classes have no public name, and an operator's schema is its only description: parameters, defaults, what it
+# writes and what its results alias.
+
+OperatorOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+# The operator of torch.distributed.pipelining.pipe_split(), which torch registers without a public name.
+PIPE_SPLIT_OPERATOR: Final = "pippy._pipe_split.default"
+
+
+def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:
+    """Return the schema of an operator: its parameters and results, with their defaults and aliases."""
+    return operator._schema
+
+
+def is_compatible_schema(schema: torch._C.FunctionSchema, earlier_schema: str) -> bool:
+    """Return whether calls that were made under an earlier schema mean the same under a schema, by torch's own rule.
+
+    Args:
+        schema: the schema of an operator of this torch.
+        earlier_schema: the text of a schema of an earlier torch.
+
+    Returns:
+        False also for a text that is no schema.
+    """
+    try:
+        return bool(schema.is_backward_compatible_with(torch._C.parse_schema(earlier_schema)))
+    except RuntimeError:
+        return False
+
+
+def has_flop_formula(operator: object) -> bool:
+    """Return whether torch's FLOP counter has a formula for an operator, its own or one that a user registered.
+
+    ``register_flop_formula`` is public, but not the table that it writes to.
+    """
+    from torch.utils.flop_counter import flop_registry  # noqa: PLC0415 - only captures count
+
+    return isinstance(operator, OperatorOverload) and operator.overloadpacket in flop_registry
+
+
+def is_vmap_boundary(target: object) -> bool:
+    """Return whether the target of a call enters or leaves a level of ``torch.vmap``.
+
+    ``torch.export`` leaves these functions in its graphs, and no public name tells them apart.
+    """
+    return getattr(target, "__module__", None) == "torch._functorch.predispatch"
+
+
+def batch_norm_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return the decomposition of batch norms into one that returns the statistics that it would write.
+
+    ``torch.export.default_decompositions`` has none for this form.
+    """
+    functional = torch.ops.aten._native_batch_norm_legit_functional.default
+    decompositions: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions([functional])  # type: ignore[assignment]
+    return decompositions
+
+
+# Tensors.
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Return a number that tensors have in common if and only if they share storage; fake tensors too.
+
+    ``data_ptr`` is 0 for fake tensors. ``copy.deepcopy`` of torch compares the same number.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def wrapped_attributes(tensor: torch.Tensor) -> list[str]:
+    """Return the attributes of a tensor subclass that hold the tensors which it wraps; empty for other tensors.
+
+    ``__tensor_flatten__`` is the documented protocol; the check that a class follows it is private.
+    """
+    if not _python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return []
+    return list(tensor.__tensor_flatten__()[0])
+
+
+# Symbolic sizes. A SymInt has no public way to its expression, nor to the size that it had in the example.
+
+
+def symbolic_expression(size: torch.SymInt) -> "sympy.Expr":
+    """Return the expression over symbols that a size equals."""
+    return size.node.expr
+
+
+def example_size(size: torch.SymInt) -> int | None:
+    """Return the size that a symbolic size had in the example; None where it depends on data."""
+    return int(size.node.hint) if size.node.has_hint() else None
+
+
+def example_symbol_values(size: torch.SymInt) -> "dict[sympy.Symbol, sympy.Integer]":
+    """Return the values in the example of all symbols of the program that a symbolic size belongs to."""
+    return dict(size.node.shape_env.backed_var_to_val)
+
+
+def symbolic_functions() -> Mapping[type, str]:
+    """Return torch's own sympy functions, each with the name of its operation in the format.
+
+    They are imported when they are needed: sympy takes a third of a second.
+    """
+    functions = importlib.import_module("torch.utils._sympy.functions")
+    return {
+        functions.FloorDiv: "floordiv",
+        functions.CleanDiv: "floordiv",
+        functions.Mod: "mod",
+        functions.PythonMod: "mod",
+        functions.Max: "max",
+        functions.Min: "min",
+    }
+
+
+# Containers. torch.export describes the call of a model by specs of torch.utils._pytree, which has no public name.
+
+TreeSpec = _pytree.TreeSpec
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of nested containers, and the containers without the leaves."""
+    return _pytree.tree_flatten(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers."""
+    return _pytree.tree_leaves(tree)
+
+
+def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return the same containers with the results of a function in the place of the tensors."""
+    return _pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def tree_children(spec: TreeSpec) -> list[TreeSpec]:
+    """Return the specs of the items of a container; `children_specs` is deprecated in favor of `children` since torch 2.12."""
+    return list(spec.children()) if callable(getattr(spec, "children", None)) else list(spec.children_specs)
+
+
+# The key of transformers' description of an object that it registered with _pytree, such as a cache. Under it stands the kind of
+# the entry, and "tensor" entries give the number of the child; the context of the node is all that tells the fields of the object.
+TRANSFORMERS_KIND: Final = "_t"
+
+# Kinds of entries that the tensors of the object tell, too.
+TRANSFORMERS_IMPLIED_KINDS: Final = ("dtype", "device", "layout", "type")
+
+# Modules. Names such as "forward" and "training" are taken by attributes of nn.Module, which its public methods refuse, and a
+# model may have weights and children of these names all the same.
+
+
+def child_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the dict in which a module holds its children; writing into it adds a child under any name."""
+    return module._modules
+
+
+def weight_tensors(module: torch.nn.Module, *, parameters: bool) -> dict[str, Any]:
+    """Return the dict in which a module holds its parameters, or its buffers; writing into it adds one under any name."""
+    return module._parameters if parameters else module._buffers
+
+
+def mark_non_persistent(module: torch.nn.Module, buffer_name: str) -> None:
+    """Leave a buffer out of the module's ``state_dict``."""
+    module._non_persistent_buffers_set.add(buffer_name)
+
+
+# Tracing. torch.export forgets what modules were called with; its tracer has no public hook.
+
+# The name that torch.export gives to the model itself, before the paths of its modules.
+EXPORT_ROOT: Final = "_export_root"
+
+# How the module path of a node begins that no module made.
+NO_MODULE_PREFIX: Final = "_empty_nn_module_stack"
+
+# Called in the place of the tracer's own function, which is the last argument: tracer, module, forward, args, kwargs, trace.
+ModuleCallHook = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def traced_module_calls(hook: ModuleCallHook) -> Iterator[None]:
+    """Call a hook for each call of a module in what ``torch.export`` traces inside this context.
+
+    Args:
+        hook: takes the tracer, the module, its ``forward``, the args, the kwargs, and the function that traces the call with the
+            first five; it returns what that function returns. ``tracer.module_stack`` has the paths of the modules around.
+    """
+    tracer_class = proxy_tensor._ModuleStackTracer
+    trace_call = tracer_class.call_module
+
+    def call_module(tracer: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        return hook(tracer, module, forward, args, kwargs, trace_call)
+
+    with mock.patch.object(tracer_class, "call_module", call_module):
+        yield
+
+
+def traced_node(tracer: Any, tensor: torch.Tensor) -> FxNode | None:
+    """Return the node that makes a tensor in the graph that a tracer writes; None for a tensor that it does not know."""
+    slot = proxy_tensor.get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+# The ONNX exporter of torch says in its errors which operators it cannot convert, but not in which modules.
+
+
+def operators_without_onnx_form(program: ExportedProgram) -> Iterator[tuple[str, FxNode]]:
+    """Yield the calls for which torch's ONNX exporter has no function: the operator, and the node that calls it.
+
+    Args:
+        program: the program that ``torch.onnx.export`` refused.
+
+    Raises:
+        Exception: of whatever class, if torch cannot decompose the program.
+    """
+    from torch.onnx._internal.exporter import _core, _dispatching, _registration  # noqa: PLC0415 - takes seconds
+
+    registry = _registration.ONNXRegistry.from_torchlib()
+    decomposed = _core._prepare_exported_program_for_export(program, registry=registry)
+    for module in decomposed.graph_module.modules():
+        for node in module.graph.nodes:
+            if node.op == "call_function" and _dispatching.dispatch(node, registry)[0] is None:
+                # A custom operator that writes is wrapped, and is the first argument of the wrapper.
+                wraps = isinstance(node.target, HigherOrderOperator) and isinstance(node.args[0], OperatorOverload)
+                yield str(node.args[0] if wraps else node.target), node
+
+
+# The compiler.
+
+
+def compile_to_package(program: ExportedProgram, package_path: str) -> None:
+    """Compile a program with AOTInductor into a package file; the only way to it is private.
+
+    Raises:
+        Exception: of whatever class, if the compiler cannot do it.
+    """
+    from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second
+
+    aoti_compile_and_package(program, package_path=package_path)
+
+
+def load_package(package_path: str, device: torch.device) -> Any:
+    """Load a package file of AOTInductor.
+
+    ``torch._inductor.aoti_load_package`` does the same after two seconds, in which it imports the compiler.
+
+    Returns:
+        The code, whose ``boxed_run`` takes a list of tensors, which it empties, and returns a list of tensors.
+    """
+    device_index = -1 if device.index is None else device.index
+    return torch._C._aoti.AOTIModelPackageLoader(package_path, "model", False, 1, device_index)
+
+
+def torch_compile_seconds() -> float:
+    """Return the seconds that ``torch.compile`` has worked in this process; its public counters have no times."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0.0
+    utils = importlib.import_module("torch._dynamo.utils")
+    return float(sum(utils.compilation_time_metrics.get("_compile.compile_inner", ())))
