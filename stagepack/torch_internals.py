@@ -1,15 +1,15 @@
 """Every private name of torch and transformers that stagepack and its loaders use, and why.
 
-torch gives no notice when a private name changes. So each is used here only, behind a function that says what it does, and has a test of
-its own in ``tests/unit/test_torch_internals.py`` that names what broke. A function imports what ``import torch`` does not load by itself, such
-as the compiler and the ONNX exporter, when it is called: who does not call it does not wait for it.
+torch gives no notice when a private name changes. Each one is used in this file only, behind a function that says what it does, and
+has a test in ``tests/unit/test_torch_internals.py`` that says what broke. Modules that ``import torch`` does not load, such as the
+compiler and the ONNX exporter, take seconds: the functions that need them import them.
 """
 
 import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
@@ -47,7 +47,7 @@ def is_compatible_schema(schema: torch._C.FunctionSchema, earlier_schema: str) -
         False also for a text that is no schema.
     """
     try:
-        return bool(schema.is_backward_compatible_with(torch._C.parse_schema(earlier_schema)))
+        return bool(schema.is_backward_compatible_with(torch._C.parse_schema(earlier_schema)))  # type: ignore[attr-defined]
     except RuntimeError:
         return False
 
@@ -76,7 +76,7 @@ def batch_norm_decompositions() -> dict[Any, Callable[..., Any]]:
     ``torch.export.default_decompositions`` has none for this form.
     """
     functional = torch.ops.aten._native_batch_norm_legit_functional.default
-    decompositions: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions([functional])  # type: ignore[assignment]
+    decompositions: dict[Any, Callable[..., Any]] = torch._decomp.get_decompositions([functional])
     return decompositions
 
 
@@ -166,6 +166,12 @@ TRANSFORMERS_KIND: Final = "_t"
 
 # Kinds of entries that the tensors of the object tell, too.
 TRANSFORMERS_IMPLIED_KINDS: Final = ("dtype", "device", "layout", "type")
+
+
+def transformers_exporter() -> Any:
+    """Return the module with transformers' exporter: `DynamoExporter` and `DynamoConfig`, which it calls experimental."""
+    return importlib.import_module("transformers.exporters.exporter_dynamo")
+
 
 # Modules. Names such as "forward" and "training" are taken by attributes of nn.Module, which its public methods refuse, and a
 # model may have weights and children of these names all the same.
@@ -270,6 +276,15 @@ def load_package(package_path: str, device: torch.device) -> Any:
     """
     device_index = -1 if device.index is None else device.index
     return torch._C._aoti.AOTIModelPackageLoader(package_path, "model", False, 1, device_index)
+
+
+def uncompiled_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` wrapped; a module that it did not wrap as it is."""
+    # Not imported: who called torch.compile has imported it.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    while eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
+        module = module.get_submodule("_orig_mod")
+    return module
 
 
 def torch_compile_seconds() -> float:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
 from stagepack.capture.inputs import inputs_by_parameter
 from stagepack.capture.programs import Capture
+from stagepack.torch_internals import tree_leaves
 
 
 def dimension_names(capture: Capture) -> dict[str, str]:
@@ -46,8 +46,8 @@ def _dims_of_leaves(value: Any, shape_spec: Any) -> Iterator[Mapping[int, Any]]:
         for child, child_spec in zip(_children(value), shape_spec, strict=True):
             yield from _dims_of_leaves(child, child_spec)
     else:
-        yield from ({} for _ in pytree.tree_leaves(value))
+        yield from ({} for _ in tree_leaves(value))
 
 
 def _children(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else pytree.tree_leaves(value)
+    return value if isinstance(value, list | tuple) else tree_leaves(value)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stagepack.capture.example_inputs import example_inputs, with_auto_dims
 from stagepack.capture.inputs import Inputs
@@ -14,6 +13,7 @@ from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CaptureError
+from stagepack.torch_internals import tree_leaves
 
 _EXPORTERS = {"torch.export.export": capture_module, PATCHED_EXPORT: capture_patched}
 
@@ -75,8 +75,8 @@ def _capture_exactly(exporter: Callable[[Any, Inputs], Capture], model: torch.nn
         CaptureError: the exporter fails, or the program answers otherwise than the model.
     """
     capture = exporter(model, inputs)
-    model_answer = pytree.tree_leaves(run_model(model, capture.inputs, seed=0))
-    program_answer = pytree.tree_leaves(run_model(capture.program.module(), capture.inputs, seed=0))
+    model_answer = tree_leaves(run_model(model, capture.inputs, seed=0))
+    program_answer = tree_leaves(run_model(capture.program.module(), capture.inputs, seed=0))
     if len(model_answer) != len(program_answer) or not all(map(_is_identical, model_answer, program_answer)):
         raise CaptureError("the program's answer differs from the model's")
     return capture

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stagepack.capture.error_location import with_location
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
+from stagepack.torch_internals import tree_map_tensors
 
 
 def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Iterable[torch.Tensor] = ()) -> Any:
@@ -42,4 +42,4 @@ def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Ite
 
 def _detached_copy(values: Any) -> Any:
     """Copy nested containers with their tensors, which lose their autograd history."""
-    return copy.deepcopy(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, values))
+    return copy.deepcopy(tree_map_tensors(torch.Tensor.detach, values))

@@ -9,13 +9,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest import mock
 
 import torch
-from torch.fx.experimental import proxy_tensor
-from torch.utils import _pytree as pytree
 
 from stagepack.format.traversal import split_call_path
+from stagepack.torch_internals import EXPORT_ROOT, TreeSpec, traced_module_calls, traced_node, tree_flatten
 
 # A call of a module: the path of the module, and the text behind ``@`` of a call that is not its first.
 CallKey = tuple[str, str]
@@ -24,7 +22,6 @@ CallKey = tuple[str, str]
 CallBoundary = tuple[int, Literal["argument", "result"], int]
 
 _BOUNDARIES_KEY = "stagepack_calls"  # of a node's `meta`
-_ROOT = "_export_root"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +38,9 @@ class TracedCall:
 
     parameters: Mapping[str, inspect.Parameter]
     arguments: list[Any]
-    arguments_spec: pytree.TreeSpec
+    arguments_spec: TreeSpec
     results: list[Any]
-    results_spec: pytree.TreeSpec
+    results_spec: TreeSpec
 
 
 class TracedCalls:
@@ -61,13 +58,7 @@ class TracedCalls:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Record the calls of modules in all traces of torch within the ``with`` block."""
-        tracer_class = proxy_tensor._ModuleStackTracer
-        trace_call = tracer_class.call_module
-
-        def call_module(tracer: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-            return self._record(tracer, module, forward, (args, kwargs), trace_call)
-
-        with mock.patch.object(tracer_class, "call_module", call_module):
+        with traced_module_calls(self._record):
             yield
 
     def _record(
@@ -75,21 +66,22 @@ class TracedCalls:
         tracer: Any,
         module: torch.nn.Module,
         forward: Any,
-        args_and_kwargs: tuple[Any, Any],
+        args: Any,
+        kwargs: Any,
         trace_call: Callable[..., Any],
     ) -> Any:
         call_number = self._call_count
         self._call_count += 1
-        arguments, arguments_spec = pytree.tree_flatten(args_and_kwargs)
+        arguments, arguments_spec = tree_flatten((args, kwargs))
         _mark_nodes(tracer, arguments, call_number, "argument")
         module_paths: list[str] = []
 
-        def forward_with_path(*args: Any, **kwargs: Any) -> Any:
+        def forward_with_path(*forward_args: Any, **forward_kwargs: Any) -> Any:
             module_paths.extend(tracer.module_stack)
-            return forward(*args, **kwargs)
+            return forward(*forward_args, **forward_kwargs)
 
-        result = trace_call(tracer, module, forward_with_path, *args_and_kwargs)
-        results, results_spec = pytree.tree_flatten(result)
+        result = trace_call(tracer, module, forward_with_path, args, kwargs)
+        results, results_spec = tree_flatten(result)
         _mark_nodes(tracer, results, call_number, "result")
         if module_paths:
             call = TracedCall(
@@ -110,13 +102,13 @@ def call_boundaries(node: torch.fx.Node) -> list[CallBoundary]:
 
 def _call_key(call_path: str) -> CallKey:
     module_path, occurrence = split_call_path(call_path)
-    return module_path.removeprefix(_ROOT).removeprefix("."), occurrence
+    return module_path.removeprefix(EXPORT_ROOT).removeprefix("."), occurrence
 
 
 def _mark_nodes(tracer: Any, leaves: list[Any], call_number: int, direction: str) -> None:
     for leaf_number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            slot = proxy_tensor.get_proxy_slot(leaf, tracer, None)
-            if slot is not None:
-                boundaries = slot.proxy.node.meta.setdefault(_BOUNDARIES_KEY, [])
+            node = traced_node(tracer, leaf)
+            if node is not None:
+                boundaries = node.meta.setdefault(_BOUNDARIES_KEY, [])
                 boundaries.append((call_number, direction, leaf_number))

@@ -1,6 +1,5 @@
 """Capture a model of transformers by transformers' own exporter, which patches what ``torch.export`` cannot trace."""
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import format_torch_error, suppress_stderr
 from stagepack.errors import CaptureError
+from stagepack.torch_internals import transformers_exporter
 
 PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
 
@@ -24,7 +24,7 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     Raises:
         CaptureError: the exporter cannot capture the model; the message has its reason.
     """
-    exporter_module = importlib.import_module("transformers.exporters.exporter_dynamo")
+    exporter_module = transformers_exporter()
     input_of_parameter = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}
     tensor_inputs = {
         parameter: example

@@ -1,7 +1,6 @@
 """Any model that `stagepack.export` accepts -> a captured model."""
 
 import os
-import sys
 
 import torch
 from torch.export import ExportedProgram
@@ -11,6 +10,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module, capture_program, load_program
 from stagepack.errors import CaptureError
+from stagepack.torch_internals import uncompiled_module
 
 
 def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[str], inputs: Inputs) -> Capture:
@@ -25,7 +25,7 @@ def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
     if isinstance(model, torch.nn.Module):
-        original = original_module(model)
+        original = uncompiled_module(model)
         return (
             capture_transformers(original, inputs)
             if is_transformers_model(original)
@@ -38,12 +38,3 @@ def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[
             return capture_program(load_program(model), inputs)
         return capture_pretrained(os.fspath(model), inputs)
     raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")
-
-
-def original_module(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that ``torch.compile`` wrapped, or a module that it did not wrap as it is."""
-    # Not imported: it takes seconds, and what imported it already is torch.compile.
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    while eval_frame is not None and isinstance(model, eval_frame.OptimizedModule):
-        model = model.get_submodule("_orig_mod")
-    return model

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import stagepack
-from stagepack.capture.source import original_module
 from stagepack.errors import CaptureError
+from stagepack.torch_internals import uncompiled_module
 
 
 class Net(nn.Module):
@@ -35,7 +35,7 @@ def x() -> torch.Tensor:
 def test_a_compiled_module_is_exported_as_the_original_one(x: torch.Tensor, tmp_path: Path) -> None:
     net = Net()
     compiled = torch.compile(net)
-    assert original_module(compiled) is net
+    assert uncompiled_module(compiled) is net
     bundle = stagepack.export(compiled, (x,), out=tmp_path / "m.stagepack", split_at=["last"])
     names = [weight.names for stage in range(2) for weight in bundle.graph(stage).weights]
     assert names == [("first.weight",), ("first.bias",), ("last.weight",), ("last.bias",)]
