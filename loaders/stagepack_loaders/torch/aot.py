@@ -24,6 +24,7 @@ from stagepack.format.digest import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, evaluate_dim
+from stagepack.torch_internals import compile_to_package, load_package
 from stagepack_loaders.torch.build import INPUTS, named
 from stagepack_loaders.torch.compile import CompilationUnit, key, parts, replace_parts
 
@@ -178,9 +179,7 @@ class CompiledFolder:
             file = self._path / Path(entry.file).name
             if not file.is_file() or sha256_of_file(file) != entry.sha256:
                 raise CompiledError(f"{file} is missing or was changed: compile the bundle again")
-            # What torch._inductor.aoti_load_package calls, without the two seconds that importing the compiler takes.
-            index = -1 if device.index is None else device.index
-            self._runners[name] = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", False, 1, index)
+            self._runners[name] = load_package(str(file), device)
         return CompiledModule(self._runners[name], module.meta[INPUTS])
 
 
@@ -212,8 +211,6 @@ def _digest(found: tuple[Any, ...]) -> str:
 
 def _compile(module: GraphModule, symbols: Sequence[Symbol], device: torch.device, file: Path) -> str:
     """Compile a module into a file; return the reason when that cannot be done."""
-    from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second to import
-
     inputs: list[Value | Weight] = module.meta[INPUTS]
     numbers = [value.name for value in inputs if isinstance(value, Value) and value.dtype.startswith("sym")]
     if numbers:
@@ -230,7 +227,7 @@ def _compile(module: GraphModule, symbols: Sequence[Symbol], device: torch.devic
                 return f"it writes {next(iter(written.values()))}"
             if any(not isinstance(leaf, torch.Tensor) for leaf in _results(program)):
                 return "it gives numbers"
-            aoti_compile_and_package(program, package_path=str(file))
+            compile_to_package(program, str(file))
         except Exception as error:  # noqa: BLE001 - torch's compilers raise whatever they like; the part runs as it is
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
     return ""

@@ -41,6 +41,7 @@ from stagepack.format.graph import (
 from stagepack.format.shapes import Dim
 from stagepack.format.traversal import input_names, leaf_arguments, output_names
 from stagepack.graph.region_functions import BodyItem, RegionCallSite, RegionFunction, region_functions
+from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.contexts import run_with_autocast, run_with_grad_mode
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.ops import check_call
@@ -194,7 +195,7 @@ class Builder:
         # Inner modules come after it is made: fx would write the code of each anew.
         children = {name: held for name, held in body.attributes.items() if isinstance(held, GraphModule)}
         module = GraphModule(body.attributes | dict.fromkeys(children, torch.nn.Module()), body.graph, class_name=name)
-        module._modules.update(children)
+        child_modules(module).update(children)
         # fx's own call prints a traceback beside the error that it raises.
         type(module).__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
         return module

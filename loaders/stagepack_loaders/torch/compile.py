@@ -1,6 +1,5 @@
 """Compile stages with ``torch.compile``: each distinct region once, however often and in however many stages it is called."""
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.format.graph import Graph
+from stagepack.torch_internals import torch_compile_seconds
 from stagepack_loaders.torch.build import NODES
 
 # False: run as it is. True or "regions": compile each distinct region once. "whole": compile each stage as a whole.
@@ -94,8 +94,4 @@ def replace_parts(module: GraphModule, by: Mapping[CompilationUnit, torch.nn.Mod
 
 def compile_seconds() -> float:
     """How long ``torch.compile`` has worked in this process, in seconds."""
-    if "torch._dynamo.utils" not in sys.modules:  # the compiler takes a second to import
-        return 0.0
-    from torch._dynamo import utils  # noqa: PLC0415 - the same
-
-    return float(sum(utils.compilation_time_metrics.get("_compile.compile_inner", ())))
+    return torch_compile_seconds()

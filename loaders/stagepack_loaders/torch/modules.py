@@ -28,6 +28,7 @@ from stagepack.format.tree import (
     flatten_tree,
     unflatten_tree,
 )
+from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.slots import Slot
 
 
@@ -172,7 +173,7 @@ class ModuleCallBody:
         if self.around is not None and path.startswith(f"{self.around.owner}."):
             found, path = self.around.module, path.removeprefix(f"{self.around.owner}.")
         for name in path.split("."):
-            found = None if found is None else found._modules.get(name)
+            found = None if found is None else child_modules(found).get(name)
         if found is None:
             raise InputError(f"there is no module {self.owner} any more: put one there that takes the same call")
         return found

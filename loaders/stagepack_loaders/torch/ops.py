@@ -15,6 +15,7 @@ import torch
 from stagepack.errors import OperatorError
 from stagepack.format.graph import Op
 from stagepack.format.operators import ALLOWED_NAMESPACES, is_denied_operator, operator_namespace
+from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, is_compatible_schema, operator_schema
 
 _MODULES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
 
@@ -45,7 +46,7 @@ def check_call(name: str, target: Callable[..., Any], positional: int, keywords:
     Raises:
         OperatorError: an argument is missing, unknown or given twice, or there are too many by position.
     """
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return
     parameters = _parameters(target)
     by_position = [parameter.name for parameter in parameters if parameter.by_position]
@@ -68,10 +69,10 @@ class _Parameter(NamedTuple):
 @functools.cache
 def _parameters(target: Callable[..., Any]) -> list[_Parameter]:
     """The parameters of an operator in order."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OperatorOverload):
         return [
             _Parameter(argument.name, not argument.kwarg_only, by_name=True, needed=not argument.has_default_value())
-            for argument in target._schema.arguments
+            for argument in operator_schema(target).arguments
         ]
     return [
         _Parameter(
@@ -103,24 +104,16 @@ def _python(name: str) -> Callable[..., Any]:
     return found
 
 
-def _overload(op: Op) -> torch._ops.OpOverload:
+def _overload(op: Op) -> OperatorOverload:
     space, name, overload = (*op.name.split("."), "default")[:3]
     packet = getattr(getattr(torch.ops, space), name, None)
     target = getattr(packet, overload, None)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OperatorOverload):
         hint = "" if space in ALLOWED_NAMESPACES else ": import the library that registers it"
         raise OperatorError(f"the operator {op.name} does not exist in torch {torch.__version__}{hint}")
-    schema = target._schema
-    if str(schema) != op.schema and not _compatible(schema, op.schema):
+    schema = operator_schema(target)
+    if str(schema) != op.schema and not is_compatible_schema(schema, op.schema):
         raise OperatorError(
             f"the operator {op.name} has the schema {schema} here, the bundle was made with {op.schema}"
         )
     return target
-
-
-def _compatible(here: Any, exported: str) -> bool:
-    """Whether calls made under the exported schema still mean the same here, by torch's own rule."""
-    try:
-        return bool(here.is_backward_compatible_with(torch._C.parse_schema(exported)))
-    except RuntimeError:  # not a schema
-        return False

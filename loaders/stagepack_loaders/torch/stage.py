@@ -14,6 +14,7 @@ from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
+from stagepack.torch_internals import child_modules, mark_non_persistent, weight_tensors
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.build_modules import build_modules
 from stagepack_loaders.torch.devices import parse_device
@@ -63,7 +64,7 @@ class TorchStage(Container):
         self._written: list[tuple[Slot, int]] = []
         for path, module in module_tree(calls):
             *around, name = path.split(".")
-            _owner(self, around)._modules[name] = module
+            child_modules(_owner(self, around))[name] = module
         kept: dict[int, int] = {}  # weights may share memory: where it lies -> its number
         for weight in graph.weights:
             slot = _register(self, weight, tensors[weight.value])
@@ -270,9 +271,10 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 def _owner(root: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
     """The module of a path, which is made where there is none."""
     for part in path:
-        if part not in root._modules:
-            root._modules[part] = Container()
-        root = root._modules[part]  # type: ignore[assignment]
+        children = child_modules(root)
+        if part not in children:
+            children[part] = Container()
+        root = children[part]  # type: ignore[assignment]
     return root
 
 
@@ -282,9 +284,9 @@ def _register(root: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> Sl
     for name in weight.names:
         *path, leaf = name.split(".")
         owner = _owner(root, path)
-        held: dict[str, Any] = owner._parameters if weight.kind == "parameter" else owner._buffers
+        held = weight_tensors(owner, parameters=weight.kind == "parameter")
         held[leaf] = tensor
         if weight.kind in ("non_persistent_buffer", "constant"):
-            owner._non_persistent_buffers_set.add(leaf)
+            mark_non_persistent(owner, leaf)
         places.append((held, leaf))
     return Slot(weight.names, tuple(places))
