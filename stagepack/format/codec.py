@@ -1,6 +1,7 @@
-"""Bytes to types and back: msgpack for graphs, JSON for the manifest (SPEC E1 to E3).
+"""Encode and decode graphs as msgpack and the manifest as JSON (SPEC E1 to E3).
 
-Law: ``encode_graph(decode_graph(b)) == b`` for every `b` that is read; a manifest gives the same fields in the same order.
+Law: ``encode_graph(decode_graph(b, name)) == b`` for every `b` of this minor version that is not refused. A manifest that is decoded and
+encoded again has the same fields in the same order.
 """
 
 import collections
@@ -22,31 +23,45 @@ _graph_decoder = msgspec.msgpack.Decoder(FoldedGraph)
 
 
 def encode_graph(graph: FoldedGraph) -> bytes:
-    """Write a graph as msgpack, as its file holds it; the same graph gives the same bytes."""
+    """Return a graph as msgpack, the content of a graph file. Equal graphs give equal bytes."""
     return _graph_encoder.encode(graph)
 
 
-def decode_graph(content: bytes, where: str, *, newer: bool = False) -> FoldedGraph:
-    """Read a graph from msgpack, as its file holds it. The content is not yet checked by `validate`.
+def decode_graph(content: bytes, file_name: str, *, newer: bool = False) -> FoldedGraph:
+    """Decode the content of a graph file. Of the rules, only E1 to E3 are checked.
 
-    A graph has one encoding: writing it again gives the same bytes, so a key that stands twice, a default written out
-    or a field with a wrong name cannot hide. In a bundle of a `newer` minor version, fields may stand that are not
-    known here, and are ignored.
+    A graph has one encoding. The decoded graph is encoded again and must give the same bytes; this finds duplicate keys, defaults that
+    are written out, and unknown fields.
+
+    Args:
+        content: the bytes of the file.
+        file_name: the name of the file, for messages.
+        newer: the bundle is of a newer minor version than this code; unknown fields are then ignored.
+
+    Returns:
+        The graph, folded.
 
     Raises:
-        FormatError: not msgpack (E1), not the one encoding (E2), or not the types of a graph (E3).
-        LimitError: nested too deep (L2).
+        FormatError: the content is not msgpack (E1), is not the one encoding (E2), or does not have the types of a graph (E3).
+        LimitError: the content is nested too deep (L2).
     """
-    with _typed_errors(where, "msgpack"):
+    with _typed_errors(file_name, "msgpack"):
         graph = _graph_decoder.decode(content)
-        written = _graph_encoder.encode(msgspec.msgpack.decode(content) if newer else graph)
-        if written != content:
-            _refuse(where, msgspec.msgpack.decode(content), msgspec.msgpack.decode(written))
+        encoded_again = _graph_encoder.encode(msgspec.msgpack.decode(content) if newer else graph)
+        if encoded_again != content:
+            _refuse_encoding(file_name, msgspec.msgpack.decode(content), msgspec.msgpack.decode(encoded_again))
     return graph
 
 
 def is_plain(value: object) -> bool:
-    """Whether the format can write a constant: no integer over 64 bits, no text with half a character."""
+    """Whether the format can represent a constant.
+
+    Args:
+        value: a Python object.
+
+    Returns:
+        True for None, a bool, a float, an integer of at most 64 bits, and a string without lone surrogates; False for any other object.
+    """
     if type(value) is int:
         return -(2**63) <= value < 2**63
     if type(value) is str:
@@ -55,81 +70,98 @@ def is_plain(value: object) -> bool:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Write a manifest as indented JSON that carries its own digest; the same manifest gives the same bytes."""
+    """Return a manifest as indented JSON, with its own digest inserted. Equal manifests give equal bytes."""
     fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=digest.ZERO_DIGEST))
     return digest.insert_digest(json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
-def parse_json(content: bytes, where: str) -> Any:
-    """Read JSON as plain containers, and refuse what JSON leaves open: keys that stand twice, NaN, half characters.
+def parse_json(content: bytes, file_name: str) -> Any:
+    """Parse JSON strictly: duplicate keys, NaN, infinities and lone surrogates are refused.
+
+    Args:
+        content: the JSON text in UTF-8.
+        file_name: the name of the file, for messages.
+
+    Returns:
+        The value as plain containers.
 
     Raises:
-        FormatError: not JSON in UTF-8 (E1), or a key twice (E2).
-        LimitError: nested too deep (L2).
+        FormatError: the content is not JSON in UTF-8 (E1), or has a duplicate key (E2).
+        LimitError: the content is nested too deep (L2).
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            [(twice, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
-            raise FormatError([Problem(rule="E2", where=where, message=f"the key {twice[:80]!r} stands twice")])
-        return found
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            [(duplicate, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
+            raise FormatError([Problem(rule="E2", where=file_name, message=f"duplicate key {duplicate[:80]!r}")])
+        return fields
 
-    with _typed_errors(where, "JSON"):
-        msgspec.json.decode(content)  # stricter than json, but lets a key stand twice
-        return json.loads(content.decode(), object_pairs_hook=unique)
+    with _typed_errors(file_name, "JSON"):
+        # msgspec is stricter than json, but accepts duplicate keys.
+        msgspec.json.decode(content)
+        return json.loads(content.decode(), object_pairs_hook=unique_keys)
 
 
-def convert_manifest(fields: Any, where: str) -> Manifest:
-    """Give plain containers, as `parse_json` gives them, the types of a manifest.
+def convert_manifest(fields: Any, file_name: str) -> Manifest:
+    """Convert a manifest from plain containers to its types. Of the rules, only E2 and E3 are checked.
 
-    A manifest has one form too, as a graph does (see `decode_graph`).
+    A manifest has one form, as a graph has one encoding; see `decode_graph`.
+
+    Args:
+        fields: the manifest as `parse_json` returns it.
+        file_name: the name of the manifest file, for messages.
+
+    Returns:
+        The manifest.
 
     Raises:
-        FormatError: the types do not fit (E3), or it is not the one form (E2).
-        LimitError: nested too deep (L2).
+        FormatError: a field has another type (E3), or the manifest is not in its one form (E2).
+        LimitError: the manifest is nested too deep (L2).
     """
-    with _typed_errors(where, "JSON"):
+    with _typed_errors(file_name, "JSON"):
         manifest = msgspec.convert(fields, Manifest)
-        written = msgspec.to_builtins(manifest)
-        if not is_newer_minor(manifest.version) and json.dumps(written) != json.dumps(fields):
-            _refuse(where, fields, written)
+        converted_back = msgspec.to_builtins(manifest)
+        if not is_newer_minor(manifest.version) and json.dumps(converted_back) != json.dumps(fields):
+            _refuse_encoding(file_name, fields, converted_back)
     return manifest
 
 
 @contextmanager
-def _typed_errors(where: str, language: str) -> Iterator[None]:
-    """Say what decoders raise on bad input as one of our errors."""
+def _typed_errors(file_name: str, encoding: str) -> Iterator[None]:
+    """Convert the exceptions of the decoders to errors of stagepack."""
     try:
         yield
     except RecursionError:
-        raise LimitError([Problem(rule="L2", where=where, message="nested too deep")]) from None
+        raise LimitError([Problem(rule="L2", where=file_name, message="nested too deep")]) from None
     except msgspec.ValidationError as error:
-        raise FormatError([Problem(rule="E3", where=where, message=str(error)[:300])]) from None
-    except (msgspec.DecodeError, ValueError) as error:  # bytes that are not UTF-8 are a ValueError
-        message = f"not {language}: {str(error)[:300]}"
-        raise FormatError([Problem(rule="E1", where=where, message=message)]) from None
+        raise FormatError([Problem(rule="E3", where=file_name, message=str(error)[:300])]) from None
+    # Bytes that are not UTF-8 raise a ValueError.
+    except (msgspec.DecodeError, ValueError) as error:
+        message = f"not {encoding}: {str(error)[:300]}"
+        raise FormatError([Problem(rule="E1", where=file_name, message=message)]) from None
 
 
-def _refuse(where: str, given: Any, written: Any) -> None:
-    """Raise the error for content that is not the one encoding of what it says."""
-    message = (
-        _difference(given, written, "$") or "a key stands twice or out of order, or a number is not written shortest"
-    )
-    raise FormatError([Problem(rule="E2", where=where, message=message)])
+def _refuse_encoding(file_name: str, decoded: Any, expected: Any) -> None:
+    """Raise the error for content that is not the one encoding of its value."""
+    difference = _first_difference(decoded, expected, "$")
+    message = difference or "duplicate key, fields out of order, or a value that is not in its shortest form"
+    raise FormatError([Problem(rule="E2", where=file_name, message=message)])
 
 
-def _difference(given: Any, written: Any, path: str) -> str | None:
-    """The first place where content holds what its one encoding does not, if it can be named."""
-    if isinstance(given, dict) and isinstance(written, dict):
-        extra = next((key for key in given if key not in written), None)
-        if extra is not None:
-            return f"{path}: the field {str(extra)[:80]!r} is not known, or holds the default that is left out"
-        inner = ((given[key], written[key], f"{path}.{key}") for key in given)
-    elif isinstance(given, list | tuple) and isinstance(written, list | tuple):
-        if len(given) != len(written):
-            return f"{path}: expected {len(written)} items, found {len(given)}"
-        inner = ((*pair, f"{path}[{index}]") for index, pair in enumerate(zip(given, written, strict=True)))
+def _first_difference(decoded: Any, expected: Any, path: str) -> str | None:
+    """The first location where the decoded content has fields or items that its one encoding does not have, if there is one."""
+    if isinstance(decoded, dict) and isinstance(expected, dict):
+        extra_key = next((key for key in decoded if key not in expected), None)
+        if extra_key is not None:
+            return (
+                f"{path}: the field {str(extra_key)[:80]!r} is unknown, or has its default value and must be left out"
+            )
+        pairs = ((decoded[key], expected[key], f"{path}.{key}") for key in decoded)
+    elif isinstance(decoded, list | tuple) and isinstance(expected, list | tuple):
+        if len(decoded) != len(expected):
+            return f"{path}: expected {len(expected)} items, found {len(decoded)}"
+        pairs = ((*pair, f"{path}[{index}]") for index, pair in enumerate(zip(decoded, expected, strict=True)))
     else:
         return None
-    return next(filter(None, (_difference(*part) for part in inner)), None)
+    return next(filter(None, (_first_difference(*pair) for pair in pairs)), None)

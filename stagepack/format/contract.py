@@ -1,6 +1,6 @@
-"""The boundary contract at run time: match a call with the signature, and values with their shapes and ranges.
+"""The boundary contract at run time: match a call with the signature, and check values against their dtypes, shapes and ranges.
 
-It works on anything with `shape` and `dtype`: torch tensors and numpy arrays alike.
+It works on every object with `shape` and `dtype`, such as torch tensors and numpy arrays.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,161 +33,195 @@ from stagepack.format.tree import (
     value_names,
 )
 
-_PYTHON: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
+# The Python class of a symbolic scalar.
+_SCALAR_TYPES: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
 
 
 @dataclass(frozen=True, slots=True)
 class BoundArgument:
-    """A value that the caller gave; `where` names the place in the call, such as ``batch['input_ids']``."""
+    """The object that a caller passed for a value.
+
+    Attributes:
+        location: the location of the object in the call, such as ``batch['input_ids']``, for messages.
+        value: the object.
+    """
 
     location: str
     value: Any
 
 
 def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, BoundArgument]:
-    """Match a call with the signature: the name of each value -> what the caller gave for it.
+    """Match a call with the signature.
+
+    Args:
+        signature: the recorded signature.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+
+    Returns:
+        The object for each value of the signature, by value name.
 
     Raises:
-        InputError: an argument is missing, unknown or given twice, containers differ, or a constant differs from the export's, or two
-            values that were one.
+        InputError: an argument is missing, unknown or given twice; or its containers differ from those at export; or a constant has
+            another value than at export; or two objects that were the same at export differ.
     """
-    named = _by_parameter(signature, args, kwargs)
+    arguments = _arguments_by_parameter(signature, args, kwargs)
     bound: dict[str, BoundArgument] = {}
     for parameter in signature.parameters:
-        if parameter.name not in named:
+        if parameter.name not in arguments:
             if any(True for _ in value_names(parameter.tree)):
                 raise InputError(f"the argument {parameter.name!r} is missing")
             continue
-        for where, leaf, given in flatten_tree(parameter.tree, named[parameter.name], parameter.name):
+        for location, leaf, value in flatten_tree(parameter.tree, arguments[parameter.name], parameter.name):
             if isinstance(leaf, ValueLeaf):
-                first = bound.setdefault(leaf.name, BoundArgument(where, given))
-                same = first.value is given or (isinstance(given, bool | int | float) and first.value == given)
+                first = bound.setdefault(leaf.name, BoundArgument(location, value))
+                same = first.value is value or (isinstance(value, bool | int | float) and first.value == value)
                 if not same and leaf.name != UNUSED_VALUE:
-                    raise InputError(f"{where} was the same as {first.location} at export: export again to change it")
+                    raise InputError(
+                        f"{location} was the same as {first.location} at export: export again to change it"
+                    )
             else:
-                check_constant(leaf, given, where)
+                check_constant(leaf, value, location)
     return bound
 
 
 def check_values(
     expected: Iterable[Value | Edge], bound: Mapping[str, BoundArgument], symbols: Iterable[Symbol]
 ) -> dict[str, int]:
-    """Check values against their types, shapes and ranges; return the sizes of the symbols.
+    """Check values against their dtypes, shapes and ranges.
+
+    Args:
+        expected: the values of a graph, or edges.
+        bound: the object for each expected value, by value name.
+        symbols: the symbols whose ranges are checked.
+
+    Returns:
+        The size of each symbol that the values determine.
 
     Raises:
-        InputError: the first value that does not fit: which one, which dimension, and what is allowed.
+        InputError: a value does not fit. The message has its location, the expected size and the size found.
     """
     sizes: dict[str, int] = {}
-    origin: dict[str, str] = {}
-    derived: list[tuple[str, Expr, int]] = []
+    origins: dict[str, str] = {}
+    unchecked: list[tuple[str, Expr, int]] = []
     for value in expected:
-        given = bound[value.name]
-        for place, dim, size in _sizes(value, given):
+        argument = bound[value.name]
+        for location, dim, size in _checked_sizes(value, argument):
             if isinstance(dim, int) and size != dim:
-                raise InputError(f"{place} is {size}, allowed is {dim} (shape {format_shape(value.shape)})")
+                raise InputError(f"{location}: expected {dim} (shape {format_shape(value.shape)}), found {size}")
             if isinstance(dim, str):
                 if sizes.setdefault(dim, size) != size:
                     raise InputError(
-                        f"{place} is {size}, but {dim!r} is {sizes[dim]} in {origin[dim]}: they must be equal"
+                        f"{location}: expected {sizes[dim]}, the size of {dim!r} in {origins[dim]}, found {size}"
                     )
-                origin.setdefault(dim, place)
+                origins.setdefault(dim, location)
             elif isinstance(dim, Expr):
-                derived.append((place, dim, size))
-    left = len(derived) + 1
-    while len(derived) < left:  # one that tells the size of a symbol lets others be checked, before it and after
-        left = len(derived)
-        derived = [entry for entry in derived if not _check_derived(*entry, sizes, origin)]
+                unchecked.append((location, dim, size))
+    # An expression that determines the size of a symbol may let earlier and later expressions be checked.
+    previous_count = len(unchecked) + 1
+    while len(unchecked) < previous_count:
+        previous_count = len(unchecked)
+        unchecked = [entry for entry in unchecked if not _check_expression(*entry, sizes, origins)]
     for symbol in symbols:
         if symbol.name in sizes and not size_in_range(symbol, sizes[symbol.name]):
-            found = f"{origin[symbol.name]} is {sizes[symbol.name]}"
-            raise InputError(f"{found}, allowed is {format_range(symbol)} ({symbol.name!r})")
+            allowed = f"{format_range(symbol)} ({symbol.name!r})"
+            raise InputError(f"{origins[symbol.name]}: expected {allowed}, found {sizes[symbol.name]}")
     return sizes
 
 
-def _by_parameter(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, argument: Any, location: str) -> None:
+    """Check an argument that was fixed at export.
+
+    Args:
+        leaf: the recorded constant.
+        argument: the object that the caller passed for it.
+        location: the location of the object in the call, for messages.
+
+    Raises:
+        InputError: the object has another type or value than the constant.
+    """
+    constant = constant_value(leaf)
+    same = type(argument) is type(constant) and (
+        argument == constant or (argument != argument and constant != constant)
+    )
+    if not same:
+        shown = repr(argument) if isinstance(argument, None | bool | int | float | str) else type(argument).__name__
+        raise InputError(f"{location} was fixed to {constant!r} at export, found {shown}: export again to change it")
+
+
+def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     positional = [parameter for parameter in signature.parameters if parameter.positional]
     if len(args) > len(positional):
         raise InputError(f"expected at most {len(positional)} positional arguments, found {len(args)}")
-    named = {parameter.name: given for parameter, given in zip(positional, args, strict=False)}
-    by_name = {parameter.name for parameter in signature.parameters if parameter.keyword}
-    for name, given in kwargs.items():
-        if name in named:
-            raise InputError(f"the argument {name!r} is given by position and by name")
-        if name not in by_name:
-            raise InputError(f"there is no argument {name!r}: the model was exported with {', '.join(sorted(by_name))}")
-        named[name] = given
-    return named
+    arguments = {parameter.name: argument for parameter, argument in zip(positional, args, strict=False)}
+    keywords = {parameter.name for parameter in signature.parameters if parameter.keyword}
+    for keyword, argument in kwargs.items():
+        if keyword in arguments:
+            raise InputError(f"the argument {keyword!r} is given by position and by name")
+        if keyword not in keywords:
+            exported_with = ", ".join(sorted(keywords))
+            raise InputError(f"there is no argument {keyword!r}: the model was exported with {exported_with}")
+        arguments[keyword] = argument
+    return arguments
 
 
-def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, given: Any, where: str) -> None:
-    """Check what stands in the place of a constant.
-
-    Raises:
-        InputError: it is another one.
-    """
-    expected = constant_value(leaf)
-    same = type(given) is type(expected) and (given == expected or (given != given and expected != expected))
-    if not same:
-        found = repr(given) if isinstance(given, None | bool | int | float | str) else type(given).__name__
-        raise InputError(f"{where} was fixed to {expected!r} at export, found {found}: export again to change it")
-
-
-def _sizes(value: Value | Edge, given: BoundArgument) -> Iterable[tuple[str, Dim, int]]:
-    """The sizes that a value brings: (place, expected dimension, found size)."""
+def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[tuple[str, Dim, int]]:
+    """Check type, dtype and rank of an argument; return its sizes as (location, expected dimension, actual size)."""
+    location, found = argument.location, argument.value
     if value.dtype in SCALAR_DTYPES:
-        wanted = _PYTHON[value.dtype]
-        if type(given.value) is not wanted:
-            raise InputError(
-                f"{given.location}: expected a Python {wanted.__name__}, found {type(given.value).__name__}"
-            )
-        number: Any = given.value
-        return [(given.location, value.expr, number)] if value.expr is not None else []
-    shape, dtype = getattr(given.value, "shape", None), getattr(given.value, "dtype", None)
+        scalar_type = _SCALAR_TYPES[value.dtype]
+        if type(found) is not scalar_type:
+            raise InputError(f"{location}: expected a Python {scalar_type.__name__}, found {type(found).__name__}")
+        # Only a symint has an expr, so this object is an int.
+        return [(location, value.expr, argument.value)] if value.expr is not None else []
+    expected_shape = format_shape(value.shape)
+    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
     if shape is None or dtype is None:
         raise InputError(
-            f"{given.location}: expected a tensor of {value.dtype} {format_shape(value.shape)}, found {type(given.value).__name__}"
+            f"{location}: expected a tensor of {value.dtype} {expected_shape}, found {type(found).__name__}"
         )
-    if str(dtype).removeprefix("torch.") != value.dtype:
-        raise InputError(f"{given.location}: expected dtype {value.dtype}, found {str(dtype).removeprefix('torch.')}")
+    dtype_name = str(dtype).removeprefix("torch.")
+    if dtype_name != value.dtype:
+        raise InputError(f"{location}: expected dtype {value.dtype}, found {dtype_name}")
     if len(shape) != len(value.shape):
         raise InputError(
-            f"{given.location}: expected {len(value.shape)} dimensions {format_shape(value.shape)}, found the shape {list(shape)}"
+            f"{location}: expected {len(value.shape)} dimensions {expected_shape}, found the shape {list(shape)}"
         )
     return [
-        (f"{given.location}: dimension {number}", dim, size)
-        for number, (dim, size) in enumerate(zip(value.shape, shape, strict=True))
+        (f"{location}: dimension {index}", dim, size)
+        for index, (dim, size) in enumerate(zip(value.shape, shape, strict=True))
     ]
 
 
-def _check_derived(place: str, dim: Expr, size: int, sizes: dict[str, int], origin: dict[str, str]) -> bool:
-    """Check a size that is arithmetic over symbols; it also tells the size of the one symbol that is still unknown.
+def _check_expression(location: str, dim: Expr, size: int, sizes: dict[str, int], origins: dict[str, str]) -> bool:
+    """Check the size of a dimension that is arithmetic, and solve it for the last symbol whose size is still unknown.
 
-    Returns whether it could be checked: it may hold sizes that only the data tells, which the graph's own assertions check.
+    Returns whether it could be checked. An expression over sizes that depend on the data cannot; assertions in the graph check these.
     """
-    unknown = {name for name in symbol_names(dim) if name not in sizes}
+    unknown = {symbol_name for symbol_name in symbol_names(dim) if symbol_name not in sizes}
     try:
-        if len(unknown) == 1 and (solved := _solve(dim, size, sizes)) is not None:
-            sizes[solved[0]] = solved[1]
-            origin[solved[0]] = place
-        expected = evaluate_dim(dim, sizes)
+        if len(unknown) == 1 and (solution := _solve(dim, size, sizes)) is not None:
+            symbol_name, sizes[symbol_name] = solution
+            origins[symbol_name] = location
+        expected_size = evaluate_dim(dim, sizes)
     except (KeyError, ArithmeticError):
         return False
-    if expected != size:
-        raise InputError(f"{place} is {size}, allowed is {format_dim(dim)} = {expected}")
+    if expected_size != size:
+        raise InputError(f"{location}: expected {format_dim(dim)} = {expected_size}, found {size}")
     return True
 
 
 def _solve(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """The unknown symbol of a sum or a product, and its size; None when it is not that simple."""
+    """Solve a sum or a product for its only unknown symbol: the name and size of the symbol, or None for other expressions."""
     if isinstance(dim, str):
         return dim, size
     if not isinstance(dim, Expr) or dim.op not in ("add", "mul"):
         return None
-    known = [arg for arg in dim.args if all(name in sizes for name in symbol_names(arg))]
-    rest = [arg for arg in dim.args if arg not in known]
-    if len(rest) != 1:
+    known_args = [arg for arg in dim.args if all(symbol_name in sizes for symbol_name in symbol_names(arg))]
+    unknown_args = [arg for arg in dim.args if arg not in known_args]
+    if len(unknown_args) != 1:
         return None
-    number = evaluate_dim(Expr(op=dim.op, args=tuple(known)), sizes)
+    known_size = evaluate_dim(Expr(op=dim.op, args=tuple(known_args)), sizes)
     if dim.op == "add":
-        return _solve(rest[0], size - number, sizes)
-    return _solve(rest[0], size // number, sizes) if number else None
+        return _solve(unknown_args[0], size - known_size, sizes)
+    return _solve(unknown_args[0], size // known_size, sizes) if known_size else None

@@ -108,7 +108,7 @@ ATTACKS = [
     case("header begins late", file(weight_file(b" {}", b"")), "does not begin with one"),
     case("header is nested", file(weight_file(b'{"a":' * 100_000, b"")), "nested too deep", LimitError),
     case("header is not UTF-8", file(weight_file(b'{"\xff": 1}', b"")), "not JSON"),
-    case("tensor twice", twice, "the key 'first.bias' stands twice"),
+    case("tensor twice", twice, "duplicate key 'first.bias'"),
     case("metadata is code", header(lambda tensors: tensors.update(__metadata__={"a": ["x"]})), "__metadata__"),
     case("tensor is a text", header(lambda tensors: tensors.update(x="y")), f"{FILE}: x: expected an object"),
     case("unknown field", entry(code="x"), "first.bias: expected an object with dtype, shape and data_offsets"),

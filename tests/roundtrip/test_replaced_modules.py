@@ -59,7 +59,7 @@ def test_what_goes_around_the_arguments_is_told(tmp_path: Path) -> None:
         stage.pair(x, x + 1)
     with pytest.raises(InputError, match=r"expected a list, found Tensor"):
         replaced(stage, "pair", lambda a, b: a * b)(x)
-    with pytest.raises(InputError, match=r"result of pair\[1\]: dimension 0 is 2, allowed is 4"):
+    with pytest.raises(InputError, match=r"result of pair\[1\]: dimension 0: expected 4 .*, found 2"):
         replaced(stage, "pair", lambda a, b: [a, b[:2]])(x)
     with pytest.raises(InputError, match=r"keeper cannot be replaced: what follows uses mul_0, made inside of it"):
         replaced(stage, "keeper", lambda x: x + 1)(x)
@@ -210,5 +210,5 @@ def test_modules_stand_as_in_the_model_and_only_called_ones_are_replaced(tmp_pat
 @torch.no_grad()
 def test_a_replacement_must_fit_what_it_was_given(mean: tuple[Mean, nn.Module, tuple[torch.Tensor, ...]]) -> None:
     _, stage, given = mean
-    with pytest.raises(InputError, match="result of mean: dimension 0 is 1, but 'rows' is 6"):
+    with pytest.raises(InputError, match="result of mean: dimension 0: expected 6, the size of 'rows'"):
         replaced(stage, "mean", lambda x, rows, same: x.mean(0, keepdim=True))(*given)

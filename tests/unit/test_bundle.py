@@ -165,8 +165,8 @@ def test_stages_run_one_by_one_as_the_pipeline_does(tied_llama: Path) -> None:
         ((), {}, "the argument 'input_ids' is missing"),
         ((torch.ones(2, 8),), {}, "input_ids: expected dtype int64, found float32"),
         ((torch.ones(8).long(),), {}, r"input_ids: expected 2 dimensions \[batch, sequence\], found the shape \[8\]"),
-        ((torch.ones(2, 200).long(),), {}, r"input_ids: dimension 1 is 200, allowed is 3 to 100 \('sequence'\)"),
-        ((torch.ones(65, 8).long(),), {}, r"input_ids: dimension 0 is 65, allowed is 1 to 64 \('batch'\)"),
+        ((torch.ones(2, 200).long(),), {}, r"input_ids: dimension 1: expected 3 to 100 \('sequence'\), found 200"),
+        ((torch.ones(65, 8).long(),), {}, r"input_ids: dimension 0: expected 1 to 64 \('batch'\), found 65"),
         (([1, 2],), {}, r"input_ids: expected a tensor of int64 \[batch, sequence\], found list"),
         ((torch.ones(2, 8).long(),), {"use_cache": True}, "use_cache was fixed to False at export, found True"),
         ((torch.ones(2, 8).long(),), {"input_ids": 1}, "'input_ids' is given by position and by name"),
@@ -184,7 +184,8 @@ def test_two_inputs_must_agree_on_a_size(tmp_path: Path) -> None:
     case = named("encoders-bert")[0]
     bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     with pytest.raises(
-        InputError, match="attention_mask: dimension 1 is 9, but 'sequence' is 8 in input_ids: dimension 1"
+        InputError,
+        match="attention_mask: dimension 1: expected 8, the size of 'sequence' in input_ids: dimension 1, found 9",
     ):
         stagepack.load(bundle)(torch.ones(2, 8).long(), torch.ones(2, 9).long())
 
