@@ -17,7 +17,7 @@ from stagepack.capture.error_location import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.format.reader import Bundle
-from stagepack_serving.server.limits import Limits
+from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_loaders.example import Difference
@@ -101,7 +101,7 @@ def limit_option(
     minimum: float = 0,
     maximum: float = _DAY,
 ) -> Callable[..., Any]:
-    """Return a decorator that adds an option for a field of `Limits`.
+    """Return a decorator that adds an option for a field of `ServerLimits`.
 
     Args:
         flag: the name of the option.
@@ -112,7 +112,7 @@ def limit_option(
         minimum: the least allowed value.
         maximum: the largest allowed value, unless it is a count.
     """
-    field_default = getattr(Limits(), field)
+    field_default = getattr(ServerLimits(), field)
     is_count = isinstance(field_default, int) and unit == 1
     value_type = click.IntRange(min=int(minimum)) if is_count else click.FloatRange(minimum, maximum)
 

@@ -27,12 +27,12 @@ from stagepack.cli.run_options import (
     runtime_option,
 )
 from stagepack.format.reader import Bundle
-from stagepack_serving.server.limits import Limits
+from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_serving.server.metrics import Metrics
-    from stagepack_serving.server.model import Model
-    from stagepack_serving.server.server import Addresses
+    from stagepack_serving.server.served_model import ServedModel
+    from stagepack_serving.server.server import ServerAddresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +88,14 @@ class _Options:
 )
 @limit_option(
     "--max-batch",
-    "batch",
+    "max_batch_size",
     minimum=1,
     metavar="N",
     description="Largest batch size that requests to a model are combined into; 1 runs each request alone.",
 )
 @limit_option(
     "--max-delay-ms",
-    "delay",
+    "batching_delay",
     unit=1e-3,
     maximum=60_000,
     metavar="MS",
@@ -103,7 +103,7 @@ class _Options:
 )
 @limit_option(
     "--max-queue",
-    "queue",
+    "max_pending_requests",
     minimum=1,
     metavar="N",
     description="Largest number of requests to a model that wait for an answer; further requests are refused with "
@@ -111,14 +111,14 @@ class _Options:
 )
 @limit_option(
     "--max-connections",
-    "connections",
+    "max_connections",
     minimum=1,
     metavar="N",
     description="Largest number of open HTTP connections, and of concurrent gRPC requests.",
 )
 @limit_option(
     "--max-body-mb",
-    "body",
+    "max_request_bytes",
     unit=1e6,
     minimum=1e-3,
     maximum=2000,
@@ -134,14 +134,14 @@ class _Options:
 )
 @limit_option(
     "--max-sequences",
-    "sequences",
+    "max_sequences",
     minimum=1,
     metavar="N",
     description="Largest number of sequences whose state a model keeps.",
 )
 @limit_option(
     "--sequence-idle-s",
-    "idle",
+    "sequence_idle",
     metavar="SECONDS",
     description="Idle time after which a sequence is evicted if another one needs its place, in seconds.",
 )
@@ -149,7 +149,7 @@ class _Options:
     "--linger-s",
     "linger",
     metavar="SECONDS",
-    description="How long new requests are still accepted after SIGTERM, in seconds.",
+    description="How long new requests are still accepted after SIGTERM or SIGHUP, in seconds.",
 )
 @limit_option(
     "--drain-s",
@@ -161,10 +161,10 @@ class _Options:
 def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     """Serve bundles over the Open Inference Protocol.
 
-    Answers REST and gRPC requests until SIGTERM or SIGINT. Clients call each model by its NAME, which defaults to the name of the
+    Answers REST and gRPC requests until SIGTERM, SIGHUP or SIGINT. Clients call each model by its NAME, which defaults to the name of the
     folder without .stagepack. Prometheus metrics are at /metrics on the HTTP port.
     """
-    limits = Limits(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(Limits)})
+    limits = ServerLimits(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(ServerLimits)})
     options = _Options(**arguments)
     bundle_paths = _bundle_paths(bundle_arguments)
     if options.compiled_folder:
@@ -178,23 +178,23 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
     import_modules(options.imports)
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.models import Models  # noqa: PLC0415 - the same
-    from stagepack_serving.server.server import Addresses, serve  # noqa: PLC0415 - the same
+    from stagepack_serving.server.served_models import ServedModels  # noqa: PLC0415 - the same
+    from stagepack_serving.server.server import ServerAddresses, serve  # noqa: PLC0415 - the same
 
     metrics = Metrics()
     models = _load_models(bundles, options, limits, metrics)
-    addresses = Addresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
+    addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
     is_drained = asyncio.run(
         serve(
-            Models(models, limits, metrics),
+            ServedModels(models, limits, metrics),
             addresses,
             lambda bound_addresses: _print_listening(bound_addresses, models, options.as_json),
         )
     )
-    _print_stopped(metrics.answers(), options.as_json)
+    _print_stopped(metrics.requests_by_status(), options.as_json)
     if not is_drained:  # threads that still work on abandoned requests would keep the process alive
         sys.stdout.flush()
-        os._exit(1 if any(model.pending for model in models) else 0)
+        os._exit(1 if any(model.pending_requests for model in models) else 0)
 
 
 def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
@@ -210,9 +210,9 @@ def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
     return paths
 
 
-def _load_models(bundles: dict[str, Bundle], options: _Options, limits: Limits, metrics: "Metrics") -> "list[Model]":
+def _load_models(bundles: dict[str, Bundle], options: _Options, limits: ServerLimits, metrics: "Metrics") -> "list[ServedModel]":
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.model import Model  # noqa: PLC0415 - the same
+    from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
 
     models = []
     with progress("loading") as next_step:
@@ -225,11 +225,11 @@ def _load_models(bundles: dict[str, Bundle], options: _Options, limits: Limits, 
                 allow_ops=options.allow_ops,
                 compiled=options.compiled_folder,
             )
-            models.append(Model(model_name, bundle, pipeline, limits, metrics))
+            models.append(ServedModel(model_name, bundle, pipeline, limits, metrics))
     return models
 
 
-def _print_listening(addresses: "Addresses", models: "list[Model]", as_json: bool) -> None:
+def _print_listening(addresses: "ServerAddresses", models: "list[ServedModel]", as_json: bool) -> None:
     """Print the models and the addresses, when the server accepts requests."""
     if as_json:
         ports = {"host": addresses.host, "http_port": addresses.http_port, "grpc_port": addresses.grpc_port}
@@ -253,14 +253,14 @@ def _print_stopped(counts: dict[str, int], as_json: bool) -> None:
         print_line("stopped: " + (", ".join(f"{count} {status}" for status, count in counts.items()) or "no requests"))
 
 
-def _model_facts(model: "Model") -> dict[str, Any]:
+def _model_facts(model: "ServedModel") -> dict[str, Any]:
     """Return the facts of a model as plain data."""
     return {
         "name": model.name,
         "stages": len(model.bundle.stages),
         "devices": model.devices,
-        "batch": model.batch,
-        "alone": model.alone,
+        "batch": model.max_batch_size,
+        "alone": model.unbatched_reason,
         "inputs": model.metadata()["inputs"],
         "outputs": model.metadata()["outputs"],
     }

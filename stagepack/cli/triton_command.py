@@ -33,10 +33,10 @@ class _Options:
     backend: Any
     allow_ops: tuple[str, ...]
     imports: tuple[str, ...]
-    batch: int
-    delay: float
-    sequences: int
-    idle: float
+    max_batch_size: int
+    batching_delay: float
+    max_sequences: int
+    sequence_idle: float
     no_check: bool
     copy: bool
     overwrite: bool
@@ -85,14 +85,14 @@ class _Options:
 @operator_options
 @limit_option(
     "--max-batch",
-    "batch",
+    "max_batch_size",
     minimum=1,
     metavar="N",
     description="Largest batch size that requests to a model are combined into; 1 runs each request alone.",
 )
 @limit_option(
     "--max-delay-ms",
-    "delay",
+    "batching_delay",
     unit=1e-3,
     maximum=60_000,
     metavar="MS",
@@ -100,14 +100,14 @@ class _Options:
 )
 @limit_option(
     "--max-sequences",
-    "sequences",
+    "max_sequences",
     minimum=1,
     metavar="N",
     description="Largest number of sequences whose state a stage keeps.",
 )
 @limit_option(
     "--sequence-idle-s",
-    "idle",
+    "sequence_idle",
     metavar="SECONDS",
     description="Idle time after which a sequence is evicted, in seconds.",
 )
@@ -146,16 +146,16 @@ def command(bundle_path: str, **arguments: Any) -> None:
 def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
     """Return the largest batch size, and if it is 1, the reason."""
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.protocol.rows import rows_at_once  # noqa: PLC0415 - the same
+    from stagepack_serving.protocol.batching import batch_limit  # noqa: PLC0415 - the same
     from stagepack_serving.triton.models import why_alone  # noqa: PLC0415 - the same
 
     reason = why_alone(bundle)
     if reason:
         return 1, reason
     with progress("running the example in batches"):
-        needs_pipeline = options.batch > 1 and not options.no_check
+        needs_pipeline = options.max_batch_size > 1 and not options.no_check
         pipeline = load(bundle, runtime=options.runtime, allow_ops=options.allow_ops) if needs_pipeline else None
-        return rows_at_once(bundle, bundle.edges, options.batch, pipeline)
+        return batch_limit(bundle, bundle.edges, options.max_batch_size, pipeline)
 
 
 def _repository_options(bundle_path: str, options: _Options, max_batch: int) -> "RepositoryOptions":
@@ -167,9 +167,9 @@ def _repository_options(bundle_path: str, options: _Options, max_batch: int) -> 
         runtime=options.runtime,
         backend=options.backend or ("onnxruntime" if options.runtime == "onnxruntime" else "python"),
         batch=max_batch if max_batch > 1 else 0,
-        delay=options.delay,
-        sequences=options.sequences,
-        idle=options.idle,
+        delay=options.batching_delay,
+        sequences=options.max_sequences,
+        idle=options.sequence_idle,
         allow_ops=options.allow_ops,
         imports=options.imports,
         copy=options.copy,

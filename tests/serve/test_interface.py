@@ -10,8 +10,8 @@ import torch
 import stagepack
 from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
+from stagepack_serving.protocol.batching import BatchLimit, batch_limit
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.protocol.rows import rows_at_once
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -49,17 +49,17 @@ def test_outputs_are_named_by_their_place(result: Any, wanted: Any, tmp_path: Pa
 
 def test_what_clients_state_is_checked(bundles: Mapping[str, Path]) -> None:
     interface = Interface(stagepack.open(bundles["kinds"]).manifest)
-    assert interface.check("factor", "FP32", (1,)) == interface.check("factor", "FP32", ()) == ()
+    assert interface.check_input("factor", "FP32", (1,)) == interface.check_input("factor", "FP32", ()) == ()
     with pytest.raises(InputError, match="one number"):
-        interface.check("factor", "FP32", (2,))
+        interface.check_input("factor", "FP32", (2,))
     with pytest.raises(InputError, match="INT8"):
-        interface.check("count", "INT16", (2,))
-    with pytest.raises(InputError, match="no input 'y'"):
-        interface.check("y", "FP32", (1,))
+        interface.check_input("count", "INT16", (2,))
+    with pytest.raises(InputError, match="unknown input 'y'"):
+        interface.check_input("y", "FP32", (1,))
     with pytest.raises(InputError, match="'flag' is missing"):
-        interface.check_all({"x": (2, 4), "count": (2,), "factor": ()}, {})
+        interface.check_inputs({"x": (2, 4), "count": (2,), "factor": ()}, {})
     with pytest.raises(InputError, match="rows"):
-        interface.check_all({"x": (65, 4), "count": (2,), "factor": (), "flag": (2,)}, {})
+        interface.check_inputs({"x": (65, 4), "count": (2,), "factor": (), "flag": (2,)}, {})
 
 
 def ends(bundle: Bundle) -> Any:
@@ -73,17 +73,17 @@ def ends(bundle: Bundle) -> Any:
         ("skips", 8, ""),
         ("minilm", 8, ""),
         ("half", 8, ""),
-        ("kinds", 1, "flag has no first dimension that varies"),
-        ("counting", 1, "it keeps state from call to call"),
-        ("together", 1, "other rows change the answer to the example's"),
+        ("kinds", 1, "flag has no dynamic first dimension"),
+        ("counting", 1, "the model keeps state between calls"),
+        ("together", 1, "the answer to the recorded example depends on the rest of its batch"),
     ],
 )
 def test_rows_run_together_where_they_keep_apart(
     bundles: Mapping[str, Path], pipes: Mapping[str, Any], name: str, rows: int, reason: str
 ) -> None:
     bundle = stagepack.open(bundles[name])
-    assert rows_at_once(bundle, ends(bundle), 8, pipes[name]) == (rows, reason)
-    assert rows_at_once(bundle, ends(bundle), 1, pipes[name])[0] == 1
+    assert batch_limit(bundle, ends(bundle), 8, pipes[name]) == (rows, reason)
+    assert batch_limit(bundle, ends(bundle), 1, pipes[name])[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -102,16 +102,16 @@ def test_rows_that_meet_are_seen(together: Any, rows: int, tmp_path: Path) -> No
     shapes = {"x": {0: size}}
     given = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
     bundle = stagepack.export(Named(together), (given,), out=tmp_path / "m.stagepack", stages=1, dynamic_shapes=shapes)
-    assert rows_at_once(bundle, ends(bundle), 8, stagepack.load(bundle)) == (
+    assert batch_limit(bundle, ends(bundle), 8, stagepack.load(bundle)) == (
         1,
-        "other rows change the answer to the example's",
+        "the answer to the recorded example depends on the rest of its batch",
     )
 
 
 def test_rows_are_no_more_than_the_bundle_allows(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
     bundle = stagepack.open(bundles["skips"])
-    assert rows_at_once(bundle, ends(bundle), 1000, pipes["skips"])[0] == 64
-    assert rows_at_once(stagepack.open(bundles["together"]), ends(bundle), 8, None) == (8, "")  # taken on trust
+    assert batch_limit(bundle, ends(bundle), 1000, pipes["skips"])[0] == 64
+    assert batch_limit(stagepack.open(bundles["together"]), ends(bundle), 8, None) == (8, "")  # taken on trust
 
 
 def test_state_takes_turns_in_a_stage(bundles: Mapping[str, Path]) -> None:

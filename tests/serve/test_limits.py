@@ -20,7 +20,7 @@ import torch
 from tritonclient.utils import InferenceServerException
 
 import stagepack
-from stagepack_serving.server.messages import from_numbers
+from stagepack_serving.server.tensor_decoding import tensor_from_numbers
 from tests.serve.servers import INFER, Client, Server, ask_slow, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -82,13 +82,13 @@ def test_a_packed_body(small: Server) -> None:
         (lambda given: given["inputs"][0].update(datatype="BF16"), "BF16"),
         (lambda given: given["inputs"][0].update(parameters={"binary_data_size": 5}), "data"),
         (lambda given: given["inputs"][0].update(parameters={"binary_data_size": "5"}), "data"),
-        (lambda given: given["inputs"].append(given["inputs"][0]), "twice"),
-        (lambda given: given["outputs"][0].update(parameters={"classification": 2}), "classify"),
-        (lambda given: given["outputs"].append(given["outputs"][0]), "twice: y, y"),
+        (lambda given: given["inputs"].append(given["inputs"][0]), "duplicate"),
+        (lambda given: given["outputs"][0].update(parameters={"classification": 2}), "classification"),
+        (lambda given: given["outputs"].append(given["outputs"][0]), "duplicate output: y, y"),
         (lambda given: given["outputs"][0].update(parameters={"binary_data": "no"}), "true or false"),
         (lambda given: given.update(parameters={"binary_data_output": 1}), "true or false"),
-        (lambda given: given["outputs"][0].update(parameters={"shared_memory_region": "a"}), "no memory"),
-        (lambda given: given["inputs"][0].update(parameters={"shared_memory_region": "a"}), "no memory"),
+        (lambda given: given["outputs"][0].update(parameters={"shared_memory_region": "a"}), "no shared memory"),
+        (lambda given: given["inputs"][0].update(parameters={"shared_memory_region": "a"}), "no shared memory"),
         (lambda given: given.update(parameters={"timeout": "soon"}), "timeout"),
     ],
 )
@@ -117,7 +117,7 @@ def test_long_names_over_grpc(small: Server) -> None:
 
 def test_large_unsigned_numbers() -> None:
     wanted = [1, 2**63, 2**64 - 1]
-    found = from_numbers("x", "UINT64", [3], lambda kind: msgspec.json.decode(json.dumps(wanted), type=kind))
+    found = tensor_from_numbers("x", "UINT64", [3], lambda kind: msgspec.json.decode(json.dumps(wanted), type=kind))
     assert found.array.tolist() == wanted
 
 

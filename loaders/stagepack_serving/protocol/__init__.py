@@ -1,1 +1,1 @@
-"""A bundle as the Open Inference Protocol shows it: https://github.com/kserve/open-inference-protocol."""
+"""A bundle as the Open Inference Protocol describes it: https://github.com/kserve/open-inference-protocol."""

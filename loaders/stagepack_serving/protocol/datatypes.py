@@ -1,6 +1,6 @@
-"""The datatypes of the protocol, and the dtypes of torch that they stand for.
+"""The datatypes of the protocol, and the dtypes of torch that they carry.
 
-Source: section "Tensor Data Types" of the protocol; BF16 is Triton's addition.
+Source: section "Tensor Data Types" of the protocol. BF16 is an addition of Triton.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import numpy
 
-# Datatype of the protocol -> the numpy dtype of its elements. A BF16 is its 16 bits.
-ELEMENTS: Final[Mapping[str, numpy.dtype[Any]]] = MappingProxyType(
+# Datatype of the protocol -> numpy dtype of its elements. A BF16 element is represented by its 16 bits.
+NUMPY_DTYPES: Final[Mapping[str, numpy.dtype[Any]]] = MappingProxyType(
     {
-        name: numpy.dtype(element)
-        for name, element in {
+        datatype: numpy.dtype(typecode)
+        for datatype, typecode in {
             "BOOL": "?",
             "UINT8": "<u1",
             "UINT16": "<u2",
@@ -31,7 +31,7 @@ ELEMENTS: Final[Mapping[str, numpy.dtype[Any]]] = MappingProxyType(
     }
 )
 
-# Complex numbers travel as pairs of floats, Python numbers as tensors of one element.
+# Dtype of torch -> datatype of the protocol. A complex number is a pair of floats, a symbolic scalar a tensor of one element.
 _DATATYPES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "bool": "BOOL",
@@ -50,6 +50,13 @@ _DATATYPES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def datatype_of(dtype: str) -> str:
-    """The protocol's datatype for a dtype of torch; 8-bit floats, which it lacks, travel as their bits."""
+def protocol_datatype(dtype: str) -> str:
+    """Return the datatype of the protocol that carries a dtype of torch.
+
+    Args:
+        dtype: a dtype of the format, such as ``"float32"`` or ``"symint"``. The protocol has no 8-bit floats: they travel as UINT8.
+
+    Returns:
+        A key of `NUMPY_DTYPES`.
+    """
     return "UINT8" if dtype.startswith("float8") else _DATATYPES[dtype]

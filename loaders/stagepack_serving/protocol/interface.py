@@ -1,4 +1,4 @@
-"""What a client sees of a bundle: named tensors in and out."""
+"""The inputs and outputs of a bundle as a client sees them: named tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,18 +10,21 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge, Manifest
 from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf
 from stagepack_loaders.elements import COMPLEX
-from stagepack_serving.protocol.datatypes import datatype_of
+from stagepack_serving.protocol.datatypes import protocol_datatype
 
-ANY_SIZE: Final = -1
+DYNAMIC_SIZE: Final = -1
+
+# The keys, field names and positions that lead to a leaf of the model's result.
+_Path = tuple[bool | int | float | str | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceTensor:
-    """An input or an output.
+    """An input or output tensor of the protocol.
 
     Attributes:
-        name: an input has the name of its edge; an output is named by its place in the result, such as ``logits`` or ``output.0``.
-        edge: the value of the model that it carries.
+        name: the edge name for an input; the path in the model's result for an output, such as ``logits`` or ``output.0``.
+        edge: the edge whose value the tensor carries.
     """
 
     name: str
@@ -29,38 +32,47 @@ class InterfaceTensor:
 
     @property
     def datatype(self) -> str:
-        """Its type in the words of the protocol."""
-        return datatype_of(self.edge.dtype)
+        """The datatype of the protocol, such as ``FP32``."""
+        return protocol_datatype(self.edge.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, -1 for a size that may vary. A number is a tensor of one element, a complex number a pair."""
-        sizes = tuple(dim if isinstance(dim, int) else ANY_SIZE for dim in self.edge.shape)
-        pair = (2,) if self.edge.dtype in COMPLEX else ()
-        return (*sizes, *pair) or (1,)
+        """The shape, with -1 for a dynamic size.
 
-    def shape_of_edge(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the model's value for one that a client states.
+        A symbolic scalar and a tensor without dimensions have the shape ``(1,)``; a complex tensor has a last dimension of size 2.
+        """
+        sizes = tuple(dim if isinstance(dim, int) else DYNAMIC_SIZE for dim in self.edge.shape)
+        complex_pair = (2,) if self.edge.dtype in COMPLEX else ()
+        return (*sizes, *complex_pair) or (1,)
+
+    def edge_shape(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Convert the shape of a tensor that a client sends to the shape of the model's value.
+
+        Args:
+            tensor_shape: the shape in the request.
+
+        Returns:
+            The shape without the dimension of complex pairs; ``()`` for a single number.
 
         Raises:
-            InputError: no value has it.
+            InputError: a complex tensor has no last dimension of 2, or a single number another shape than ``()`` or ``(1,)``.
         """
         if self.edge.dtype in COMPLEX:
-            if not shape or shape[-1] != 2:
+            if not tensor_shape or tensor_shape[-1] != 2:
                 raise InputError(
-                    f"{self.name}: complex numbers come in pairs: expected a last dimension of 2, found {list(shape)}"
+                    f"{self.name}: a complex number is sent as a pair: expected a last dimension of 2, found {list(tensor_shape)}"
                 )
-            return shape[:-1]
+            return tensor_shape[:-1]
         if self.edge.dtype in SCALAR_DTYPES or not self.edge.shape:
-            if shape not in ((), (1,)):
-                raise InputError(f"{self.name}: expected one number, of the shape [1], found {list(shape)}")
+            if tensor_shape not in ((), (1,)):
+                raise InputError(f"{self.name}: expected one number, shape [1], found shape {list(tensor_shape)}")
             return ()
-        return shape
+        return tensor_shape
 
 
 @dataclass(frozen=True, slots=True)
-class _Shaped:
-    """A value as the boundary contract looks at it."""
+class _TensorFacts:
+    """The shape and dtype of an input, in the form that `check_values` takes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -70,79 +82,102 @@ class Interface:
     """The inputs and outputs of a bundle.
 
     Attributes:
-        inputs: by name, in the order of the signature.
-        outputs: by name, in the order of the result. What the model always gives the same, such as None, is not among them.
+        inputs: the inputs by name, in the order of the signature.
+        outputs: the outputs by name, in the order of the model's result. Constants of the result, such as None, are left out.
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        """Read them off the manifest."""
+        """Read the inputs and outputs from a manifest.
+
+        Args:
+            manifest: the manifest of the bundle.
+        """
         self._symbols = manifest.symbols
         edges = {edge.name: edge for edge in manifest.edges}
         self.inputs: Mapping[str, InterfaceTensor] = {
             edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in manifest.edges if edge.producer is None
         }
         outputs: dict[str, InterfaceTensor] = {}
-        for path, leaf in _leaves(manifest.signature.result, ()):
-            begin = () if path and isinstance(path[0], str) else ("output",)
-            name = ".".join(map(str, (*begin, *path)))
-            while name in outputs or name in self.inputs:
-                name = f"output.{name}"
-            outputs[name] = InterfaceTensor(name=name, edge=edges[leaf.name])
+        for path, leaf in _result_leaves(manifest.signature.result, ()):
+            prefix = () if path and isinstance(path[0], str) else ("output",)
+            output_name = ".".join(map(str, (*prefix, *path)))
+            while output_name in outputs or output_name in self.inputs:
+                output_name = f"output.{output_name}"
+            outputs[output_name] = InterfaceTensor(name=output_name, edge=edges[leaf.name])
         self.outputs: Mapping[str, InterfaceTensor] = outputs
 
-    def check(self, name: str, datatype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Check one input as a client states it; return the shape of the model's value.
+    @property
+    def edges(self) -> list[Edge]:
+        """The edges of all inputs and outputs."""
+        return [tensor.edge for tensor in (*self.inputs.values(), *self.outputs.values())]
+
+    def check_input(self, input_name: str, datatype: str, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Check the name, datatype and number of dimensions of one input.
+
+        Args:
+            input_name: the name in the request.
+            datatype: the datatype in the request.
+            tensor_shape: the shape in the request.
+
+        Returns:
+            The shape of the model's value; see `InterfaceTensor.edge_shape`.
 
         Raises:
-            InputError: there is no such input, or it has another type, or a shape that no value has.
+            InputError: the model has no such input, or it has another datatype, or `edge_shape` refuses the shape.
         """
-        if name not in self.inputs:
-            raise InputError(f"there is no input {name!r}: the model takes {', '.join(self.inputs) or 'none'}")
-        spec = self.inputs[name]
-        if datatype != spec.datatype:
-            raise InputError(f"{name}: expected the datatype {spec.datatype}, found {datatype}")
-        return spec.shape_of_edge(shape)
+        if input_name not in self.inputs:
+            raise InputError(f"unknown input {input_name!r}: the model takes {', '.join(self.inputs) or 'none'}")
+        tensor = self.inputs[input_name]
+        if datatype != tensor.datatype:
+            raise InputError(f"{input_name}: expected the datatype {tensor.datatype}, found {datatype}")
+        return tensor.edge_shape(tensor_shape)
 
-    def check_all(self, shapes: Mapping[str, tuple[int, ...]], numbers: Mapping[str, bool | float]) -> None:
-        """Check that all inputs are there, and their shapes, or the numbers that they are, with what the bundle allows.
+    def check_inputs(self, edge_shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, bool | float]) -> None:
+        """Check that every input is present, and that shapes and scalars satisfy the boundary contract.
+
+        Args:
+            edge_shapes: the shapes that `check_input` returned, by input name.
+            scalars: the values of the symbolic scalars, by input name.
 
         Raises:
-            InputError: the first input that is missing or does not fit.
+            InputError: an input is missing, or a size or scalar is outside its range.
         """
-        if missing := [name for name in self.inputs if name not in shapes]:
+        if missing := [input_name for input_name in self.inputs if input_name not in edge_shapes]:
             raise InputError(f"the input {missing[0]!r} is missing: the model takes {', '.join(self.inputs)}")
-        edges = [spec.edge for spec in self.inputs.values()]
-        given = {
-            edge.name: BoundArgument(
-                edge.name, numbers[edge.name] if edge.dtype in SCALAR_DTYPES else _Shaped(shapes[edge.name], edge.dtype)
-            )
-            for edge in edges
-        }
-        check_values(edges, given, self._symbols)
+        edges = [tensor.edge for tensor in self.inputs.values()]
+        arguments = {}
+        for edge in edges:
+            is_scalar = edge.dtype in SCALAR_DTYPES
+            value = scalars[edge.name] if is_scalar else _TensorFacts(edge_shapes[edge.name], edge.dtype)
+            arguments[edge.name] = BoundArgument(edge.name, value)
+        check_values(edges, arguments, self._symbols)
 
-    def check_outputs(self, names: Iterable[str]) -> None:
-        """Check the names of outputs that a client asks for.
+    def check_outputs(self, output_names: Iterable[str]) -> None:
+        """Check the names of requested outputs.
+
+        Args:
+            output_names: the names in the request.
 
         Raises:
-            InputError: there is no such output.
+            InputError: the model has no such output.
         """
-        for name in names:
-            if name not in self.outputs:
-                raise InputError(f"there is no output {name!r}: the model gives {', '.join(self.outputs) or 'none'}")
+        for output_name in output_names:
+            if output_name not in self.outputs:
+                raise InputError(
+                    f"unknown output {output_name!r}: the model returns {', '.join(self.outputs) or 'none'}"
+                )
 
 
-def _leaves(
-    tree: Tree, path: tuple[bool | int | float | str | None, ...]
-) -> Iterator[tuple[tuple[object, ...], ValueLeaf]]:
-    """The values of a result, and where each stands: keys, names of fields, positions."""
+def _result_leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, ValueLeaf]]:
+    """Yield the values of a result with their paths."""
     if isinstance(tree, ValueLeaf):
         yield path, tree
     elif isinstance(tree, SequenceTree):
         for position, item in enumerate(tree.items):
-            yield from _leaves(item, (*path, position))
+            yield from _result_leaves(item, (*path, position))
     elif isinstance(tree, DictTree):
         for key, item in tree.items:
-            yield from _leaves(item, (*path, key))
+            yield from _result_leaves(item, (*path, key))
     elif isinstance(tree, ObjectTree):
-        for name, item in tree.fields:
-            yield from _leaves(item, (*path, name))
+        for field_name, item in tree.fields:
+            yield from _result_leaves(item, (*path, field_name))

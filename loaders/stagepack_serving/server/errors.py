@@ -1,4 +1,4 @@
-"""Why a request gets no answer, with the status codes of HTTP and of gRPC; and why there is no server."""
+"""Why a request is refused, as status codes of HTTP and gRPC; and why a server cannot start."""
 
 from enum import Enum
 from http import HTTPStatus
@@ -8,11 +8,14 @@ from grpc import StatusCode
 
 from stagepack.errors import StagepackError
 
-_LONGEST: Final = 1000
+_MAX_MESSAGE_LENGTH: Final = 1000  # characters
 
 
-class Reason(Enum):
-    """What a client does differently: the status codes that say so."""
+class RequestStatus(Enum):
+    """Why a request is refused. Each value holds the status code of HTTP and that of gRPC.
+
+    The names are values of the label ``status`` of the metrics.
+    """
 
     BAD_REQUEST = (HTTPStatus.BAD_REQUEST, StatusCode.INVALID_ARGUMENT)
     NOT_FOUND = (HTTPStatus.NOT_FOUND, StatusCode.NOT_FOUND)
@@ -23,28 +26,33 @@ class Reason(Enum):
     TOO_LATE = (HTTPStatus.GATEWAY_TIMEOUT, StatusCode.DEADLINE_EXCEEDED)
 
     @property
-    def http(self) -> int:
+    def http_code(self) -> int:
         """The status code of HTTP."""
         return int(self.value[0])
 
     @property
-    def grpc(self) -> StatusCode:
+    def grpc_code(self) -> StatusCode:
         """The status code of gRPC."""
         return self.value[1]
 
 
 class RequestError(StagepackError):
-    """A request that gets no answer.
+    """A request is refused.
 
     Attributes:
-        reason: what kind of refusal it is.
+        status: why it is refused.
     """
 
-    def __init__(self, reason: Reason, message: str) -> None:
-        """`message` is for the client; what it echoes of the request is cut short, since gRPC carries errors in headers."""
-        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]}...")
-        self.reason = reason
+    def __init__(self, status: RequestStatus, message: str) -> None:
+        """Create the error.
+
+        Args:
+            status: why the request is refused.
+            message: the text for the client, cut to 1000 characters: it may repeat parts of the request, and gRPC sends it in a header.
+        """
+        super().__init__(message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[:_MAX_MESSAGE_LENGTH]}...")
+        self.status = status
 
 
 class AddressError(StagepackError):
-    """An address cannot be listened at: it is in use, or not of this machine. Choose another."""
+    """The server cannot listen at an address: it is in use, or does not belong to this machine. Choose another address."""

@@ -1,32 +1,33 @@
-"""What a server takes on: the numbers that its operator sets."""
+"""The limits of a server, which its operator sets."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of a server, or of each model in it.
+class ServerLimits:
+    """Limits of a server, or of each model that it serves.
 
     Attributes:
-        batch: rows of several requests that one run of a model may take; 1 runs each request alone.
-        delay: how long a request waits for others to join it, in seconds.
-        queue: requests to one model that are accepted and not answered yet.
-        connections: connections over HTTP, and as many requests over gRPC, at a time.
-        body: bytes of one request, as it arrives and unpacked.
-        deadline: how long a request may take, in seconds.
-        sequences: sequences of calls that one model with state keeps the state of.
-        idle: how long a sequence is kept without a call, in seconds, before another one may take its place.
-        linger: how long requests are still taken after SIGTERM, in seconds: what routes them here needs time to hear of it.
-        drain: how long requests that were accepted may still take when the server is told to stop, in seconds.
+        max_batch_size: the largest batch that requests to a model are joined to; 1 runs each request alone.
+        batching_delay: the time that a request waits for others to join its batch, in seconds.
+        max_pending_requests: the number of requests to a model that are accepted and not answered yet.
+        max_connections: the number of open HTTP connections, and the number of gRPC requests at a time.
+        max_request_bytes: the size of a request, both as received and decompressed, in bytes.
+        deadline: the time from the head of a request to the last byte of its answer, in seconds.
+        max_sequences: the number of sequences whose state a model keeps.
+        sequence_idle: the time without requests after which a sequence may be evicted for a new one, in seconds.
+        linger: the time after SIGTERM or SIGHUP in which the server still accepts requests, in seconds: load balancers need it to learn
+            that the server is not ready.
+        drain: the time that accepted requests have to finish once the server stops to accept, in seconds.
     """
 
-    batch: int = 32
-    delay: float = 0.0
-    queue: int = 256
-    connections: int = 1024
-    body: int = 64_000_000
+    max_batch_size: int = 32
+    batching_delay: float = 0.0
+    max_pending_requests: int = 256
+    max_connections: int = 1024
+    max_request_bytes: int = 64_000_000
     deadline: float = 60.0
-    sequences: int = 8
-    idle: float = 60.0
+    max_sequences: int = 8
+    sequence_idle: float = 60.0
     linger: float = 1.0
     drain: float = 30.0

@@ -1,13 +1,27 @@
-"""What a server says of itself and of its models."""
+"""What a server reports about itself and about its models."""
 
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 from google.protobuf.message import Message
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.protocol.model_config import build_model_config
+from stagepack_serving.server.limits import ServerLimits
+
+# There is one version of each model.
+MODEL_VERSION: Final = "1"
+
+_PLATFORM: Final = "stagepack"
 
 
 def server_metadata() -> dict[str, Any]:
-    """The name and version of the server, and the extensions of the protocol that it knows."""
+    """Return the metadata of the server.
+
+    Returns:
+        The name and version of the server, and the extensions of the protocol that it supports.
+    """
     return {
         "name": "stagepack",
         "version": version("stagepack"),
@@ -15,14 +29,71 @@ def server_metadata() -> dict[str, Any]:
     }
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """The fields of a message that are set, as JSON has them: numbers stay numbers, an enum is its name."""
-    found: dict[str, Any] = {}
+def model_metadata(model_name: str, interface: Interface) -> dict[str, Any]:
+    """Return the metadata of a model as the protocol defines it.
+
+    Args:
+        model_name: the name of the model.
+        interface: its inputs and outputs.
+
+    Returns:
+        Name, versions, platform, inputs and outputs; -1 stands for a dynamic size.
+    """
+    tensors = {"inputs": interface.inputs, "outputs": interface.outputs}
+    return {"name": model_name, "versions": [MODEL_VERSION], "platform": _PLATFORM} | {
+        key: [
+            {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+            for tensor in tensors_by_name.values()
+        ]
+        for key, tensors_by_name in tensors.items()
+    }
+
+
+def served_model_config(
+    model_name: str, interface: Interface, limits: ServerLimits, *, max_batch_size: int, has_state: bool
+) -> ModelConfig:
+    """Return the configuration of a model in Triton's format.
+
+    Args:
+        model_name: the name of the model.
+        interface: its inputs and outputs.
+        limits: the limits of the server.
+        max_batch_size: the largest batch; 1 if requests run alone.
+        has_state: whether calls of the model write buffers.
+
+    Returns:
+        The configuration.
+    """
+    batch_size = max_batch_size if max_batch_size > 1 else 0
+    inputs, outputs = interface.inputs.values(), interface.outputs.values()
+    config = build_model_config(model_name, inputs, outputs, max_batch_size=batch_size)
+    config.platform = _PLATFORM
+    config.version_policy.specific.versions.append(int(MODEL_VERSION))
+    if batch_size:
+        config.dynamic_batching.max_queue_delay_microseconds = round(limits.batching_delay * 1e6)
+    if has_state:
+        config.sequence_batching.oldest.max_candidate_sequences = limits.max_sequences
+        config.sequence_batching.max_sequence_idle_microseconds = round(limits.sequence_idle * 1e6)
+    return config
+
+
+def message_fields(message: Message) -> dict[str, Any]:
+    """Convert a protobuf message to plain data.
+
+    Args:
+        message: the message.
+
+    Returns:
+        The fields that are set, by name. Unlike protobuf's JSON, 64-bit integers are numbers; an enum value is its name.
+    """
+    fields: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
-            found[field.name] = [plain(item) for item in value] if field.is_repeated else plain(value)
+            fields[field.name] = (
+                [message_fields(item) for item in value] if field.is_repeated else message_fields(value)
+            )
         elif field.type == field.TYPE_ENUM:
-            found[field.name] = field.enum_type.values_by_number[value].name
+            fields[field.name] = field.enum_type.values_by_number[value].name
         else:
-            found[field.name] = list(value) if field.is_repeated else value
-    return found
+            fields[field.name] = list(value) if field.is_repeated else value
+    return fields

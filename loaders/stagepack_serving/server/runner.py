@@ -10,7 +10,7 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.protocol.value_errors import raises_input_errors
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.sequences import Sequence
+from stagepack_serving.server.sequences import RequestSequence
 
 
 class StageRunner:
@@ -21,7 +21,7 @@ class StageRunner:
         self._pipeline = pipeline
         self._interface = interface
         self._arrays = array_ops(pipeline)
-        self._seconds = [metrics.stage.labels(name, str(number)) for number in range(len(pipeline.stages))]
+        self._seconds = [metrics.stage_seconds.labels(name, str(number)) for number in range(len(pipeline.stages))]
 
     def begin(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
         """The values that the first stage starts from."""
@@ -29,7 +29,7 @@ class StageRunner:
             name: self._arrays.from_elements(array, self._interface.inputs[name].edge) for name, array in inputs.items()
         }
 
-    def run(self, stage: int, values: dict[str, Any], sequence: Sequence | None) -> None:
+    def run_stage(self, stage: int, values: dict[str, Any], sequence: RequestSequence | None) -> None:
         """Run a stage; it changes the values, and what the sequence has written."""
         loaded = self._pipeline.stages[stage]
         started = time.perf_counter()
@@ -37,11 +37,13 @@ class StageRunner:
             if sequence is None:
                 self._run_stage(stage, values)
             else:
-                held = loaded.swap_state(sequence.states[stage] if stage in sequence.states else loaded.fresh_state())
+                held = loaded.swap_state(
+                    sequence.stage_states[stage] if stage in sequence.stage_states else loaded.fresh_state()
+                )
                 try:
                     self._run_stage(stage, values)
                 finally:
-                    sequence.states[stage] = loaded.swap_state(held)
+                    sequence.stage_states[stage] = loaded.swap_state(held)
             self._arrays.wait(loaded.device)
         self._seconds[stage].observe(time.perf_counter() - started)
 
@@ -49,7 +51,7 @@ class StageRunner:
         with raises_input_errors(stage):
             self._pipeline.run_stage(stage, values)
 
-    def end(self, values: dict[str, Any], sequence: Sequence | None) -> Mapping[str, Array]:
+    def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
         """The outputs by name; they are not on memory that a later call of the sequence writes."""
         results = self._pipeline.results(values, values.values())
         outputs = {

@@ -1,4 +1,4 @@
-"""Calls that wait -> batches that run, one after another on each device, and on several devices at once."""
+"""A queue of calls, joined to batches, that run on one thread for each lane."""
 
 import itertools
 import threading
@@ -16,177 +16,210 @@ from stagepack_loaders.elements import Array
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Call:
-    """A request that waits for its run.
+class QueuedCall:
+    """A call of the model that waits for its run.
 
     Attributes:
-        inputs: by edge name, as they travelled.
-        kind: calls of one kind may run as one batch, row after row; None runs alone.
-        rows: how many rows it brings.
-        sequence: what its sequence of calls has written, for the runner.
-        given_up: nobody waits for the answer any more.
-        arrived: when, in seconds of `time.monotonic`.
-        answer: the outputs by name, as they will travel.
+        inputs: the input arrays by name.
+        batch_key: calls with equal keys may be joined to one batch; None runs alone.
+        batch_size: the size of the first dimension of the inputs, where the call may be joined.
+        sequence: the sequence whose state the call uses, for the runner; None for a model without state.
+        is_abandoned: whether nobody waits for the answer any more.
+        arrival: when the call was made, in seconds of `time.monotonic`.
+        answer: the output arrays by name.
     """
 
     inputs: Mapping[str, Array]
-    kind: Hashable = None
-    rows: int = 1
+    batch_key: Hashable = None
+    batch_size: int = 1
     sequence: Any = None
-    given_up: bool = False
-    arrived: float = field(default_factory=time.monotonic)
+    is_abandoned: bool = False
+    arrival: float = field(default_factory=time.monotonic)
     answer: "Future[Mapping[str, Array]]" = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
-    """Calls that run as one, and the values they are at."""
+class CallBatch:
+    """Calls that run together.
 
-    calls: Sequence[Call]
+    Attributes:
+        calls: the calls, in the order in which their inputs are concatenated.
+        values: the values that the stages so far have produced, for the runner.
+    """
+
+    calls: Sequence[QueuedCall]
     values: Any = None
 
 
-class Runner(Protocol):
-    """What runs a batch: the stages of a model."""
+class BatchRunner(Protocol):
+    """Runs the stages of a model on the inputs of a batch."""
 
     def begin(self, inputs: Mapping[str, Array]) -> Any:
-        """The values that the first stage starts from."""
+        """Return the values that the first stage starts from."""
 
-    def run(self, stage: int, values: Any, sequence: Any) -> None:
-        """Run a stage; it changes the values."""
+    def run_stage(self, stage_number: int, values: Any, sequence: Any) -> None:
+        """Run a stage, which updates the values."""
 
-    def end(self, values: Any, sequence: Any) -> Mapping[str, Array]:
-        """The outputs by name."""
+    def finish(self, values: Any, sequence: Any) -> Mapping[str, Array]:
+        """Return the output arrays by name."""
 
 
 class Scheduler:
-    """Runs calls on threads of its own: one a lane, which is a run of consecutive stages on one device.
+    """Runs calls in batches, with one thread for each lane.
 
-    While the second lane runs a batch, the first runs the next.
+    A lane is a run of consecutive stages on one device. While the second lane runs a batch, the first one runs the next batch.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        runner: BatchRunner,
         lanes: Sequence[Sequence[int]],
         *,
-        rows: int,
-        delay: float,
-        taken: Callable[[Sequence[Call]], None],
+        max_batch_size: int,
+        batching_delay: float,
+        on_start: Callable[[Sequence[QueuedCall]], None],
     ) -> None:
-        """A batch takes at most `rows` rows, and waits for `delay` seconds; `taken` is told of each when it begins."""
+        """Start the threads.
+
+        Args:
+            runner: runs the stages.
+            lanes: the stage numbers of each lane, in order.
+            max_batch_size: the largest batch that calls are joined to; a larger call runs alone.
+            batching_delay: the time that a call waits for others to join it, in seconds.
+            on_start: called with the calls of each batch when its run starts.
+        """
         self._runner = runner
         self._lanes = lanes
-        self._rows = rows
-        self._delay = delay
-        self._taken = taken
-        self._waiting: deque[Call] = deque()
+        self._max_batch_size = max_batch_size
+        self._batching_delay = batching_delay
+        self._on_start = on_start
+        self._waiting: deque[QueuedCall] = deque()
         self._changed = threading.Condition()
-        self._closed = False
-        # A lane that is ahead waits: meanwhile calls gather, and become larger batches.
-        self._inboxes: list[Queue[Batch | None]] = [Queue(maxsize=1) for _ in lanes[1:]]
+        self._is_closed = False
+        # Of size one, so that a lane that is ahead waits: meanwhile calls gather, and become larger batches.
+        self._lane_inputs: list[Queue[CallBatch | None]] = [Queue(maxsize=1) for _ in lanes[1:]]
         self._threads = [
-            threading.Thread(target=self._serve, args=(number,), name=f"lane-{number}", daemon=True)
-            for number in range(len(lanes))
+            threading.Thread(target=self._run_lane, args=(lane_number,), name=f"lane-{lane_number}", daemon=True)
+            for lane_number in range(len(lanes))
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, call: Call) -> None:
-        """Put a call in the queue."""
+    def submit(self, call: QueuedCall) -> None:
+        """Put a call in the queue.
+
+        Args:
+            call: the call; its answer is set when it has run.
+        """
         with self._changed:
             self._waiting.append(call)
             self._changed.notify()
 
     def close(self, seconds: float) -> bool:
-        """Run what waits, and end the threads; whether they ended before these seconds were over."""
+        """Run the calls in the queue, and end the threads.
+
+        Args:
+            seconds: how long to wait for the threads.
+
+        Returns:
+            Whether all threads ended in time.
+        """
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify()
-        until = time.monotonic() + seconds
+        end_time = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, end_time - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _serve(self, lane: int) -> None:
-        while (batch := self._take() if lane == 0 else self._inboxes[lane - 1].get()) is not None:
+    def _run_lane(self, lane_number: int) -> None:
+        while (batch := self._next_batch(lane_number)) is not None:
             try:
-                self._advance(batch, lane)
+                self._advance(batch, lane_number)
             except Exception as error:  # noqa: BLE001 - a bug here must not end the thread
                 for call in batch.calls:
                     if not call.answer.done():
                         call.answer.set_exception(error)
-        if lane < len(self._inboxes):
-            self._inboxes[lane].put(None)
+        if lane_number < len(self._lane_inputs):
+            self._lane_inputs[lane_number].put(None)
 
-    def _take(self) -> Batch | None:
-        """The call that came first, and others that may join it."""
+    def _next_batch(self, lane_number: int) -> CallBatch | None:
+        return self._gather_batch() if lane_number == 0 else self._lane_inputs[lane_number - 1].get()
+
+    def _gather_batch(self) -> CallBatch | None:
+        """Take the oldest call, and other calls that may be joined to it; None once the scheduler is closed and the queue empty."""
         with self._changed:
-            first = self._first()
-            if first is None:
+            first_call = self._take_oldest()
+            if first_call is None:
                 return None
-            calls, rows = [first], first.rows
-            while first.kind is not None:
+            calls, batch_size = [first_call], first_call.batch_size
+            while first_call.batch_key is not None:
                 for call in list(self._waiting):
-                    if call.kind == first.kind and rows + call.rows <= self._rows:
+                    if call.batch_key == first_call.batch_key and batch_size + call.batch_size <= self._max_batch_size:
                         self._waiting.remove(call)
                         if call.answer.set_running_or_notify_cancel():
                             calls.append(call)
-                            rows += call.rows
-                left = first.arrived + self._delay - time.monotonic()
-                if rows >= self._rows or left <= 0 or self._closed:
+                            batch_size += call.batch_size
+                remaining = first_call.arrival + self._batching_delay - time.monotonic()
+                if batch_size >= self._max_batch_size or remaining <= 0 or self._is_closed:
                     break
-                self._changed.wait(left)
-        return Batch(calls)
+                self._changed.wait(remaining)
+        return CallBatch(calls)
 
-    def _first(self) -> Call | None:
-        """The first call that somebody still waits for; None when there will be no more."""
+    def _take_oldest(self) -> QueuedCall | None:
+        """Wait for a call whose answer is not cancelled; None once the scheduler is closed and the queue empty."""
         while True:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if not self._waiting:
                 return None
             call = self._waiting.popleft()
             if call.answer.running() or call.answer.set_running_or_notify_cancel():
                 return call
 
-    def _advance(self, batch: Batch, lane: int) -> None:
-        """Run a batch on a lane; give it to the next one, or its outputs to those who wait."""
-        runner, calls = self._runner, batch.calls
-        if all(call.given_up for call in calls):
+    def _advance(self, batch: CallBatch, lane_number: int) -> None:
+        """Run a batch on a lane; then pass it to the next lane, or set the answers of its calls."""
+        calls = batch.calls
+        if all(call.is_abandoned for call in calls):
             return
         try:
-            if lane == 0:
-                self._taken(calls)
-                batch.values = runner.begin(_join([call.inputs for call in calls]))
-            for stage in self._lanes[lane]:
-                runner.run(stage, batch.values, calls[0].sequence)
-            if lane < len(self._inboxes):
-                self._inboxes[lane].put(batch)
+            if lane_number == 0:
+                self._on_start(calls)
+                batch.values = self._runner.begin(_concatenate([call.inputs for call in calls]))
+            for stage_number in self._lanes[lane_number]:
+                self._runner.run_stage(stage_number, batch.values, calls[0].sequence)
+            if lane_number < len(self._lane_inputs):
+                self._lane_inputs[lane_number].put(batch)
                 return
-            outputs = runner.end(batch.values, calls[0].sequence)
-        except Exception as error:  # noqa: BLE001 - whatever the model raises is told to whoever called it
+            outputs = self._runner.finish(batch.values, calls[0].sequence)
+        except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
             if len(calls) == 1:
                 calls[0].answer.set_exception(error)
-            else:  # the inputs of one must not fail the others
-                self._again(calls)
+            else:
+                self._retry_alone(calls)
             return
-        if len(calls) == 1:
-            calls[0].answer.set_result(outputs)
-            return
-        ends = list(itertools.accumulate(call.rows for call in calls))
-        for call, end in zip(calls, ends, strict=True):
-            call.answer.set_result({name: array[end - call.rows : end] for name, array in outputs.items()})
+        _set_answers(calls, outputs)
 
-    def _again(self, calls: Sequence[Call]) -> None:
-        """Let each of these calls run alone, before others."""
+    def _retry_alone(self, calls: Sequence[QueuedCall]) -> None:
+        """Put the calls of a failed batch back to run alone, so that the inputs of one do not fail the others."""
         for call in calls:
-            call.kind = None
+            call.batch_key = None
         with self._changed:
             self._waiting.extendleft(reversed(calls))
             self._changed.notify()
 
 
-def _join(inputs: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+def _concatenate(inputs: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
     if len(inputs) == 1:
         return inputs[0]
-    return {name: numpy.concatenate([one[name] for one in inputs]) for name in inputs[0]}
+    return {input_name: numpy.concatenate([arrays[input_name] for arrays in inputs]) for input_name in inputs[0]}
+
+
+def _set_answers(calls: Sequence[QueuedCall], outputs: Mapping[str, Array]) -> None:
+    """Split the outputs of a batch along the first dimension, and answer its calls."""
+    if len(calls) == 1:
+        calls[0].answer.set_result(outputs)
+        return
+    end_positions = itertools.accumulate(call.batch_size for call in calls)
+    for call, end in zip(calls, end_positions, strict=True):
+        answer = {output_name: array[end - call.batch_size : end] for output_name, array in outputs.items()}
+        call.answer.set_result(answer)

@@ -1,7 +1,7 @@
-"""Sequences of calls to a model with state: each sees what its own calls have written, and nothing of others.
+"""Sequences of requests to a model with state: each has a state of its own.
 
-The request says which sequence it belongs to, by the parameters `sequence_id`, `sequence_start` and `sequence_end`. Source: Triton's
-sequence extension, https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_sequence.md.
+The parameters `sequence_id`, `sequence_start` and `sequence_end` of a request name its sequence. Source: Triton's sequence extension,
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_sequence.md.
 """
 
 import asyncio
@@ -11,100 +11,120 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stagepack_serving.server.errors import Reason, RequestError
-from stagepack_serving.server.messages import flag
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.parameters import boolean_parameter
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """What the calls of one sequence have written.
+class RequestSequence:
+    """A sequence and its state.
 
     Attributes:
-        states: by the number of a stage, as it takes it; those that ran once have one.
-        turn: held by the call that runs: the next one starts from what it has written.
-        calls: how many of its calls are not answered yet.
-        used: when the last one came or was answered, in seconds of `time.monotonic`.
+        stage_states: the state of each stage by its number, in the form that the stage takes; absent before its first run.
+        turn: held by the request that runs, so that the next one starts from the state that it leaves.
+        pending_requests: the number of requests that are not answered yet.
+        last_use: when the last request arrived or was answered, in seconds of `time.monotonic`.
     """
 
-    states: dict[int, Any] = field(default_factory=dict)
+    stage_states: dict[int, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    calls: int = 0
-    used: float = field(default_factory=time.monotonic)
+    pending_requests: int = 0
+    last_use: float = field(default_factory=time.monotonic)
 
 
-class Sequences:
+class SequenceTable:
     """The sequences of one model."""
 
-    def __init__(self, most: int, idle: float) -> None:
-        """At most `most` are kept; one that is idle for `idle` seconds may have to go."""
-        self._most = most
-        self._idle = idle
-        self._by_id: dict[int | str, Sequence] = {}
+    def __init__(self, max_sequences: int, idle_seconds: float) -> None:
+        """Create an empty table.
+
+        Args:
+            max_sequences: the number of sequences that are kept.
+            idle_seconds: the time without requests after which a sequence may be evicted for a new one, in seconds.
+        """
+        self._max_sequences = max_sequences
+        self._idle_seconds = idle_seconds
+        self._by_id: dict[int | str, RequestSequence] = {}
 
     def __len__(self) -> int:
-        """How many are kept."""
+        """The number of sequences."""
         return len(self._by_id)
 
     @contextlib.asynccontextmanager
-    async def turn(self, parameters: Mapping[str, Any]) -> AsyncIterator[Sequence]:
-        """The sequence that a request belongs to, when the calls before it are answered.
+    async def turn(self, parameters: Mapping[str, Any]) -> AsyncIterator[RequestSequence]:
+        """Wait until the earlier requests of the sequence are answered.
 
-        What a call leaves half written is of no use: if it fails, or is given up, the sequence ends.
+        The sequence ends with the context if the request says so, and if the body raises: the state may then be half written.
+
+        Args:
+            parameters: the parameters of the request.
+
+        Yields:
+            The sequence of the request; a new one if the request starts it.
 
         Raises:
-            RequestError: the request names none, or one that did not start, or there is no place for another.
+            RequestError: the request names no sequence, or one that does not exist; or it starts one and the table is full.
         """
-        name = self._name(parameters)
-        start, end = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
-        if start:
-            self._by_id.pop(name, None)
-            self._make_place()
-            self._by_id[name] = Sequence()
-        sequence = self._find(name)
-        sequence.calls += 1
-        ends = True
+        sequence_id = _sequence_id(parameters)
+        is_start = boolean_parameter(parameters, "sequence_start")
+        is_end = boolean_parameter(parameters, "sequence_end")
+        if is_start:
+            self._by_id.pop(sequence_id, None)
+            self._evict_idle()
+            self._by_id[sequence_id] = RequestSequence()
+        sequence = self._find(sequence_id)
+        sequence.pending_requests += 1
+        ends_now = True
         try:
             async with sequence.turn:
-                if self._find(name) is not sequence:
-                    raise _gone(name)
+                if self._find(sequence_id) is not sequence:
+                    raise _unknown_sequence(sequence_id)
                 yield sequence
-            ends = end
+            ends_now = is_end
         finally:
-            sequence.calls -= 1
-            sequence.used = time.monotonic()
-            if ends and self._by_id.get(name) is sequence:
-                del self._by_id[name]
+            sequence.pending_requests -= 1
+            sequence.last_use = time.monotonic()
+            if ends_now and self._by_id.get(sequence_id) is sequence:
+                del self._by_id[sequence_id]
 
-    def _name(self, parameters: Mapping[str, Any]) -> int | str:
-        name = parameters.get("sequence_id", 0)
-        if not isinstance(name, int | str) or isinstance(name, bool) or not name:
-            raise RequestError(
-                Reason.BAD_REQUEST,
-                "the model keeps state from call to call: expected the parameter sequence_id, a number but 0 or a text, "
-                f"found {name!r}; begin with sequence_start",
-            )
-        return name
+    def _find(self, sequence_id: int | str) -> RequestSequence:
+        if sequence_id not in self._by_id:
+            raise _unknown_sequence(sequence_id)
+        return self._by_id[sequence_id]
 
-    def _find(self, name: int | str) -> Sequence:
-        if name not in self._by_id:
-            raise _gone(name)
-        return self._by_id[name]
+    def _evict_idle(self) -> None:
+        """Remove idle sequences if the table is full.
 
-    def _make_place(self) -> None:
-        """Forget what is idle for too long, if a place is needed."""
-        if len(self._by_id) < self._most:
+        Raises:
+            RequestError: it is full, and no sequence is idle for long enough.
+        """
+        if len(self._by_id) < self._max_sequences:
             return
         now = time.monotonic()
-        for name, sequence in list(self._by_id.items()):
-            if not sequence.calls and now - sequence.used > self._idle:
-                del self._by_id[name]
-        if len(self._by_id) >= self._most:
+        for sequence_id, sequence in list(self._by_id.items()):
+            if not sequence.pending_requests and now - sequence.last_use > self._idle_seconds:
+                del self._by_id[sequence_id]
+        if len(self._by_id) >= self._max_sequences:
             raise RequestError(
-                Reason.BUSY,
-                f"{self._most} sequences have their state here: end one by sequence_end, or come again later",
+                RequestStatus.BUSY,
+                f"the server keeps the state of {self._max_sequences} sequences already: end one with sequence_end, or try again later",
             )
 
 
-def _gone(name: int | str) -> RequestError:
-    message = "begin it with sequence_start; one that fails, takes too long or is idle for long is forgotten"
-    return RequestError(Reason.BAD_REQUEST, f"there is no sequence {name!r}: {message}")
+def _sequence_id(parameters: Mapping[str, Any]) -> int | str:
+    sequence_id = parameters.get("sequence_id", 0)
+    if not isinstance(sequence_id, int | str) or isinstance(sequence_id, bool) or not sequence_id:
+        raise RequestError(
+            RequestStatus.BAD_REQUEST,
+            "the model keeps state between calls: expected the parameter sequence_id, a non-zero integer or a string, "
+            f"found {sequence_id!r}; start a sequence with sequence_start",
+        )
+    return sequence_id
+
+
+def _unknown_sequence(sequence_id: int | str) -> RequestError:
+    return RequestError(
+        RequestStatus.BAD_REQUEST,
+        f"unknown sequence {sequence_id!r}: start it with sequence_start; a sequence ends when a request fails or times out, and may be "
+        "evicted when it is idle",
+    )

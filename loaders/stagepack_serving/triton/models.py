@@ -15,9 +15,9 @@ from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.load import Runtime
 from stagepack_loaders.placement import place
-from stagepack_serving.protocol.config import config_of
+from stagepack_serving.protocol.batching import batch_dimension
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor
-from stagepack_serving.protocol.rows import row_symbol
+from stagepack_serving.protocol.model_config import build_model_config
 
 Backend = Literal["python", "onnxruntime"]
 
@@ -73,7 +73,7 @@ def why_alone(bundle: Bundle) -> str:
 
     Triton wants a dimension besides the one that counts rows. A stage can drop it (`reshape`), but then clients would have to send it.
     """
-    if isinstance(found := row_symbol(bundle, bundle.edges), str):
+    if isinstance(found := batch_dimension(bundle, bundle.edges), str):
         return found
     ends = Interface(bundle.manifest)
     single = [spec.name for spec in (*ends.inputs.values(), *ends.outputs.values()) if len(spec.shape) == 1]
@@ -130,7 +130,7 @@ class _Wiring:
         return [InterfaceTensor(name=name, edge=self._edges[name]) for name in names]
 
     def _config(self, name: str, inputs: Sequence[InterfaceTensor], outputs: Sequence[InterfaceTensor]) -> ModelConfig:
-        config = config_of(f"{self._options.name}_{name}", inputs, outputs, max_batch=self._options.batch)
+        config = build_model_config(f"{self._options.name}_{name}", inputs, outputs, max_batch_size=self._options.batch)
         if self._options.batch:
             config.dynamic_batching.max_queue_delay_microseconds = round(self._options.delay * 1e6)
         return config
@@ -190,7 +190,7 @@ class _Wiring:
     def ensemble(self, models: Sequence[Model]) -> ModelConfig:
         """The model that clients call."""
         inputs, outputs = self._interface.inputs.values(), self._interface.outputs.values()
-        config = config_of(self._options.name, inputs, outputs, max_batch=self._options.batch)
+        config = build_model_config(self._options.name, inputs, outputs, max_batch_size=self._options.batch)
         config.platform = "ensemble"
         for model in models:
             step = config.ensemble_scheduling.step.add(model_name=model.config.name, model_version=-1)

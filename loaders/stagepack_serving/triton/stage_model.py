@@ -81,7 +81,7 @@ class TritonPythonModel:
         values, bound = [], {}
         for spec in self._inputs:
             tensor = triton.get_input_tensor_by_name(request, spec.name)
-            spec.shape_of_edge(tuple(tensor.shape()))
+            spec.edge_shape(tuple(tensor.shape()))
             # A copy lies where tensors do, so that each kernel adds in the order in which it does elsewhere.
             values.append(self._arrays.from_elements(self._arrays.copy(self._arrays.from_dlpack(tensor)), spec.edge))
             bound[spec.name] = BoundArgument(spec.name, values[-1])

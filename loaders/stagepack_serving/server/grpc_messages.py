@@ -1,0 +1,94 @@
+"""Inference requests and answers as messages of gRPC."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tritonclient.grpc import service_pb2 as pb
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
+from stagepack_serving.server.metadata import MODEL_VERSION
+from stagepack_serving.server.parameters import refuse_shared_memory
+from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_numbers
+
+# Datatype -> the field of InferTensorContents that holds its elements.
+_CONTENT_FIELDS: Final = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+
+def decode_request(message: Any) -> InferenceRequest:
+    """Decode a request.
+
+    Args:
+        message: a ``ModelInferRequest``.
+
+    Returns:
+        The request.
+
+    Raises:
+        RequestError: the message violates the protocol.
+    """
+    raw_contents = message.raw_input_contents
+    if raw_contents and len(raw_contents) != len(message.inputs):
+        raise RequestError(
+            RequestStatus.BAD_REQUEST,
+            f"expected raw contents for all {len(message.inputs)} inputs or none, found {len(raw_contents)}",
+        )
+    for output in message.outputs:
+        refuse_shared_memory(output.name, output.parameters)
+    inputs = [
+        _decode_input(input_message, raw_contents[position] if raw_contents else None)
+        for position, input_message in enumerate(message.inputs)
+    ]
+    output_names = [output.name for output in message.outputs]
+    parameters = {parameter_name: _parameter_value(value) for parameter_name, value in message.parameters.items()}
+    return InferenceRequest(inputs=inputs, output_names=output_names or None, parameters=parameters)
+
+
+def encode_response(model_name: str, request_id: str, outputs: Sequence[InferenceTensor]) -> Any:
+    """Encode an answer.
+
+    Args:
+        model_name: the name of the model.
+        request_id: the id of the request; may be empty.
+        outputs: the outputs.
+
+    Returns:
+        A ``ModelInferResponse``.
+    """
+    response = pb.ModelInferResponse(model_name=model_name, model_version=MODEL_VERSION, id=request_id)
+    for tensor in outputs:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
+        response.raw_output_contents.append(tensor.array.tobytes())
+    return response
+
+
+def _decode_input(message: Any, raw_content: bytes | None) -> InferenceTensor:
+    refuse_shared_memory(message.name, message.parameters)
+    if raw_content is not None:
+        if message.HasField("contents"):
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{message.name}: expected raw or typed contents, found both")
+        return tensor_from_bytes(message.name, message.datatype, message.shape, raw_content)
+    field_name = _CONTENT_FIELDS.get(message.datatype)
+    if field_name is None:
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"{message.name}: expected raw contents for the datatype {message.datatype!r}"
+        )
+    numbers = list(getattr(message.contents, field_name))
+    return tensor_from_numbers(message.name, message.datatype, message.shape, lambda _: numbers)
+
+
+def _parameter_value(parameter: Any) -> Any:
+    field_name = parameter.WhichOneof("parameter_choice")
+    return None if field_name is None else getattr(parameter, field_name)

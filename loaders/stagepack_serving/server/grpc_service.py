@@ -1,0 +1,126 @@
+"""The protocol over gRPC.
+
+Source: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_grpc.md, with Triton's additions. The
+generated service is that of `tritonclient`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
+
+from stagepack_serving.server.deadlines import shorten_deadline
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.grpc_messages import decode_request, encode_response
+from stagepack_serving.server.metadata import server_metadata
+from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.served_models import ServedModels
+
+
+class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated, without types
+    """The supported methods of the service; the others answer UNIMPLEMENTED."""
+
+    def __init__(self, models: ServedModels) -> None:
+        """Create the service.
+
+        Args:
+            models: the models to serve.
+        """
+        self._models = models
+
+    # The names of the methods, and what they do, are defined by the protocol.
+
+    async def ServerLive(self, _: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, _: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.ServerReadyResponse(ready=self._models.is_ready)
+
+    async def ServerMetadata(self, _: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.ServerMetadataResponse(**server_metadata())
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        await self._find_model(request, context)
+        return pb.ModelReadyResponse(ready=self._models.is_ready)
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        model = await self._find_model(request, context)
+        return pb.ModelMetadataResponse(**model.metadata())
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        model = await self._find_model(request, context)
+        return pb.ModelConfigResponse(config=model.config())
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        try:
+            return await self._infer(request, context.time_remaining())
+        except RequestError as error:
+            await context.abort(error.status.grpc_code, str(error))
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
+        responses: asyncio.Queue[Any] = asyncio.Queue()
+        # Bounds the requests whose answers are not sent yet.
+        places = asyncio.Semaphore(self._models.limits.max_pending_requests)
+        reading = asyncio.create_task(self._answer_stream(requests, responses, places, context))
+        reading.add_done_callback(lambda _: responses.put_nowait(None))
+        try:
+            while (response := await responses.get()) is not None:
+                yield response
+                places.release()
+            await reading
+        finally:
+            reading.cancel()
+
+    async def _answer_stream(
+        self, requests: AsyncIterator[Any], responses: asyncio.Queue[Any], places: asyncio.Semaphore, context: Any
+    ) -> None:
+        """Answer the requests of a stream at the same time, so that they can be batched."""
+
+        async def answer(request: Any) -> None:
+            response = pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id=request.id))
+            try:
+                response.infer_response.CopyFrom(await self._infer(request, context.time_remaining()))
+            except RequestError as error:
+                response.error_message = str(error)
+            responses.put_nowait(response)
+
+        async with asyncio.TaskGroup() as running:
+            async for request in _until_stopping(self._models.stopping, requests):
+                await places.acquire()
+                running.create_task(answer(request))
+
+    async def _find_model(self, request: Any, context: Any) -> ServedModel:
+        try:
+            return self._models.find(request.name, request.version)
+        except RequestError as error:
+            await context.abort(error.status.grpc_code, str(error))
+            raise
+
+    async def _infer(self, request: Any, remaining_seconds: float | None) -> Any:
+        """Answer a request; `remaining_seconds` is the deadline that the client set, if any."""
+        scope = self._models.request_scope(request.model_name, request.model_version, "grpc")
+        async with scope as (model, deadline):
+            if remaining_seconds is not None:
+                shorten_deadline(deadline, remaining_seconds)
+            with model.reserve_place():
+                outputs = await model.infer(decode_request(request), deadline)
+            return encode_response(model.name, request.id, outputs)
+
+
+async def _until_stopping(stopping: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The requests of a stream, until the client ends it or the server stops to accept requests."""
+    stop_task, iterator = asyncio.ensure_future(stopping.wait()), aiter(requests)
+    try:
+        while True:
+            next_task = asyncio.ensure_future(anext(iterator, None))
+            await asyncio.wait({next_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not next_task.done():
+                next_task.cancel()
+                return
+            if (request := next_task.result()) is None:
+                return
+            yield request
+    finally:
+        stop_task.cancel()

@@ -1,0 +1,65 @@
+"""Parameters of requests: their types, and those that this server does not support."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+
+
+def boolean_parameter(parameters: Mapping[str, Any], parameter_name: str, default: bool = False) -> bool:
+    """Return a boolean parameter.
+
+    Args:
+        parameters: the parameters of a request, an input or an output.
+        parameter_name: the parameter to read.
+        default: the value of an absent parameter.
+
+    Returns:
+        The value.
+
+    Raises:
+        RequestError: the value is neither true nor false.
+    """
+    value = parameters.get(parameter_name, default)
+    if not isinstance(value, bool):
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"the parameter {parameter_name}: expected true or false, found {value!r}"
+        )
+    return value
+
+
+def timeout_parameter(parameters: Mapping[str, Any]) -> float:
+    """Return how long the client waits for the answer.
+
+    Args:
+        parameters: the parameters of a request; ``timeout`` is in microseconds.
+
+    Returns:
+        The time in seconds; infinity if the parameter is absent or 0.
+
+    Raises:
+        RequestError: the timeout is not a non-negative integer.
+    """
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"the parameter timeout: expected microseconds, 0 or more, found {timeout!r}"
+        )
+    return timeout / 1e6 if timeout else math.inf
+
+
+def refuse_shared_memory(tensor_name: str, parameter_names: Iterable[str]) -> None:
+    """Check that a tensor is sent with the request or answer, not through memory that client and server share.
+
+    Args:
+        tensor_name: the input or output.
+        parameter_names: the names of its parameters.
+
+    Raises:
+        RequestError: the parameters name a region of shared memory.
+    """
+    if "shared_memory_region" in parameter_names:
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"{tensor_name}: this server has no shared memory: send the data in the request"
+        )

@@ -1,0 +1,139 @@
+"""The route for inferences over HTTP, from the head of a request to the last byte of the answer."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.rest_compression import decompress_body
+from stagepack_serving.server.rest_request import BINARY_HEADER, decode_request
+from stagepack_serving.server.rest_response import check_output_parameters, encode_response
+from stagepack_serving.server.served_models import ServedModels
+
+Result = TypeVar("Result")
+
+
+class InferenceRoute:
+    """An ASGI application that answers inference requests.
+
+    It is no handler that returns a response, because the request counts until its answer is sent.
+    """
+
+    def __init__(self, models: ServedModels) -> None:
+        """Create the route.
+
+        Args:
+            models: the models to serve.
+        """
+        self._models = models
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request.
+
+        Args:
+            scope: the ASGI scope.
+            receive: the ASGI channel of the request.
+            send: the ASGI channel of the answer.
+
+        Raises:
+            RequestError: the request is refused, and no part of an answer was sent.
+        """
+        request, sent_types = Request(scope, receive), []
+
+        async def recording_send(message: Message) -> None:
+            sent_types.append(message["type"])
+            await send(message)
+
+        try:
+            async with self._models.request_scope(*requested_model(request), "rest") as (model, deadline):
+                body = await self._read_body(request)
+                header, inference_request = decode_request(body, request.headers.get(BINARY_HEADER))
+                check_output_parameters(header, model.interface)
+                del body
+                with model.reserve_place():
+                    outputs = await _unless_disconnected(model.infer(inference_request, deadline), receive)
+                    await _send_response(*encode_response(model.name, header, outputs), recording_send)
+        except RequestError:
+            if not sent_types:  # Else the client does not read its answer: uvicorn closes the connection.
+                raise
+
+    async def _read_body(self, request: Request) -> bytearray:
+        """Read and decompress the body of a request.
+
+        Raises:
+            RequestError: it is too large, or the client disconnects before its end.
+        """
+        max_bytes, body = self._models.limits.max_request_bytes, bytearray()
+        body_bytes = int(request.headers.get("content-length", 0))
+        try:
+            if body_bytes <= max_bytes:
+                async for chunk in request.stream():
+                    body += chunk
+                    if (body_bytes := len(body)) > max_bytes:
+                        break
+        except ClientDisconnect:
+            raise RequestError(
+                RequestStatus.HUNG_UP, "the client closed the connection before the end of the request"
+            ) from None
+        if body_bytes > max_bytes:
+            raise RequestError(
+                RequestStatus.TOO_LARGE, f"expected a request of at most {max_bytes} bytes, found {body_bytes} or more"
+            )
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        return body if encoding == "identity" else decompress_body(body, encoding, max_bytes)
+
+
+def requested_model(request: Request) -> tuple[str, str]:
+    """Return the model that the path of a request names.
+
+    Args:
+        request: a request to a route below ``/v2/models``.
+
+    Returns:
+        The name and the version of the model; the version is empty if the path has none.
+    """
+    return request.path_params["model"], request.path_params.get("version", "")
+
+
+async def _unless_disconnected(answer: Awaitable[Result], receive: Receive) -> Result:
+    """The answer; cancelled if the client closes its connection, as nobody waits for it any more.
+
+    Raises:
+        RequestError: the client closed its connection.
+    """
+    answer_task = asyncio.ensure_future(answer)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({answer_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if answer_task.done():
+            return answer_task.result()
+        raise RequestError(RequestStatus.HUNG_UP, "the client closed the connection")
+    finally:
+        for task in (answer_task, disconnect_task):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_response(json_part: bytes, binary_parts: list[memoryview], send: Send) -> None:
+    """Send the JSON of an answer, and then the binary tensors without copying them."""
+    parts = [memoryview(json_part), *binary_parts]
+    headers = [
+        (b"content-type", b"application/octet-stream" if binary_parts else b"application/json"),
+        (b"content-length", str(sum(map(len, parts))).encode()),
+    ]
+    if binary_parts:
+        headers.append((BINARY_HEADER.encode(), str(len(json_part)).encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,144 @@
+"""Bodies of inference requests over HTTP: JSON, then the binary tensors.
+
+Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+import functools
+import json
+import re
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
+from stagepack_serving.server.parameters import refuse_shared_memory
+from stagepack_serving.server.tensor_decoding import NumberDecoder, tensor_from_bytes, tensor_from_numbers
+
+# The HTTP header with the length of the JSON part, in bytes.
+BINARY_HEADER: Final = "inference-header-content-length"
+
+_LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
+_NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
+
+
+class InputHeader(Struct, kw_only=True):
+    """An input in the JSON part."""
+
+    name: str
+    shape: list[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: Raw | UnsetType = UNSET
+
+
+class OutputHeader(Struct, kw_only=True):
+    """A requested output in the JSON part."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class RequestHeader(Struct, kw_only=True):
+    """The JSON part of a request. Unknown fields, such as those of other extensions, are ignored."""
+
+    inputs: list[InputHeader]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[OutputHeader] | None = None
+
+
+def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestHeader, InferenceRequest]:
+    """Decode the body of a request.
+
+    Args:
+        body: the body.
+        header_length: the HTTP header `BINARY_HEADER`, the length of the JSON part in bytes; None if the whole body is JSON.
+
+    Returns:
+        The JSON part, and the request that it describes.
+
+    Raises:
+        RequestError: the body violates the protocol.
+    """
+    json_part, binary_part = _split_body(memoryview(body), header_length)
+    header, number_decoders = _decode_json(json_part)
+    inputs = []
+    for input_header, decode_numbers in zip(header.inputs, number_decoders, strict=True):
+        tensor, binary_part = _decode_input(input_header, decode_numbers, binary_part)
+        inputs.append(tensor)
+    if len(binary_part):
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"expected no data after the last tensor, found {len(binary_part)} bytes"
+        )
+    output_names = [output.name for output in header.outputs or ()]
+    return header, InferenceRequest(inputs=inputs, output_names=output_names or None, parameters=header.parameters)
+
+
+def _split_body(content: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
+    """The JSON part and the binary part of a body."""
+    if header_length is None:
+        json_bytes = len(content)
+    elif _LENGTH_PATTERN.fullmatch(header_length) and int(header_length) <= len(content):
+        json_bytes = int(header_length)
+    else:
+        message = f"expected the length of the JSON part, 0 to {len(content)} bytes, found {header_length[:80]!r}"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{BINARY_HEADER}: {message}")
+    return content[:json_bytes], content[json_bytes:]
+
+
+def _decode_input(
+    header: InputHeader, decode_numbers: NumberDecoder | None, binary_part: memoryview
+) -> tuple[InferenceTensor, memoryview]:
+    """Decode an input from the JSON part, or from the begin of the binary part. Return what follows it in the binary part."""
+    refuse_shared_memory(header.name, header.parameters)
+    binary_bytes = header.parameters.get("binary_data_size")
+    if binary_bytes is None:
+        if decode_numbers is None:
+            raise RequestError(
+                RequestStatus.BAD_REQUEST, f"{header.name}: expected data, or the parameter binary_data_size"
+            )
+        return tensor_from_numbers(header.name, header.datatype, header.shape, decode_numbers), binary_part
+    if decode_numbers is not None:
+        message = f"{header.name}: expected data or the parameter binary_data_size, found both"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    if type(binary_bytes) is not int or not 0 <= binary_bytes <= len(binary_part):
+        message = (
+            f"the parameter binary_data_size: expected 0 to {len(binary_part)} bytes of data, found {binary_bytes!r}"
+        )
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{header.name}: {message}")
+    content = binary_part[:binary_bytes]
+    return tensor_from_bytes(header.name, header.datatype, header.shape, content), binary_part[binary_bytes:]
+
+
+def _decode_json(json_part: memoryview) -> tuple[RequestHeader, list[NumberDecoder | None]]:
+    """Decode the JSON part, but for the numbers of the inputs: return a decoder of them for each input, None if it has none."""
+    try:
+        header = msgspec.json.decode(json_part, type=RequestHeader)
+    except msgspec.ValidationError as error:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        if not _NON_FINITE_PATTERN.search(json_part):
+            raise RequestError(RequestStatus.BAD_REQUEST, f"the request is not valid JSON: {error}") from None
+        return _decode_non_finite_json(bytes(json_part))
+    number_decoders: list[NumberDecoder | None] = [
+        None if isinstance(input_header.data, UnsetType) else functools.partial(_decode_numbers, input_header.data)
+        for input_header in header.inputs
+    ]
+    return header, number_decoders
+
+
+def _decode_numbers(data: Raw, number_type: Any) -> Any:
+    return msgspec.json.decode(data, type=number_type)
+
+
+def _decode_non_finite_json(json_part: bytes) -> tuple[RequestHeader, list[NumberDecoder | None]]:
+    """`_decode_json` for NaN and infinities, which JSON lacks and msgspec refuses: clients write them as Python's json does."""
+    try:
+        fields = json.loads(json_part)
+        input_data = [input_fields.pop("data", UNSET) for input_fields in fields["inputs"]]
+        header = msgspec.convert(fields, RequestHeader)
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
+    return header, [None if data is UNSET else functools.partial(msgspec.convert, data) for data in input_data]

@@ -1,0 +1,87 @@
+"""Bodies of inference answers over HTTP: JSON, then the binary tensors.
+
+Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy
+
+from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.messages import InferenceTensor
+from stagepack_serving.server.metadata import MODEL_VERSION
+from stagepack_serving.server.parameters import boolean_parameter, refuse_shared_memory
+from stagepack_serving.server.rest_request import RequestHeader
+
+
+def check_output_parameters(header: RequestHeader, interface: Interface) -> None:
+    """Check, before the model runs, that the outputs can be sent in the form that the request asks for.
+
+    Args:
+        header: the JSON part of the request.
+        interface: the outputs of the model.
+
+    Raises:
+        RequestError: an output is requested twice, by shared memory or as a classification, or a BF16 output as JSON.
+    """
+    parameters = _output_parameters(header)
+    if len(parameters) < len(header.outputs or ()):
+        output_names = ", ".join(output.name for output in header.outputs or ())
+        raise RequestError(RequestStatus.BAD_REQUEST, f"duplicate output: {output_names}")
+    for output_name, tensor in interface.outputs.items():
+        refuse_shared_memory(output_name, parameters.get(output_name, {}))
+        is_binary = _is_binary(header, output_name)
+        if parameters.get(output_name, {}).get("classification"):
+            message = f"{output_name}: this server does not support classification: request the tensor"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+        is_requested = not parameters or output_name in parameters
+        if tensor.datatype == "BF16" and is_requested and not is_binary:
+            message = f"{output_name}: BF16 is sent as binary data: set the parameter binary_data"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+
+def encode_response(
+    model_name: str, header: RequestHeader, outputs: Sequence[InferenceTensor]
+) -> tuple[bytes, list[memoryview]]:
+    """Encode an answer in the form that the request asks for.
+
+    Args:
+        model_name: the name of the model.
+        header: the JSON part of the request.
+        outputs: the outputs.
+
+    Returns:
+        The JSON part, and the binary tensors that follow it.
+    """
+    output_entries: list[dict[str, Any]] = []
+    binary_parts = []
+    is_finite = True
+    for tensor in outputs:
+        entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.array.shape)}
+        if _is_binary(header, tensor.name):
+            array = numpy.ascontiguousarray(tensor.array)
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+            binary_parts.append(array.reshape(-1).view(numpy.uint8).data)
+        else:
+            entry["data"] = tensor.array.reshape(-1).tolist()
+            is_finite &= tensor.array.dtype.kind != "f" or bool(numpy.isfinite(tensor.array).all())
+        output_entries.append(entry)
+    answer: dict[str, Any] = {"model_name": model_name, "model_version": MODEL_VERSION, "outputs": output_entries}
+    if header.id:
+        answer["id"] = header.id
+    # JSON has no NaN and no infinities. Like Triton, write them as Python's json module does; msgspec would write null.
+    return msgspec.json.encode(answer) if is_finite else json.dumps(answer).encode(), binary_parts
+
+
+def _output_parameters(header: RequestHeader) -> dict[str, dict[str, Any]]:
+    """The parameters of each requested output by name; empty if the request names no outputs."""
+    return {output.name: output.parameters for output in header.outputs or ()}
+
+
+def _is_binary(header: RequestHeader, output_name: str) -> bool:
+    default = boolean_parameter(header.parameters, "binary_data_output")
+    return boolean_parameter(_output_parameters(header).get(output_name, {}), "binary_data", default)

@@ -1,0 +1,103 @@
+"""The protocol over HTTP.
+
+Source: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md, and Triton's extensions for
+binary tensors, sequences and model configuration.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.metadata import message_fields, server_metadata
+from stagepack_serving.server.rest_connections import ConnectionCloser
+from stagepack_serving.server.rest_inference import InferenceRoute, requested_model
+from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.served_models import ServedModels
+
+
+class RestService:
+    """The routes of the REST protocol, and ``/metrics`` for Prometheus."""
+
+    def __init__(self, models: ServedModels) -> None:
+        """Create the service.
+
+        Args:
+            models: the models to serve.
+        """
+        self._models = models
+
+    def application(self) -> ASGIApp:
+        """Build the ASGI application.
+
+        Returns:
+            The application.
+        """
+        routes = [
+            Route("/v2", self._server_metadata),
+            Route("/v2/health/live", self._server_live),
+            Route("/v2/health/ready", self._server_ready),
+            Route("/metrics", self._metrics),
+        ]
+        for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            routes += [
+                Route(path, self._model_metadata),
+                Route(f"{path}/ready", self._model_ready),
+                Route(f"{path}/config", self._model_config),
+                Route(f"{path}/infer", InferenceRoute(self._models), methods=["POST"]),
+            ]
+        exception_handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+            RequestError: _request_error_response,
+            HTTPException: _http_error_response,
+            Exception: _bug_response,
+        }
+        application = Starlette(routes=routes, exception_handlers=exception_handlers)
+        application.router.redirect_slashes = False
+        return ConnectionCloser(application, self._models)
+
+    async def _server_live(self, _: Request) -> Response:
+        return Response()
+
+    async def _server_ready(self, _: Request) -> Response:
+        return Response(status_code=200 if self._models.is_ready else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _server_metadata(self, _: Request) -> Response:
+        return JSONResponse(server_metadata())
+
+    async def _model_metadata(self, request: Request) -> Response:
+        return JSONResponse(self._find_model(request).metadata())
+
+    async def _model_ready(self, request: Request) -> Response:
+        self._find_model(request)
+        return await self._server_ready(request)
+
+    async def _model_config(self, request: Request) -> Response:
+        return JSONResponse(message_fields(self._find_model(request).config()))
+
+    def _find_model(self, request: Request) -> ServedModel:
+        return self._models.find(*requested_model(request))
+
+
+async def _request_error_response(_: Request, error: RequestError) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=error.status.http_code)
+
+
+async def _http_error_response(request: Request, error: HTTPException) -> Response:
+    """The answer to an unknown path or method."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse({"error": message}, status_code=error.status_code)
+
+
+async def _bug_response(_: Request, error: Exception) -> Response:
+    """The answer after an unexpected error; starlette raises it again, and uvicorn logs the traceback."""
+    return JSONResponse({"error": f"a bug in stagepack: {type(error).__name__}: {error}"}, status_code=500)

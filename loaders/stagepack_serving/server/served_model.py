@@ -1,0 +1,246 @@
+"""A model that is served: checks requests, queues them, and builds the answers."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from stagepack.errors import InputError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.reader import Bundle
+from stagepack_loaders import example
+from stagepack_loaders.elements import Array
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_serving.protocol.batching import batch_limit
+from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.server.deadlines import shorten_deadline
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
+from stagepack_serving.server.metadata import model_metadata, served_model_config
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.parameters import timeout_parameter
+from stagepack_serving.server.runner import StageRunner
+from stagepack_serving.server.scheduler import QueuedCall, Scheduler
+from stagepack_serving.server.sequences import SequenceTable
+
+_LOG = logging.getLogger("stagepack.serve")
+
+
+class ServedModel:
+    """A bundle behind the protocol.
+
+    Attributes:
+        name: the name that clients use.
+        bundle: the bundle.
+        interface: its inputs and outputs.
+        devices: the devices of its stages, each once.
+        max_batch_size: the largest batch that requests are joined to; 1 if each request runs alone.
+        unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
+        pending_requests: the number of requests that are not answered yet.
+    """
+
+    def __init__(self, name: str, bundle: Bundle, pipeline: Pipeline, limits: ServerLimits, metrics: Metrics) -> None:
+        """Run the recorded example, so that the first request does not pay for lazy initialization; then start the threads.
+
+        Args:
+            name: the name that clients use.
+            bundle: the bundle.
+            pipeline: the loaded bundle.
+            limits: the limits of the server.
+            metrics: the metrics of the server.
+        """
+        self.name = name
+        self.bundle = bundle
+        self.interface = Interface(bundle.manifest)
+        self.pending_requests = 0
+        self.devices = list(dict.fromkeys(str(stage.device) for stage in pipeline.stages))
+        self._limits = limits
+        self._metrics = metrics
+        self.max_batch_size, self.unbatched_reason = batch_limit(
+            bundle, self.interface.edges, limits.max_batch_size, pipeline
+        )
+        if bundle.example is not None:
+            inputs, _ = example.read_example(pipeline, bundle)
+            example.run_on_inputs(pipeline, inputs)
+            pipeline.reset_state()
+        has_state = any(stage.state for stage in bundle.stages)
+        self._sequences = SequenceTable(limits.max_sequences, limits.sequence_idle) if has_state else None
+        self._scheduler = Scheduler(
+            StageRunner(name, pipeline, self.interface, metrics),
+            device_lanes(pipeline),
+            max_batch_size=self.max_batch_size,
+            batching_delay=limits.batching_delay,
+            on_start=self._record_batch,
+        )
+        metrics.pending_requests.labels(name).set_function(lambda: self.pending_requests)
+        metrics.sequences.labels(name).set_function(lambda: len(self._sequences or ()))
+
+    @contextlib.contextmanager
+    def reserve_place(self) -> Iterator[None]:
+        """Count a request among those that are not answered yet, for the duration of the context.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            RequestError: there are `ServerLimits.max_pending_requests` already.
+        """
+        if self.pending_requests >= self._limits.max_pending_requests:
+            raise RequestError(
+                RequestStatus.BUSY,
+                f"{self.name}: {self.pending_requests} requests are waiting already: try again later",
+            )
+        self.pending_requests += 1
+        try:
+            yield
+        finally:
+            self.pending_requests -= 1
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of the model as the protocol defines it; see `model_metadata`.
+
+        Returns:
+            The metadata.
+        """
+        return model_metadata(self.name, self.interface)
+
+    def config(self) -> ModelConfig:
+        """Return the configuration of the model in Triton's format.
+
+        Returns:
+            The configuration.
+        """
+        return served_model_config(
+            self.name,
+            self.interface,
+            self._limits,
+            max_batch_size=self.max_batch_size,
+            has_state=self._sequences is not None,
+        )
+
+    async def infer(self, request: InferenceRequest, deadline: asyncio.Timeout) -> list[InferenceTensor]:
+        """Run the model on a request.
+
+        Args:
+            request: the request.
+            deadline: the deadline of the request; it is shortened to the parameter ``timeout``.
+
+        Returns:
+            The requested outputs, in the order of the request.
+
+        Raises:
+            RequestError: the request does not fit the model, or the model fails.
+        """
+        call = self._build_call(request)
+        shorten_deadline(deadline, timeout_parameter(request.parameters))
+        if self._sequences is None:
+            arrays = await self._run(call)
+        else:
+            async with self._sequences.turn(request.parameters) as call.sequence:
+                arrays = await self._run(call)
+        output_names = self.interface.outputs if request.output_names is None else request.output_names
+        outputs = [
+            InferenceTensor(
+                name=output_name, datatype=self.interface.outputs[output_name].datatype, array=arrays[output_name]
+            )
+            for output_name in output_names
+        ]
+        self._metrics.sent_bytes.labels(self.name).inc(sum(tensor.array.nbytes for tensor in outputs))
+        return outputs
+
+    def close(self, seconds: float) -> bool:
+        """Finish the queued calls, and end the threads.
+
+        Args:
+            seconds: how long to wait for them.
+
+        Returns:
+            Whether all threads ended in time.
+        """
+        return self._scheduler.close(seconds)
+
+    def _build_call(self, request: InferenceRequest) -> QueuedCall:
+        """Check a request, and make a call of it.
+
+        Raises:
+            RequestError: the request does not fit the model.
+        """
+        inputs = {tensor.name: tensor.array for tensor in request.inputs}
+        try:
+            edge_shapes = self._check_request(request)
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
+        received_bytes = sum(array.nbytes for array in inputs.values())
+        self._metrics.received_bytes.labels(self.name).inc(received_bytes)
+        if self.max_batch_size == 1:
+            return QueuedCall(inputs=inputs)
+        batch_key = tuple(sorted((input_name, shape[1:]) for input_name, shape in edge_shapes.items()))
+        return QueuedCall(inputs=inputs, batch_key=batch_key, batch_size=next(iter(edge_shapes.values()))[0])
+
+    def _check_request(self, request: InferenceRequest) -> dict[str, tuple[int, ...]]:
+        """Check a request against the interface, and return the shapes of the model's values by input name.
+
+        Raises:
+            InputError: the request does not fit the model.
+        """
+        arrays = {tensor.name: tensor.array for tensor in request.inputs}
+        if len(arrays) < len(request.inputs):
+            raise InputError(f"duplicate input: {', '.join(tensor.name for tensor in request.inputs)}")
+        edge_shapes = {
+            tensor.name: self.interface.check_input(tensor.name, tensor.datatype, tensor.array.shape)
+            for tensor in request.inputs
+        }
+        scalars = {
+            input_name: arrays[input_name].item()
+            for input_name in edge_shapes
+            if self.interface.inputs[input_name].edge.dtype in SCALAR_DTYPES
+        }
+        self.interface.check_inputs(edge_shapes, scalars)
+        self.interface.check_outputs(request.output_names or ())
+        return edge_shapes
+
+    async def _run(self, call: QueuedCall) -> Mapping[str, Array]:
+        self._scheduler.submit(call)
+        try:
+            return await asyncio.wrap_future(call.answer)
+        except asyncio.CancelledError:
+            call.is_abandoned = True
+            raise
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
+        except Exception as error:
+            _LOG.warning("%s: the model failed: %s: %s", self.name, type(error).__name__, error)
+            # Only the first line: what follows may be a native stack trace with paths of this machine.
+            summary = str(error).partition("\n")[0]
+            message = f"{self.name}: the model failed: {type(error).__name__}: {summary}"
+            raise RequestError(RequestStatus.MODEL_FAILED, message) from error
+
+    def _record_batch(self, calls: Sequence[QueuedCall]) -> None:
+        now = time.monotonic()
+        queue_seconds = self._metrics.queue_seconds.labels(self.name)
+        for call in calls:
+            queue_seconds.observe(now - call.arrival)
+        self._metrics.batch_sizes.labels(self.name).observe(sum(call.batch_size for call in calls))
+
+
+def device_lanes(pipeline: Pipeline) -> list[list[int]]:
+    """Group the stages of a pipeline into lanes.
+
+    Args:
+        pipeline: the pipeline.
+
+    Returns:
+        The stage numbers of each lane: consecutive stages on one device.
+    """
+    lanes: list[list[int]] = []
+    for stage_number, stage in enumerate(pipeline.stages):
+        if lanes and str(pipeline.stages[stage_number - 1].device) == str(stage.device):
+            lanes[-1].append(stage_number)
+        else:
+            lanes.append([stage_number])
+    return lanes

@@ -1,0 +1,116 @@
+"""Input tensors from bytes, and from numbers of JSON or of typed gRPC fields."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy
+
+from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.messages import InferenceTensor
+
+# Decodes the numbers of an input as the type that it is called with: `list[float]`, or nested lists.
+NumberDecoder = Callable[[Any], Any]
+
+_MAX_DIMENSIONS: Final = 64  # the limit of numpy
+_MAX_ELEMENTS: Final = 2**63 - 1
+
+
+def tensor_from_bytes(
+    tensor_name: str, datatype: str, shape: Sequence[int], content: bytes | memoryview
+) -> InferenceTensor:
+    """Decode a tensor from its elements in row-major order.
+
+    Args:
+        tensor_name: the name of the input.
+        datatype: a datatype of the protocol.
+        shape: the shape.
+        content: the elements, little-endian. They are copied, so that the array is aligned and may be written.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        RequestError: the datatype is unknown, the shape impossible, or the number of bytes does not fit the shape.
+    """
+    dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
+    expected_bytes = element_count * dtype.itemsize
+    if len(content) != expected_bytes:
+        message = f"{datatype} {list(shape)} takes {expected_bytes} bytes, found {len(content)}"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}")
+    if datatype == "BOOL":  # A byte other than 0 and 1 would be an invalid bool.
+        array = numpy.frombuffer(content, numpy.uint8).reshape(shape) != 0
+    else:
+        array = numpy.frombuffer(content, dtype).reshape(shape).copy()
+    return InferenceTensor(name=tensor_name, datatype=datatype, array=array)
+
+
+def tensor_from_numbers(
+    tensor_name: str, datatype: str, shape: Sequence[int], decode_numbers: NumberDecoder
+) -> InferenceTensor:
+    """Decode a tensor from numbers in a flat list, or in lists nested as the shape is.
+
+    Args:
+        tensor_name: the name of the input.
+        datatype: a datatype of the protocol.
+        shape: the shape.
+        decode_numbers: decodes the numbers.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        RequestError: the datatype is unknown or BF16, the shape impossible, or the numbers are of another type, count or range.
+    """
+    dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
+    if datatype == "BF16":
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"{tensor_name}: BF16 is sent as binary data, not as JSON or typed contents"
+        )
+    number_type = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
+    try:
+        with numpy.errstate(over="raise"):
+            array = numpy.array(_decode_flat_or_nested(decode_numbers, number_type, len(shape)), dtype)
+    except (ArithmeticError, ValueError) as error:  # msgspec.ValidationError is a ValueError
+        message = f"expected data of {datatype}, flat or in lists of the shape {list(shape)}: {error}"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}") from None
+    if array.size != element_count or (array.ndim > 1 and array.shape != tuple(shape)):
+        message = f"expected {element_count} elements of the shape {list(shape)}, found {list(array.shape)}"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}")
+    return InferenceTensor(name=tensor_name, datatype=datatype, array=array.reshape(shape))
+
+
+def _decode_flat_or_nested(decode_numbers: NumberDecoder, number_type: Any, dimension_count: int) -> Any:
+    try:
+        return decode_numbers(list[number_type])
+    except msgspec.ValidationError:
+        if dimension_count < 2:
+            raise
+    nested_type: Any = number_type
+    for _ in range(dimension_count):
+        nested_type = list[nested_type]
+    return decode_numbers(nested_type)
+
+
+def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[int]) -> tuple[numpy.dtype[Any], int]:
+    """The numpy dtype of a tensor and its number of elements.
+
+    Raises:
+        RequestError: the datatype is unknown, or no array has the shape.
+    """
+    if datatype not in NUMPY_DTYPES:
+        expected = ", ".join(NUMPY_DTYPES)
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"{tensor_name}: unknown datatype {datatype!r}: expected one of {expected}"
+        )
+    if (
+        len(shape) > _MAX_DIMENSIONS
+        or any(size < 0 for size in shape)
+        or math.prod(filter(None, shape)) > _MAX_ELEMENTS
+    ):
+        expected = f"expected up to {_MAX_DIMENSIONS} non-negative sizes and less than 2**63 elements"
+        message = f"{tensor_name}: {expected}, found the shape {str(list(shape))[:200]}"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    return NUMPY_DTYPES[datatype], math.prod(shape)
