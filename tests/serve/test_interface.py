@@ -9,8 +9,9 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError
+from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack_serving.protocol.batching import BatchLimit, batch_limit
+from stagepack_serving.protocol.batching import batch_limit
 from stagepack_serving.protocol.interface import Interface
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -62,9 +63,8 @@ def test_what_clients_state_is_checked(bundles: Mapping[str, Path]) -> None:
         interface.check_inputs({"x": (65, 4), "count": (2,), "factor": (), "flag": (2,)}, {})
 
 
-def ends(bundle: Bundle) -> Any:
-    interface = Interface(bundle.manifest)
-    return [spec.edge for spec in (*interface.inputs.values(), *interface.outputs.values())]
+def ends(bundle: Bundle) -> list[Edge]:
+    return Interface(bundle.manifest).edges
 
 
 @pytest.mark.parametrize(
