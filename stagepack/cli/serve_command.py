@@ -210,7 +210,9 @@ def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
     return paths
 
 
-def _load_models(bundles: dict[str, Bundle], options: _Options, limits: ServerLimits, metrics: "Metrics") -> "list[ServedModel]":
+def _load_models(
+    bundles: dict[str, Bundle], options: _Options, limits: ServerLimits, metrics: "Metrics"
+) -> "list[ServedModel]":
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
 

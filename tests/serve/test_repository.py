@@ -223,8 +223,8 @@ def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: 
 
 def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     for arguments, says in (
-        ([bundles["together"]], "other rows change the answer"),
-        ([bundles["counting"]], "it keeps state from call to call"),
+        ([bundles["together"]], "the answer to the recorded example depends on the rest of its batch"),
+        ([bundles["counting"]], "the model keeps state between calls"),
         ([bundles["singles"]], "weight has no dimension but the rows"),
         ([bundles["half"], "--max-batch", "1"], "no batching"),
         ([bundles["half"], "--name", "other", "--no-check"], "batches of up to 32"),
