@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
 
+# Public name -> the module that defines it, and its name there.
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
@@ -54,20 +55,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(attribute_name: str) -> Any:
     """Import a public name from the module that defines it.
 
     Raises:
         AttributeError: there is no such name.
         MissingPackageError: the name needs a package that is not installed, such as torch.
     """
-    if name == "__version__":
+    if attribute_name == "__version__":
         return importlib.import_module("importlib.metadata").version("stagepack")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'stagepack' has no attribute {name!r}")
-    module, attribute = _HOMES[name]
+    if attribute_name not in _HOMES:
+        raise AttributeError(f"module 'stagepack' has no attribute {attribute_name!r}")
+    module_name, home_name = _HOMES[attribute_name]
     with explain_missing_packages():
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module_name), home_name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The whole road: capture, linearize, cut, pack."""
+"""Write a model as a bundle: capture, linearize, cut, write."""
 
 import importlib.metadata
 import os
@@ -15,6 +15,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
+from stagepack.errors import OptionError
 from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
@@ -30,7 +31,7 @@ from stagepack.partition.cut import Cut, WeightSharing
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.policies import Policy
 
-# Called with one line that says which part of the export begins.
+# Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
 
 
@@ -53,54 +54,67 @@ def export(
 ) -> Bundle:
     """Write a model as a bundle of pipeline stages.
 
+    The model is captured by ``torch.export.export``, cut, and run once on its example, so that every loader can check itself against the
+    answer. The model and the inputs are unchanged afterwards. At most one of `stages`, `split_at`, `policy` and `plan` says where to
+    cut; without them, the model is cut at `stagepack.split_here` in its code, or is one stage.
+
     Args:
-        model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name.
-        args: example inputs by position, as ``torch.export.export`` takes them.
+        model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name. Of a module that ``torch.compile``
+            returned, the original module is exported. Do not pass a ``.pt2`` file that you do not trust: torch reads a part of it
+            with pickle.
+        args: example inputs by position. An exported program and a Hugging Face model may do without example inputs.
         kwargs: example inputs by name.
         out: the folder to write; it must not exist unless `overwrite` is true.
-        stages: cut into this many stages, so that the slowest is as fast as possible.
-        split_at: names of modules; each starts a stage.
+        stages: the number of stages. The cut makes the slowest stage as fast as possible.
+        split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
-        plan: a plan: of another bundle, or read by `stagepack.read_plan`.
-        memory: with `stages`: what the device of each stage has, in bytes or as ``"24GiB"``.
-        speeds: with `stages`: how fast the device of each stage is, relative to the others.
-        shared: a weight that several stages use is held by each of them ("replicate"), or held by the first and sent at each
-            call ("transmit").
-        dynamic_shapes: the sizes that may change, as ``torch.export.export`` takes them.
-        onnx: add ONNX files, as `stagepack.add_onnx` does. It is warned of stages that have no ONNX form.
-        overwrite: replace a bundle that is there.
+        plan: a plan of another bundle (``bundle.manifest.plan``), or from `stagepack.read_plan`.
+        memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
+        speeds: with `stages`: the speed of the device of each stage, relative to the others.
+        shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
+            each call (``"transmit"``).
+        dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
+        onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
+        overwrite: replace a bundle that exists at `out`.
 
     Returns:
-        The bundle, opened.
+        The new bundle, opened.
 
     Raises:
-        CaptureError: ``torch.export`` cannot capture the model.
-        UnsupportedError: the capture holds something that a bundle cannot hold.
-        CutError: the model cannot be cut as asked.
-        OutputExistsError: `out` exists.
-        WriteError: the disk is full or the like.
+        CaptureError: the model cannot be loaded, captured or run on its example.
+        UnsupportedError: the captured program contains something that a bundle cannot represent.
+        CutError: the model cannot be cut as requested.
+        OptionError: `args` is not a tuple, or `kwargs` not a dict.
+        OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
+        WriteError: the bundle cannot be written.
+        MissingPackageError: a Hugging Face model needs transformers, or `onnx` needs ONNX packages, which are not installed.
+
+    Examples:
+        Two stages, for batches of 1 to 64:
+
+        >>> batch = torch.export.Dim("batch", min=1, max=64)
+        >>> stagepack.export(model, (x,), out="m.stagepack", stages=2, dynamic_shapes={"x": {0: batch}})
+
+        Stages that begin at two layers of a Hugging Face model:
+
+        >>> stagepack.export("./llama", out="llama.stagepack", split_at=["model.layers.8", "model.layers.16"])
     """
     check_output_path(out, overwrite=overwrite)
     cut_options = CutOptions(
-        stages=stages,
-        split_at=split_at,
-        policy=policy,
-        plan=plan,
-        memory=memory,
-        speeds=speeds,
-        shared=shared,
+        stages=stages, split_at=split_at, policy=policy, plan=plan, memory=memory, speeds=speeds, shared=shared
     )
-    inputs = Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+    inputs = _example_inputs(args, kwargs, dynamic_shapes)
     if onnx:
-        from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs, missed before the work begins
-    capture = capture_source(model, inputs)
-    bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
+        # Packages that only this needs are missed before the work begins.
+        from stagepack.onnx import add_onnx  # noqa: PLC0415
+    bundle = export_capture(capture_source(model, inputs), out=out, cut_options=cut_options, overwrite=overwrite)
     if not onnx:
         return bundle
-    added = add_onnx(bundle, allow_ops={name for stage in bundle.stages for name in stage.namespaces})
-    for number, reason in added.torch_only.items():
-        warnings.warn(f"stage {number} runs in torch only: {reason}", stacklevel=2)
-    return added.bundle
+    namespaces = {namespace for stage in bundle.stages for namespace in stage.namespaces}
+    conversion = add_onnx(bundle, allow_ops=namespaces)
+    for stage_number, reason in conversion.torch_only.items():
+        warnings.warn(f"stage {stage_number} runs in torch only: {reason}", stacklevel=2)
+    return conversion.bundle
 
 
 def export_capture(
@@ -111,61 +125,95 @@ def export_capture(
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> Bundle:
-    """Write a captured model as a bundle; see `export`."""
+    """Write a captured model as a bundle.
+
+    Args:
+        capture: the captured model.
+        out: the folder to write; it must not exist unless `overwrite` is true.
+        cut_options: where to cut.
+        overwrite: replace a bundle that exists at `out`.
+        progress: called with the name of each step before it begins.
+
+    Returns:
+        The new bundle, opened.
+
+    Raises:
+        CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+    """
     check_output_path(out, overwrite=overwrite)
     progress("linearize")
-    linear = _linearize(capture)
+    program = _linearize(capture)
     progress("cut")
-    stages, plan = _cut(linear, cut_options)
+    cut, plan = _cut(program, cut_options)
     progress("run the example")
-    written = [linear.weights.tensors[name] for name in written_weight_names(linear.graph)]
-    example = record_example(capture, linear.signature, written)
+    written_tensors = [program.weights.tensors[weight] for weight in written_weight_names(program.graph)]
+    example = record_example(capture, program.signature, written_tensors)
     progress("write")
-    origin = _origin(linear, plan, model_files(capture.model))
-    write_bundle(out, stages, _tensors(linear), example, origin, overwrite=overwrite)
+    origin = _origin(program, plan, model_files(capture.model))
+    write_bundle(out, cut, _weight_source(program), example, origin, overwrite=overwrite)
     return Bundle(out)
 
 
 def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Cut, Plan, tuple[Symbol, ...]]:
-    """The cut that `export_capture` would write, what it costs, and the sizes that may change.
+    """Make the cut that `export_capture` would write.
+
+    Args:
+        capture: the captured model.
+        cut_options: where to cut.
+
+    Returns:
+        The cut, its plan with the costs, and the dynamic sizes of the model.
 
     Raises:
-        UnsupportedError: the capture holds something that a bundle cannot hold.
-        CutError: the model cannot be cut as asked.
+        UnsupportedError: the captured program contains something that a bundle cannot represent.
+        CutError: the model cannot be cut as requested.
     """
-    linear = _linearize(capture)
-    return *_cut(linear, cut_options), linear.graph.symbols
+    program = _linearize(capture)
+    return *_cut(program, cut_options), program.graph.symbols
+
+
+def _example_inputs(args: Any, kwargs: Any, dynamic_shapes: Any) -> Inputs:
+    # A tensor is a sequence too: its rows would become the arguments.
+    if not isinstance(args, tuple | list):
+        raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")
+    if not isinstance(kwargs, Mapping | None):
+        raise OptionError(f"kwargs: expected a dict of example inputs by name, found {type(kwargs).__name__}")
+    return Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
 def _linearize(capture: Capture) -> LinearizedProgram:
-    forward = capture.model.forward if capture.model is not None else None
-    # Stock from_pretrained looks for every persistent buffer in the files.
-    store_zeros = is_transformers_model(capture.model)
-    names = dimension_names(capture)
-    return linearize_program(capture.program, names, forward, traced=capture.calls, store_zeros=store_zeros)
-
-
-def _cut(linear: LinearizedProgram, cut_options: CutOptions) -> tuple[Cut, Plan]:
-    graph = canonical_graph(linear.graph)
-    costs = graph_costs(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()})
-    return cut_options.cut(graph, costs, linear.split_positions)
-
-
-def _tensors(linear: LinearizedProgram) -> TensorSource:
-    stored = linear.weights.stored
-    return TensorSource(
-        specs={name: spec for name, (spec, _) in stored.items()}, read=lambda name: [tensor_bytes(stored[name][1]())]
+    return linearize_program(
+        capture.program,
+        dimension_names(capture),
+        None if capture.model is None else capture.model.forward,
+        traced=capture.calls,
+        # from_pretrained of transformers expects every persistent buffer in the files.
+        store_zeros=is_transformers_model(capture.model),
     )
 
 
-def _origin(linear: LinearizedProgram, plan: Plan, files: Mapping[str, bytes]) -> ModelOrigin:
+def _cut(program: LinearizedProgram, cut_options: CutOptions) -> tuple[Cut, Plan]:
+    graph = canonical_graph(program.graph)
+    weight_bytes = {tensor: spec.nbytes for tensor, (spec, _) in program.weights.stored.items()}
+    return cut_options.cut(graph, graph_costs(graph, weight_bytes), program.split_positions)
+
+
+def _weight_source(program: LinearizedProgram) -> TensorSource:
+    stored = program.weights.stored
+    return TensorSource(
+        specs={tensor: spec for tensor, (spec, _) in stored.items()},
+        read=lambda tensor: [tensor_bytes(stored[tensor][1]())],
+    )
+
+
+def _origin(program: LinearizedProgram, plan: Plan, files: Mapping[str, bytes]) -> ModelOrigin:
     producer = Producer(stagepack=importlib.metadata.version("stagepack"), torch=str(torch.__version__).split("+")[0])
     return ModelOrigin(
-        signature=linear.signature,
-        symbols=linear.graph.symbols,
+        signature=program.signature,
+        symbols=program.graph.symbols,
         producer=producer,
         plan=plan,
-        device=linear.device,
+        device=program.device,
         seed=EXAMPLE_SEED,
         files=files,
     )

@@ -1,11 +1,11 @@
-"""A bundle -> the same model in other stages. Needs no torch, nor the model.
+"""Cut the model of a bundle into other stages, without torch and without the model.
 
-The stages are joined to the graph of the whole model, which is cut again: the new bundle has the bytes that an export with the
-new cut would have.
+The stages are joined to the graph of the whole model, which is cut again. The new bundle has the same bytes as an export with the new cut
+would have.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from stagepack.partition.cut import Cut, WeightSharing
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.policies import Policy
 
-_PIECE = 8 * 2**20  # bytes that are copied at a time
+_CHUNK_BYTES = 8 * 2**20
 
 
 def recut(
@@ -39,111 +39,149 @@ def recut(
     shared: WeightSharing = "replicate",
     overwrite: bool = False,
 ) -> Bundle:
-    """Write the model of a bundle in other stages; the result has the same bytes as an export with this cut.
+    """Write the model of a bundle in other stages.
 
-    ONNX files are of the old stages, and are left out: `stagepack.add_onnx` makes new ones.
+    The new bundle has the same bytes as an export of the model with this cut. Needs no torch. ONNX files belong to the old stages and
+    are left out; `stagepack.add_onnx` makes new ones. At most one of `stages`, `split_at`, `policy` and `plan` says where to cut;
+    without them, the new bundle has one stage.
 
     Args:
-        bundle: its folder, or what `stagepack.open` gave.
-        out: the folder to write; it may be the bundle itself when `overwrite` is true.
-        stages: cut into this many stages; this and the further ones are those of `stagepack.export`. None of them: one stage.
-        split_at: names of modules; each starts a stage.
+        bundle: the folder of the bundle, or an opened bundle.
+        out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
+        stages: the number of stages. The cut makes the slowest stage as fast as possible.
+        split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
-        plan: a plan: of another bundle, or read by `stagepack.read_plan`.
-        memory: with `stages`: what the device of each stage has, in bytes or as ``"24GiB"``.
-        speeds: with `stages`: how fast the device of each stage is, relative to the others.
-        shared: "replicate" or "transmit".
-        overwrite: replace a bundle that is there.
+        plan: a plan of another bundle (``bundle.manifest.plan``), or from `stagepack.read_plan`.
+        memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
+        speeds: with `stages`: the speed of the device of each stage, relative to the others.
+        shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
+            each call (``"transmit"``).
+        overwrite: replace a bundle that exists at `out`.
 
     Returns:
         The new bundle, opened.
 
     Raises:
-        NotABundleError, VersionError: there is no bundle that this stagepack reads.
+        NotABundleError, VersionError: there is no bundle that this version of stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        CutError: the model cannot be cut as asked.
-        OutputExistsError: `out` exists.
-        WriteError: the disk is full or the like.
+        CutError: the model cannot be cut as requested.
+        OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
+        WriteError: the bundle cannot be written.
+
+    Examples:
+        >>> stagepack.recut("m.stagepack", out="m8.stagepack", stages=8)
+        >>> stagepack.recut("m.stagepack", out="m.stagepack", split_at=["layers.8"], overwrite=True)
     """
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     cut_options = CutOptions(
         stages=stages, split_at=split_at, policy=policy, plan=plan, memory=memory, speeds=speeds, shared=shared
     )
-    return recut_with_options(
-        bundle if isinstance(bundle, Bundle) else Bundle(bundle), out=out, cut_options=cut_options, overwrite=overwrite
-    )
+    return recut_with_options(opened, out=out, cut_options=cut_options, overwrite=overwrite)
 
 
 def recut_with_options(
-    opened: Bundle, *, out: str | os.PathLike[str], cut_options: CutOptions, overwrite: bool = False
+    bundle: Bundle, *, out: str | os.PathLike[str], cut_options: CutOptions, overwrite: bool = False
 ) -> Bundle:
-    """Write the model of a bundle in other stages; see `recut`."""
+    """Write the model of a bundle in other stages.
+
+    Args:
+        bundle: the opened bundle.
+        out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
+        cut_options: where to cut.
+        overwrite: replace a bundle that exists at `out`.
+
+    Returns:
+        The new bundle, opened.
+
+    Raises:
+        DigestError, FormatError, CutError, OutputExistsError, WriteError: see `recut`.
+    """
     check_output_path(out, overwrite=overwrite)
-    opened.check_digests(opened.files)
-    whole = _join(opened)
-    cut, made = _cut(whole, cut_options)
-    manifest = opened.manifest
-    own = {name for stage in manifest.stages for name in (stage.graph, *stage.weights, *stage.onnx_files)} | {
-        EXAMPLE_FILE_NAME,
-        INDEX_FILE_NAME,
-    }
+    bundle.check_digests(bundle.files)
+    whole_model = _join(bundle)
+    cut, plan = _cut(whole_model, cut_options)
+    manifest = bundle.manifest
     origin = ModelOrigin(
         signature=manifest.signature,
         symbols=manifest.symbols,
         producer=manifest.producer,
-        plan=made,
+        plan=plan,
         device=manifest.device,
         seed=manifest.seed,
-        files={name: opened.read(name) for name in opened.files if name not in own},
+        files=_further_files(bundle),
     )
-    write_bundle(out, cut, whole.weights, _example(opened), origin, overwrite=overwrite)
+    write_bundle(out, cut, whole_model.weights, _example(bundle), origin, overwrite=overwrite)
     return Bundle(out)
 
 
 def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> tuple[Cut, Plan]:
-    """The cut that `recut` would write, and what it costs. Reads no weights.
+    """Make the cut that `recut` would write. Reads no weights.
+
+    Args:
+        bundle: the opened bundle.
+        cut_options: where to cut.
+
+    Returns:
+        The cut, and its plan with the costs.
 
     Raises:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        CutError: the model cannot be cut as asked.
+        CutError: the model cannot be cut as requested.
     """
     return _cut(_join(bundle), cut_options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Whole:
+class _WholeModel:
     graph: Graph
     weights: TensorSource
 
 
-def _join(bundle: Bundle) -> _Whole:
-    graphs = [bundle.graph(stage) for stage in range(len(bundle.stages))]
-    graph = join_stages(bundle.manifest, graphs)
+def _join(bundle: Bundle) -> _WholeModel:
+    stage_graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+    graph = join_stages(bundle.manifest, stage_graphs)
     raise_problems(check_graph(graph, f"{bundle.path.name}, joined"))
-    places: dict[str, tuple[Path, StoredTensor]] = {}
-    for number, stage in enumerate(graphs):
-        places.update(bundle.tensors(number, stage))
-    return _Whole(graph=graph, weights=_tensors(places, graph.weights))
+    locations: dict[str, tuple[Path, StoredTensor]] = {}
+    for stage_number, stage_graph in enumerate(stage_graphs):
+        locations.update(bundle.tensors(stage_number, stage_graph))
+    return _WholeModel(graph=graph, weights=_tensor_source(locations, graph.weights))
 
 
-def _cut(whole: _Whole, cut_options: CutOptions) -> tuple[Cut, Plan]:
-    costs = graph_costs(whole.graph, {name: spec.nbytes for name, spec in whole.weights.specs.items()})
-    return cut_options.cut(whole.graph, costs)
+def _cut(whole_model: _WholeModel, cut_options: CutOptions) -> tuple[Cut, Plan]:
+    weight_bytes = {tensor: spec.nbytes for tensor, spec in whole_model.weights.specs.items()}
+    return cut_options.cut(whole_model.graph, graph_costs(whole_model.graph, weight_bytes))
+
+
+def _further_files(bundle: Bundle) -> dict[str, bytes]:
+    """The files of a bundle that do not depend on its cut, such as ``config.json``, less the example."""
+    stage_files = {
+        file_name for stage in bundle.stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files)
+    }
+    rewritten_files = stage_files | {EXAMPLE_FILE_NAME, INDEX_FILE_NAME}
+    return {file_name: bundle.read(file_name) for file_name in bundle.files if file_name not in rewritten_files}
 
 
 def _example(bundle: Bundle) -> TensorSource:
-    path = bundle.example
-    return _tensors({} if path is None else {name: (path, tensor) for name, tensor in read_weight_header(path).items()})
+    if bundle.example is None:
+        return _tensor_source({})
+    header = read_weight_header(bundle.example)
+    return _tensor_source({tensor: (bundle.example, stored) for tensor, stored in header.items()})
 
 
-def _tensors(places: dict[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> TensorSource:
-    """Tensors that lie in files, and weights of zeros that lie in none."""
-    specs = {name: TensorSpec(name=name, dtype=TORCH_DTYPES[t.dtype], shape=t.shape) for name, (_, t) in places.items()}
-    specs |= {w.stored: TensorSpec(name=w.stored, dtype=w.dtype, shape=w.shape) for w in weights if w.zeros}
-    return TensorSource(specs=specs, read=lambda name: _pieces(*places[name]))
+def _tensor_source(locations: Mapping[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> TensorSource:
+    """The tensors of weight files, and the weights of zeros, which no file stores."""
+    specs = {
+        tensor: TensorSpec(name=tensor, dtype=TORCH_DTYPES[stored.dtype], shape=stored.shape)
+        for tensor, (_, stored) in locations.items()
+    }
+    for weight in weights:
+        if weight.zeros:
+            specs[weight.stored] = TensorSpec(name=weight.stored, dtype=weight.dtype, shape=weight.shape)
+    return TensorSource(specs=specs, read=lambda tensor: _read_chunks(*locations[tensor]))
 
 
-def _pieces(path: Path, tensor: StoredTensor) -> Iterator[bytes]:
+def _read_chunks(path: Path, stored: StoredTensor) -> Iterator[bytes]:
     with path.open("rb") as file:
-        file.seek(tensor.start)
-        for position in range(tensor.start, tensor.end, _PIECE):
-            yield file.read(min(_PIECE, tensor.end - position))
+        file.seek(stored.start)
+        for offset in range(stored.start, stored.end, _CHUNK_BYTES):
+            yield file.read(min(_CHUNK_BYTES, stored.end - offset))

@@ -20,7 +20,7 @@ class Inputs:
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them, except that parameters may be left out.
             None: all sizes are those of the example.
 
-    Example:
+    Examples:
         >>> batch = torch.export.Dim("batch", min=1, max=64)
         >>> stagepack.Inputs(
         ...     args=(torch.zeros(4, 8),),

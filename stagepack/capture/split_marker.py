@@ -1,4 +1,4 @@
-"""`split_here`: a mark in the model's own code where a stage begins."""
+"""`split_here`: a marker in the code of a model, where a stage begins."""
 
 import torch
 from torch.fx.node import has_side_effect
@@ -21,8 +21,15 @@ has_side_effect(torch.ops.stagepack.split_here.default)
 
 
 def split_here() -> None:
-    """Mark the place where the next stage begins; it does nothing when the model runs.
+    """Begin the next stage here. Call it in the code of a model.
 
-    ``torch.distributed.pipelining.pipe_split()`` is understood as the same mark.
+    It does nothing when the model runs. ``torch.distributed.pipelining.pipe_split()`` is understood as the same marker. Markers count
+    only if `stagepack.export` is called without `stages`, `split_at`, `policy` and `plan`.
+
+    Examples:
+        >>> def forward(self, x):
+        ...     x = self.encoder(x)
+        ...     stagepack.split_here()
+        ...     return self.decoder(x)
     """
     torch.ops.stagepack.split_here()

@@ -41,10 +41,10 @@ def _import(reference: str) -> ModuleType:
     return import_user_file(Path(reference)) if reference.endswith(".py") else import_user_module(reference)
 
 
-def import_user_module(name: str) -> ModuleType:
+def import_user_module(module_name: str) -> ModuleType:
     """Import a module by its name. It is searched in the current folder first, as ``python -m`` does."""
     _search_in(Path.cwd())
-    return importlib.import_module(name)
+    return importlib.import_module(module_name)
 
 
 def import_user_file(path: Path) -> ModuleType:

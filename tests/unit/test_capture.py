@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stagepack
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
 
@@ -76,3 +76,15 @@ def test_an_error_of_the_model_itself_has_its_line(x: torch.Tensor, tmp_path: Pa
     reason = r"OnlyTraced fails on its example inputs: 'missing' \(.*test_capture.py, line \d+, in forward\)"
     with pytest.raises(CaptureError, match=reason):
         stagepack.export(OnlyTraced(), (x,), out=tmp_path / "m.stagepack")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "reason"),
+    [
+        (torch.zeros(2, 4), None, r"args: expected a tuple of example inputs, such as \(x,\), found Tensor"),
+        ((), [1], "kwargs: expected a dict of example inputs by name, found list"),
+    ],
+)
+def test_example_inputs_of_another_type_are_refused(args: Any, kwargs: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=reason):
+        stagepack.export(Net(), args, kwargs, out=tmp_path / "m.stagepack")
