@@ -25,12 +25,9 @@ def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
     if isinstance(model, torch.nn.Module):
-        original = uncompiled_module(model)
-        return (
-            capture_transformers(original, inputs)
-            if is_transformers_model(original)
-            else capture_module(original, inputs)
-        )
+        module = uncompiled_module(model)
+        capture = capture_transformers if is_transformers_model(module) else capture_module
+        return capture(module, inputs)
     if isinstance(model, ExportedProgram):
         return capture_program(model, inputs)
     if isinstance(model, str | os.PathLike):
