@@ -1,9 +1,13 @@
 """The ``stagepack`` command: one file a subcommand, imported when the subcommand is called."""
 
 import importlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
+
+from stagepack.cli.failures import failure_of
 
 # The subcommands with their summaries, which are also the first lines of their own help.
 _COMMAND_GROUPS = {
@@ -27,8 +31,21 @@ _COMMAND_GROUPS = {
 }
 
 
-class _LazyGroup(click.Group):
-    """Subcommands whose modules are imported only when they are called, so that each one starts fast."""
+class _Commands(click.Group):
+    """The subcommands. Their modules are imported only when they are called, so that each one starts fast."""
+
+    def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        """Run the command line; an error of any kind is one line on standard error and exit status 1."""
+        try:
+            return super().main(args, standalone_mode=standalone_mode, **extra)
+        except click.ClickException:
+            raise  # only without standalone_mode, where the caller handles it
+        except Exception as error:
+            failure = failure_of(error)
+            if not standalone_mode:
+                raise failure from error
+            failure.show()
+            sys.exit(failure.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for summaries in _COMMAND_GROUPS.values() for name in summaries]
@@ -46,7 +63,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(
-    cls=_LazyGroup,
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Run 'stagepack COMMAND --help' for the options and examples of a command.",
 )

@@ -6,11 +6,9 @@ from typing import Any
 
 import click
 
-from stagepack.cli.failures import reports_errors
-
 
 def subcommand(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator that makes a function a subcommand whose errors are printed as one line.
+    """Return a decorator that makes a function a subcommand.
 
     Args:
         name: the name of the subcommand.
@@ -21,6 +19,6 @@ def subcommand(name: str, *, examples: Sequence[str]) -> Callable[[Callable[...,
         # click keeps the line breaks of a paragraph that starts with \b. Four spaces make it a code block in Markdown.
         lines = "\n".join(f"    {example}" for example in examples)
         description = f"{inspect.cleandoc(function.__doc__ or '')}\n\nExamples:\n\n\b\n{lines}"
-        return click.command(name, help=description)(reports_errors(function))
+        return click.command(name, help=description)(function)
 
     return declare

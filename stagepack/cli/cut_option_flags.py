@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from stagepack.format import limits
+
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions
 
@@ -13,7 +15,7 @@ _OPTIONS = (
     click.option(
         "--stages",
         "stage_count",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, limits.STAGES),
         metavar="N",
         help="Cut into N stages so that the slowest stage is as fast as possible.",
     ),

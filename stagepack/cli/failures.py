@@ -1,11 +1,9 @@
 """Errors of the subcommands: one line on standard error, and the exit status."""
 
 import contextlib
-import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import click
@@ -22,7 +20,7 @@ class Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         """Print the line."""
-        click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file or sys.stderr)
+        click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file, err=True)
 
 
 def fail(message: str) -> NoReturn:
@@ -34,24 +32,11 @@ def fail(message: str) -> NoReturn:
     raise Failure(message)
 
 
-def reports_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function so that each of its errors becomes a `Failure`.
-
-    With STAGEPACK_TRACEBACK in the environment the traceback is printed first.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # click prints these, or ends silently when the reader of the output has gone
-        except Exception as error:  # noqa: BLE001 - the message says that it is unexpected
-            if os.environ.get("STAGEPACK_TRACEBACK"):
-                traceback.print_exception(error)
-            fail(_message(error))
-
-    return wrapped
+def failure_of(error: Exception) -> Failure:
+    """Return the failure for an error, and print the traceback first if STAGEPACK_TRACEBACK is in the environment."""
+    if os.environ.get("STAGEPACK_TRACEBACK"):
+        traceback.print_exception(error)
+    return Failure(_message(error))
 
 
 def _message(error: Exception) -> str:
@@ -63,7 +48,10 @@ def _message(error: Exception) -> str:
             _discard_output()
             return f"standard output: {error}"
         case OSError():
-            return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            if error.filename is None:
+                _discard_output()  # click could not print a help text
+                return error.strerror or str(error)
+            return f"{error.filename}: {error.strerror}"
         case ModuleNotFoundError():
             return missing_package_message(error) or f"the package {error.name!r} is not installed"
         case _:

@@ -11,7 +11,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import finite, print_json, print_line, print_table, progress
+from stagepack.cli.output import count_of, finite, print_json, print_line, print_table, progress
 from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import (
@@ -147,8 +147,9 @@ def _load_stages(
 ) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
     """Load the stages one after another; return facts about each, and the stages."""
     for runtime in dict.fromkeys(stage_runtimes):
-        importlib.import_module(f"stagepack_loaders.{runtime}.stage")
-        importlib.import_module("stagepack_loaders.load")
+        with progress(f"importing {runtime}"):
+            importlib.import_module(f"stagepack_loaders.{runtime}.stage")
+            importlib.import_module("stagepack_loaders.load")
         timer.end(f"import {runtime}")
     from stagepack_loaders.load import prepare, prepare_stages, speed_up  # noqa: PLC0415 - after the arguments are checked
 
@@ -239,10 +240,11 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
         for stage in facts["stages"]
     ]
     print_table("loaded stages", ["#stage", "runtime", "device", "#read", "#time", "files"], rows)
+    outputs = count_of("output", facts.get("outputs", 0))
     if "difference" in facts:
-        print_line(f"ran the example: {facts['outputs']} outputs, largest difference {facts['difference']:g}")
+        print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")
     elif options.inputs_file is not None:
-        print_line(f"ran {options.inputs_file}: {facts['outputs']} outputs")
+        print_line(f"ran {options.inputs_file}: {outputs}")
     phases: dict[str, float] = facts["start"]
     goal = "first answer" if "first call" in phases else "loaded"
     durations = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items())

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -87,10 +87,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 def _last_column_width(widths: Sequence[int]) -> int:
     """Return the width at which the last column fits beside the others on the terminal, or its full width."""
     full_width = max(1, widths[-1])
-    if not sys.stdout.isatty():
+    if not _is_terminal(sys.stdout):
         return full_width
     free_width = shutil.get_terminal_size().columns - sum(width + 2 for width in widths[:-1]) - 2
     return min(full_width, free_width) if free_width >= _LEAST_WRAPPED_WIDTH else full_width
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal; it is None if the caller closed it."""
+    return stream is not None and stream.isatty()
 
 
 @contextlib.contextmanager
@@ -100,7 +105,7 @@ def progress(first_step: str) -> Iterator[Callable[[str], None]]:
     Yields:
         A function that takes the description of the next step.
     """
-    if not sys.stderr.isatty():
+    if not _is_terminal(sys.stderr):
         yield lambda _: None
         return
     from rich.console import Console  # noqa: PLC0415 - 80 ms, which only a terminal needs

@@ -1,9 +1,9 @@
 """Quantities as the command prints them: bytes, floating-point operations, times."""
 
 
-def format_bytes(count: int) -> str:
-    """A number of bytes for people: ``90.3 MB``."""
-    size = float(count)
+def format_bytes(byte_count: int) -> str:
+    """Return a number of bytes for people: ``90.3 MB``."""
+    size = float(byte_count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -11,18 +11,18 @@ def format_bytes(count: int) -> str:
     return f"{size:.1f} TB"
 
 
-def format_flops(count: int) -> str:
-    """A number of floating-point operations for people: ``1.2 GFLOP``."""
-    size = float(count)
-    for unit in ("", "k", "M", "G", "T"):
+def format_flops(flop_count: int) -> str:
+    """Return a number of floating-point operations for people: ``1.2 GFLOP``."""
+    size = float(flop_count)
+    for prefix in ("", "k", "M", "G", "T"):
         if size < 1000:
-            return f"{size:.1f} {unit}FLOP"
+            return f"{size:.1f} {prefix}FLOP" if prefix else f"{size:.0f} FLOP"
         size /= 1000
     return f"{size:.1f} PFLOP"
 
 
 def format_time(picoseconds: float) -> str:
-    """A time for people: ``1.2 ms``."""
+    """Return a time for people: ``1.2 ms``."""
     time = float(picoseconds)
     for unit in ("ps", "ns", "µs", "ms"):
         if time < 1000:
