@@ -7,6 +7,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, print_table, progress
+from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.run_options import import_modules, json_option, operator_options
 from stagepack.format.reader import Bundle
 
@@ -18,9 +19,9 @@ from stagepack.format.reader import Bundle
         "stagepack load net.stagepack --device cuda --compiled net.compiled",
     ],
 )
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@bundle_argument
 @click.option(
-    "-o", "--out", required=True, type=click.Path(), metavar="FOLDER", help="Folder to write; it must not exist."
+    "-o", "--out", required=True, type=PathType(), metavar="FOLDER", help="Folder to write; it must not exist."
 )
 @click.option(
     "--device",

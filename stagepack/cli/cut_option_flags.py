@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from stagepack.cli.path_options import PathType
 from stagepack.format import limits
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _OPTIONS = (
     click.option(
         "--plan",
         "plan_file",
+        type=PathType(),
         metavar="FILE",
         show_default="none",
         help="Cut as described in a plan file, written by 'stagepack plan --out'.",

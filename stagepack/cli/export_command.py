@@ -14,6 +14,7 @@ from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
+from stagepack.cli.path_options import PathType
 from stagepack.cli.run_options import custom_namespaces, json_option, replay
 from stagepack.format.writer import check_output_path
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     ],
 )
 @click.argument("source")
-@click.option("-o", "--out", required=True, type=click.Path(), metavar="FOLDER", help="Bundle to write.")
+@click.option("-o", "--out", required=True, type=PathType(), metavar="FOLDER", help="Bundle to write.")
 @click.option(
     "--inputs",
     "inputs_function",

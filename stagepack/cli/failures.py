@@ -54,6 +54,8 @@ def _message(error: Exception) -> str:
             return f"{error.filename}: {error.strerror}"
         case ModuleNotFoundError():
             return missing_package_message(error) or f"the package {error.name!r} is not installed"
+        case MemoryError():
+            return f"out of memory: {error}" if str(error) else "out of memory"
         case _:
             return (
                 f"internal error: {type(error).__name__}: {error}. Please report it with the traceback that "

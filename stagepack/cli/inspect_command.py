@@ -8,6 +8,7 @@ from stagepack.cli.bundle_facts import bundle_facts, print_bundle
 from stagepack.cli.command import subcommand
 from stagepack.cli.graph_listing import graph_lines
 from stagepack.cli.output import print_json, print_line
+from stagepack.cli.path_options import bundle_argument
 from stagepack.cli.run_options import check_stage_number, json_option
 from stagepack.cli.stage_facts import print_stage_graph, stage_graph_facts
 from stagepack.format.folded import trivially_folded
@@ -22,7 +23,7 @@ from stagepack.format.reader import Bundle
         "stagepack inspect net.stagepack --graph --stage 1",
     ],
 )
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@bundle_argument
 @click.option(
     "--stage",
     "stage_number",

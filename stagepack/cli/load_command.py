@@ -12,6 +12,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, finite, print_json, print_line, print_table, progress
+from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import (
@@ -58,7 +59,7 @@ class _Options:
         "stagepack load net.stagepack --stage 1 --device cuda",
     ],
 )
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@bundle_argument
 @click.option(
     "--stage",
     "stage_number",
@@ -71,7 +72,7 @@ class _Options:
 @click.option(
     "--inputs",
     "inputs_file",
-    type=click.Path(path_type=Path),
+    type=PathType(Path),
     metavar="FILE",
     show_default="the example of the bundle",
     help="Run these inputs: a safetensors file with a tensor for each input edge, under its name.",
@@ -79,7 +80,7 @@ class _Options:
 @click.option(
     "--outputs",
     "outputs_file",
-    type=click.Path(path_type=Path),
+    type=PathType(Path),
     metavar="FILE",
     show_default="not written",
     help="Write the results to this safetensors file, as output.0, output.1 and so on.",

@@ -3,11 +3,10 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from stagepack.cli.bundle_facts import onnx_facts
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import finite, print_json, print_line, print_table, progress
+from stagepack.cli.path_options import bundle_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import import_modules, json_option, operator_options
 from stagepack.format.reader import Bundle
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @subcommand("onnx", examples=["stagepack onnx net.stagepack"])
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@bundle_argument
 @operator_options
 @json_option
 def command(bundle_path: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool) -> None:

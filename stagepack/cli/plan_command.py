@@ -14,6 +14,7 @@ from stagepack.cli.cut_facts import ASSUMED_DEVICES, cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
 from stagepack.cli.output import print_json, print_line, print_table, progress
+from stagepack.cli.path_options import PathType
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
@@ -52,7 +53,7 @@ PlannedCut = tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...], list[Graph]]
 @click.option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    type=PathType(Path),
     metavar="FILE",
     show_default="not written",
     help="Write the plan as JSON, to edit and pass to --plan.",

@@ -10,6 +10,7 @@ from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.output import print_json, print_line, progress
+from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.run_options import json_option
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
         "stagepack recut net.stagepack --plan plan.json -o new.stagepack",
     ],
 )
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
-@click.option("-o", "--out", required=True, type=click.Path(), metavar="FOLDER", help="Bundle to write.")
+@bundle_argument
+@click.option("-o", "--out", required=True, type=PathType(), metavar="FOLDER", help="Bundle to write.")
 @cut_option_flags
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle, which may be BUNDLE itself.")
 @json_option

@@ -6,6 +6,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_line
+from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.report.page import bundle_page
 from stagepack.errors import OutputExistsError, WriteError
@@ -13,8 +14,8 @@ from stagepack.format.reader import Bundle
 
 
 @subcommand("report", examples=["stagepack report net.stagepack -o net.html"])
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="HTML file to write.")
+@bundle_argument
+@click.option("-o", "--out", required=True, type=PathType(Path), metavar="FILE", help="HTML file to write.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 def command(bundle_path: str, out: Path, overwrite: bool) -> None:
     """Write a report about a bundle as an HTML page.

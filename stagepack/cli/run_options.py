@@ -16,6 +16,7 @@ import click
 from stagepack.capture.error_location import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
+from stagepack.cli.path_options import PathType
 from stagepack.format.reader import Bundle
 from stagepack_serving.server.limits import ServerLimits
 
@@ -58,7 +59,7 @@ def compiled_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--compiled",
         "compiled_folder",
-        type=click.Path(),
+        type=PathType(),
         metavar="FOLDER",
         show_default="off",
         help="Run the native code in this folder, written by 'stagepack compile'. The code is executed as it is: use only "

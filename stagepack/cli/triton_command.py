@@ -7,6 +7,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, progress
+from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.run_options import (
     batching_text,
     default_model_name,
@@ -16,6 +17,7 @@ from stagepack.cli.run_options import (
     limit_option,
     operator_options,
 )
+from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
 
 if TYPE_CHECKING:
@@ -52,12 +54,12 @@ class _Options:
         "tritonserver --model-repository=models",
     ],
 )
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@bundle_argument
 @click.option(
     "-o",
     "--out",
     required=True,
-    type=click.Path(),
+    type=PathType(),
     metavar="FOLDER",
     help="Model repository to write into; it may contain other models.",
 )
@@ -130,7 +132,8 @@ def command(bundle_path: str, **arguments: Any) -> None:
         raise click.UsageError("--backend onnxruntime requires --runtime onnxruntime")
     bundle = Bundle(bundle_path)
     import_modules(options.imports)
-    from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked
+    with explain_missing_packages("triton"):
+        from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked
 
     max_batch, reason_without = _largest_batch(bundle, options)
     repository_options = _repository_options(bundle_path, options, max_batch)

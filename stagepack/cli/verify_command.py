@@ -7,6 +7,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import finite, print_json, print_line, progress
+from stagepack.cli.path_options import bundle_argument
 from stagepack.cli.run_options import (
     import_modules,
     json_option,
@@ -23,7 +24,7 @@ from stagepack.format.reader import Bundle
     "verify",
     examples=["stagepack verify net.stagepack", "stagepack verify net.stagepack --run --runtime onnxruntime"],
 )
-@click.argument("bundle_path", metavar="BUNDLE", type=click.Path())
+@bundle_argument
 @click.option("--run", "with_run", is_flag=True, help="Also load the bundle and replay its example.")
 @runtime_option
 @operator_options

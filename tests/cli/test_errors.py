@@ -1,0 +1,193 @@
+"""Bad input, streams that are closed or full, and packages that are missing: one line that says what, where and what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from stagepack.cli import main
+from stagepack.format import limits
+from tests.cli.test_process import STAGEPACK
+from tests.hostile.attack import command_fails, run
+
+COMMANDS = main.list_commands(click.Context(main))
+OUT = {"compile": "-o", "export": "-o", "recut": "-o", "report": "-o", "triton": "-o"}
+
+
+@pytest.fixture
+def folder(user: Path) -> Path:
+    """The current folder, with things that are no bundles in it."""
+    (user / "empty").mkdir()
+    (user / "file.txt").touch()
+    (user / "bad.json").write_text("{}")
+    (user / "broken").mkdir()
+    (user / "broken" / "manifest.json").write_text("hi")
+    (user / "link").symlink_to("nowhere")
+    return user
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty", "file.txt", "link"])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("export", "plan")])
+def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path) -> None:
+    more = ["-o", "out"] if command in OUT else []
+    more += ["--stages", "2"] if command == "recut" else []
+    line = command_fails(command, path, *more)
+    assert line == f"stagepack: {path}: not a stagepack bundle: expected a folder with a file manifest.json [M1]\n"
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["inspect", "broken"], "manifest.json: not JSON"),
+        (["inspect", "BUNDLE", "--stage", "9"], "--stage: expected a stage from 0 to 2, found 9"),
+        (["inspect", "BUNDLE", "--stage", "-1"], "--stage: expected a stage from 0 to 2, found -1"),
+        (["inspect", "BUNDLE", "--graph", "--stage", "3"], "--stage: expected a stage from 0 to 2, found 3"),
+        (["load", "BUNDLE", "--stage", "3"], "--stage: expected a stage from 0 to 2, found 3"),
+        (["plan", "BUNDLE", "--plan", "bad.json"], "missing required field `stages`"),
+        (["plan", "BUNDLE", "--plan", "nowhere"], "nowhere: expected a plan"),
+        (["plan", "BUNDLE", "--plan", "empty"], "empty: expected a plan"),
+        (["plan", "BUNDLE", "-o", "empty"], "empty: could not be written"),
+        (["plan", "BUNDLE", "-o", "nowhere/plan.json"], "nowhere/plan.json: could not be written"),
+        (["recut", "BUNDLE", "--stages", "2", "-o", "file.txt"], "file.txt: already exists"),
+        (["recut", "BUNDLE", "--stages", "2", "-o", "empty", "--overwrite"], "exists and is not a bundle"),
+        (["recut", "BUNDLE", "--stages", "2", "-o", "nowhere/out"], "expected the folder .*nowhere to exist"),
+        (["report", "BUNDLE", "-o", "empty", "--overwrite"], "empty: cannot be written: Is a directory"),
+        (["serve", "BUNDLE", "BUNDLE"], "expected a distinct name for each model, found 'tiny': pass NAME=BUNDLE"),
+        (["serve", "=BUNDLE"], "expected a distinct name for each model, found ''"),
+        (["serve", "x=nowhere"], "nowhere: not a stagepack bundle"),
+        (["serve", "BUNDLE", "--import", "no_such_module"], "--import no_such_module: .*No module named"),
+        (["triton", "BUNDLE", "-o", "out", "--import", "no_such_module"], "--import no_such_module: .*No module named"),
+        (["load", "BUNDLE", "--device", "nonsense"], "device 'nonsense': expected a device of this machine"),
+        (["load", "BUNDLE", *["--device", "cpu"] * 4], "expected 1 to 3 devices for 3 stages, found 4"),
+        (["load", "BUNDLE", "--compiled", "empty"], "empty"),
+        (["load", "BUNDLE", "--inputs", "empty"], "empty: expected a safetensors file with the inputs"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(arguments: list[str], says: str, folder: Path, sound: Path) -> None:
+    command_fails(*(argument.replace("BUNDLE", str(sound)) for argument in arguments), says=says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["inspect", ""], "Invalid value for 'BUNDLE': the path is empty"),
+        (["recut", "BUNDLE", "--stages", "2", "-o", ""], "Invalid value for '-o' / '--out': the path is empty"),
+        (["load", "BUNDLE", "--inputs", ""], "Invalid value for '--inputs': the path is empty"),
+        (["plan", "BUNDLE", "--stages", str(limits.STAGES + 1)], "is not in the range"),
+        (["plan", "BUNDLE", "--stages", "9" * 30], "is not in the range"),
+        (["serve", "BUNDLE", "--compiled", "x", "--runtime", "onnxruntime"], "--compiled requires the runtime torch"),
+        (["load", "BUNDLE", "--compiled", "x", "--runtime", "onnxruntime"], "--compiled requires the runtime torch"),
+        (["serve", "BUNDLE", "more=BUNDLE", "--compiled", "x"], "--compiled is the native code of one bundle"),
+        (["triton", "BUNDLE", "-o", "out", "--backend", "onnxruntime"], "requires --runtime onnxruntime"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_is_loaded(
+    arguments: list[str], says: str, folder: Path, sound: Path
+) -> None:
+    done = run(*(argument.replace("BUNDLE", str(sound)) for argument in arguments))
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+
+
+def test_a_file_that_must_not_be_read_is_named(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.mkdir()
+    (path / "manifest.json").write_text("{}")
+    (path / "manifest.json").chmod(0)
+    if os.access(path / "manifest.json", os.R_OK):
+        pytest.skip("this user may read every file")
+    command_fails("inspect", str(path), says="manifest.json: Permission denied")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["inspect"], ["verify", "--json"]])
+def test_a_full_disk_is_no_traceback(arguments: list[str], sound: Path) -> None:
+    paths = [] if "--help" in arguments else [str(sound)]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [STAGEPACK, *arguments, *paths], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert re.fullmatch(r"stagepack: (standard output: )?No space left on device\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "arguments", "status"),
+    [
+        (">&-", "inspect BUNDLE", 0),
+        (">&-", "inspect BUNDLE --json", 0),
+        ("2>&-", "verify BUNDLE", 0),
+        ("2>&-", "inspect nowhere", 1),
+        (">&- 2>&-", "inspect nowhere", 1),
+        ("2>/dev/full", "inspect nowhere", 1),
+    ],
+)
+def test_closed_streams_change_no_exit_status(redirection: str, arguments: str, status: int, sound: Path) -> None:
+    line = f"{STAGEPACK} {arguments.replace('BUNDLE', str(sound))} {redirection}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not done.stdout.startswith("stagepack: ")
+
+
+def test_a_traceback_is_printed_on_request_before_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEPACK_TRACEBACK", "1")
+    done = CliRunner().invoke(main, ["inspect", "nowhere"])
+    assert done.exit_code == 1
+    first, *_, last = done.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last.startswith("stagepack: nowhere: not a stagepack bundle")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            ZeroDivisionError("division by zero"),
+            "stagepack: internal error: ZeroDivisionError: division by zero. Please",
+        ),
+        (MemoryError(), "stagepack: out of memory"),
+        (PermissionError(13, "Permission denied", "x"), "stagepack: x: Permission denied"),
+    ],
+)
+def test_unexpected_errors_are_one_line_too(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_error(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("stagepack.cli.inspect_command.Bundle", raise_error)
+    done = CliRunner().invoke(main, ["inspect", "x"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(says)
+    assert done.stderr.count("\n") == 1
+
+
+WITHOUT_PACKAGES = """
+import json, sys
+from click.testing import CliRunner
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"google", "grpc", "prometheus_client", "starlette", "tritonclient", "uvicorn"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from stagepack.cli import main
+
+print(json.dumps([CliRunner().invoke(main, arguments).stderr for arguments in json.loads(sys.argv[1])]))
+"""
+
+
+def test_serving_without_its_packages_says_which_extra_installs_them(sound: Path, tmp_path: Path) -> None:
+    lines = [["serve", str(sound)], ["triton", str(sound), "-o", str(tmp_path / "out")]]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGES, json.dumps(lines)], capture_output=True, text=True, check=True
+    )
+    serve_error, triton_error = json.loads(done.stdout)
+    assert re.fullmatch(r"stagepack: the package '\S+' is not installed: .*'stagepack\[serve\]'.*\n", serve_error)
+    assert re.fullmatch(r"stagepack: the package '\S+' is not installed: .*'stagepack\[triton\]'.*\n", triton_error)
