@@ -39,7 +39,7 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
             if command not in ("compile", "export", "recut", "report", "serve", "triton")
         ),
         (["export", "x"], "Missing option '-o' / '--out'"),
-        (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range x>=1"),
+        (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range 1<=x<=4096"),
         (["export", "x", "-o", "y", "--stages", "two"], "'two' is not a valid integer"),
         (["export", "x", "-o", "y", "--stages", "2", "--split-at", "a"], "cannot be used together"),
         (["inspect", "x", "--stage", "one"], "'one' is not a valid integer"),
