@@ -1,9 +1,10 @@
-"""What a reader of bundles must know of an ONNX file before a runtime may have it (SPEC O1 to O5).
+"""Parse the parts of an ONNX file that rules are about, before a runtime opens it (SPEC O1 to O5).
 
-It is read here field by field, without a library: a host that only checks bundles has none, and one that reads all of a message,
-and refuses what it does not know, leaves nothing for another parser to find.
-The numbers of the fields are those of onnx.proto (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto), the encoding that of
-Protocol Buffers (https://protobuf.dev/programming-guides/encoding).
+The parser uses no library, for two reasons: a host that only checks bundles has none; and because this parser reads every field of a
+message and refuses unknown fields, no other parser can find anything else in the file.
+
+The field numbers are those of onnx.proto (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto). The encoding is that of Protocol
+Buffers (https://protobuf.dev/programming-guides/encoding).
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,11 @@ from typing import Any, Final
 from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
 
-# How the names begin of what an ONNX file takes and gives beside the edges: the content of the weights that the stage writes, their
-# next content, and what it writes into its inputs.
+# Prefixes of the names of inputs and outputs that are not edges: the content of a weight that the stage writes, its content after the
+# call, and the content after the call of an input that the stage writes.
 STATE_PREFIX, NEXT_STATE_PREFIX, WRITTEN_PREFIX = "state.", "next.", "written."
 
-# The element types of ONNX by their torch name.
+# torch dtype -> element type of ONNX
 ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
     {
         "float32": 1,
@@ -41,12 +42,14 @@ ELEMENT_TYPES: Final[Mapping[str, int]] = MappingProxyType(
         "float8_e8m0fnu": 24,
     }
 )
-# What stands for a type that ONNX has not: numbers of the host, and pairs of the real and the imaginary part.
+# The dtypes of tensors that represent dtypes without an element type: symbolic scalars, and complex numbers as pairs of a real and an
+# imaginary part.
 SCALAR_TENSOR_DTYPES: Final = MappingProxyType({"symint": "int64", "symfloat": "float64", "symbool": "bool"})
 COMPLEX_PART_DTYPES: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
-# The wire types of plain fields: numbers, texts and bytes (and messages that no rule is on), floats; lists of numbers may be packed.
-_WIRES: Final[Mapping[str, frozenset[int]]] = {
+# Kind of field -> wire types that it may have. A field of the kind "bytes" holds a string, bytes, or a message that no rule is about.
+# A kind with a star may occur several times; numbers and floats of such a kind may be packed.
+_WIRE_TYPES: Final[Mapping[str, frozenset[int]]] = {
     "number": frozenset({0}),
     "bytes": frozenset({2}),
     "float": frozenset({5}),
@@ -57,21 +60,22 @@ _WIRES: Final[Mapping[str, frozenset[int]]] = {
 }
 
 
-def _plain(fields: Mapping[str, list[int]]) -> dict[int, str]:
-    """Plain fields by their kind."""
-    return {number: kind for kind, numbers in fields.items() for number in numbers}
+def _scalar_fields(numbers_of_kind: Mapping[str, list[int]]) -> dict[int, str]:
+    """The kind of each field, by field number."""
+    return {number: kind for kind, numbers in numbers_of_kind.items() for number in numbers}
 
 
-# The messages, and what each of their fields holds: a message, or one of the kinds above; any number of them (*).
-_MESSAGES: Final[Mapping[str, Mapping[int, str]]] = {
-    "Model": _plain({"number": [1, 5], "bytes": [2, 3, 4, 6], "bytes*": [8, 14, 26]}) | {7: "Graph"},
-    "Graph": _plain({"bytes": [2, 10], "bytes*": [13, 16]}) | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
-    "Node": _plain({"bytes": [3, 4, 6, 7], "bytes*": [1, 2, 9, 10]}) | {5: "Attribute*"},
-    "Attribute": _plain(
+# Message type -> field number -> kind of field, or the type of the nested message; a star marks repeated fields.
+_MESSAGE_FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
+    "Model": _scalar_fields({"number": [1, 5], "bytes": [2, 3, 4, 6], "bytes*": [8, 14, 26]}) | {7: "Graph"},
+    "Graph": _scalar_fields({"bytes": [2, 10], "bytes*": [13, 16]})
+    | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
+    "Node": _scalar_fields({"bytes": [3, 4, 6, 7], "bytes*": [1, 2, 9, 10]}) | {5: "Attribute*"},
+    "Attribute": _scalar_fields(
         {"bytes": [1, 4, 13], "bytes*": [9], "float": [2], "number": [3, 20], "float*": [7], "number*": [8]}
     )
     | {5: "Tensor", 6: "Graph", 10: "Tensor*", 11: "Graph*"},
-    "Tensor": _plain(
+    "Tensor": _scalar_fields(
         {
             "number": [2, 14],
             "number*": [1, 5, 7, 11],
@@ -82,20 +86,27 @@ _MESSAGES: Final[Mapping[str, Mapping[int, str]]] = {
         }
     )
     | {13: "Entry*"},
-    "Value": _plain({"bytes": [1, 3], "bytes*": [4]}) | {2: "Type"},
-    "Type": _plain({"bytes": [6]}) | {1: "TensorType"},
-    "TensorType": _plain({"number": [1]}) | {2: "Shape"},
+    "Value": _scalar_fields({"bytes": [1, 3], "bytes*": [4]}) | {2: "Type"},
+    "Type": _scalar_fields({"bytes": [6]}) | {1: "TensorType"},
+    "TensorType": _scalar_fields({"number": [1]}) | {2: "Shape"},
     "Shape": {1: "Dimension*"},
-    "Dimension": _plain({"number": [1], "bytes": [2, 3]}),
-    "Entry": _plain({"bytes": [1, 2]}),
+    "Dimension": _scalar_fields({"number": [1], "bytes": [2, 3]}),
+    "Entry": _scalar_fields({"bytes": [1, 2]}),
 }
-# A message, parsed: what stands in each field, in order. A message inside is one too.
-_Fields = dict[int, list[Any]]
+
+# A parsed message: the contents of each field in order, by field number. A nested message is parsed too.
+_Message = dict[int, list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxValue:
-    """An input or output: its name, the number of its element type, and its dimensions: numbers, or texts."""
+    """An input or output of an ONNX model.
+
+    Attributes:
+        name: its name.
+        element_type: the number of its element type.
+        shape: its dimensions: integers, or texts such as the name of a symbol.
+    """
 
     name: str
     element_type: int
@@ -104,7 +115,14 @@ class OnnxValue:
 
 @dataclass(frozen=True, slots=True)
 class OnnxTensor:
-    """A tensor whose bytes lie in a file: `length` of them from `offset`."""
+    """A tensor whose bytes are in another file.
+
+    Attributes:
+        name: its name.
+        location: the name of the file.
+        offset: its first byte, from the start of the file.
+        length: its size in bytes.
+    """
 
     name: str
     location: str
@@ -114,11 +132,13 @@ class OnnxTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxModel:
-    """What there is to check in an ONNX file.
+    """The parts of an ONNX file that rules are about.
 
     Attributes:
-        operators: the domain and the name of each operator that a node calls.
-        tensors: the tensors that lie in other files.
+        inputs: the inputs of its graph.
+        outputs: the outputs of its graph.
+        operators: pairs of the domain and the name of each operator that a node calls.
+        tensors: the tensors whose bytes are in other files.
     """
 
     inputs: tuple[OnnxValue, ...]
@@ -128,159 +148,172 @@ class OnnxModel:
 
 
 def onnx_element_type(dtype: str) -> int | None:
-    """The element type of ONNX that a dtype of this format has; None if there is none."""
+    """Return the number of the ONNX element type that represents a dtype of this format; None if there is none."""
     return ELEMENT_TYPES.get(SCALAR_TENSOR_DTYPES.get(dtype, COMPLEX_PART_DTYPES.get(dtype, dtype)))
 
 
-def parse_onnx_model(content: bytes, where: str) -> OnnxModel:
-    """Read an ONNX file.
+def parse_onnx_model(content: bytes, file_name: str) -> OnnxModel:
+    """Parse the content of an ONNX file.
+
+    Args:
+        content: the bytes of the file.
+        file_name: the name of the file, for messages.
+
+    Returns:
+        The parts that rules are about.
 
     Raises:
-        FormatError: it is not one, or holds what this format leaves out (O2).
-        LimitError: too many fields (L1), or nested too deep (L2).
+        FormatError: the content is not an ONNX model, or has fields that this format excludes (O2).
+        LimitError: the content has too many fields (L1), or is nested too deep (L2).
     """
     try:
-        model = _Parser(content).message(0, len(content), "Model", 0)
+        model = _Parser(content).parse(0, len(content), "Model", 0)
         [graph] = model[7]
-        found = _Found()
-        for kind, inner in _inside("Model", model):
-            found.add(kind, inner)
+        external = _ExternalReferences()
+        for message_type, nested_message in _nested_messages("Model", model):
+            external.add(message_type, nested_message)
         return OnnxModel(
-            inputs=tuple(map(_value, graph.get(11, []))),
-            outputs=tuple(map(_value, graph.get(12, []))),
-            operators=frozenset(found.operators),
-            tensors=tuple(found.tensors),
+            inputs=tuple(map(_onnx_value, graph.get(11, []))),
+            outputs=tuple(map(_onnx_value, graph.get(12, []))),
+            operators=frozenset(external.operators),
+            tensors=tuple(external.tensors),
         )
     except _TooLargeError as error:
-        rule, message = error.args
-        raise LimitError([Problem(rule=rule, where=where, message=message)]) from None
+        rule, reason = error.args
+        raise LimitError([Problem(rule=rule, where=file_name, message=reason)]) from None
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        message = f"not an ONNX model as this format has it: {str(error)[:200]}"
-        raise FormatError([Problem(rule="O2", where=where, message=message)]) from None
+        message = f"not an ONNX model of this format: {str(error)[:200]}"
+        raise FormatError([Problem(rule="O2", where=file_name, message=message)]) from None
 
 
 @dataclass(slots=True)
-class _Found:
-    """What was found in all messages so far."""
+class _ExternalReferences:
+    """The operators and the files that the messages of a model refer to."""
 
     operators: set[tuple[str, str]] = field(default_factory=set)
     tensors: list[OnnxTensor] = field(default_factory=list)
 
-    def add(self, kind: str, message: _Fields) -> None:
-        if kind == "Node":
-            self.operators.add((_text(message, 7), _text(message, 4)))
-        elif kind == "Tensor" and (13 in message or _number(message, 14)):
-            self.tensors.append(_external(message))
+    def add(self, message_type: str, message: _Message) -> None:
+        if message_type == "Node":
+            self.operators.add((_string(message, 7), _string(message, 4)))
+        elif message_type == "Tensor" and (13 in message or _integer(message, 14)):
+            self.tensors.append(_external_tensor(message))
 
 
-def _external(message: _Fields) -> OnnxTensor:
-    """A tensor whose bytes lie in another file."""
-    entries = [(_text(entry, 1), _text(entry, 2)) for entry in message.get(13, [])]
-    keys = [key for key, _ in entries]
-    if _number(message, 14) != 1 or sorted(keys) != ["length", "location", "offset"]:
-        raise ValueError(f"a tensor in another file has {', '.join(sorted(keys))[:100] or 'no keys'}")
+def _external_tensor(message: _Message) -> OnnxTensor:
+    """The tensor of a message whose bytes are in another file."""
+    entries = [(_string(entry, 1), _string(entry, 2)) for entry in message.get(13, [])]
+    keys = sorted(key for key, _ in entries)
+    if _integer(message, 14) != 1 or keys != ["length", "location", "offset"]:
+        found = ", ".join(keys)[:100] or "none"
+        raise ValueError(f"a tensor in another file: expected the entries length, location and offset, found {found}")
     values = dict(entries)
     for key in ("offset", "length"):
         if not (values[key].isascii() and values[key].isdecimal() and len(values[key]) <= 18):
-            raise ValueError(f"a tensor in another file has the {key} {values[key][:40]!r}")
-    return OnnxTensor(_text(message, 8), values["location"], int(values["offset"]), int(values["length"]))
+            raise ValueError(f"a tensor in another file: expected a decimal {key}, found {values[key][:40]!r}")
+    return OnnxTensor(_string(message, 8), values["location"], int(values["offset"]), int(values["length"]))
 
 
-def _value(message: _Fields) -> OnnxValue:
-    [kind] = message[2]
-    if 1 not in kind:
-        raise ValueError(f"the value {_text(message, 1)[:80]!r} is not a tensor")
-    [tensor] = kind[1]
-    [shape] = tensor.get(2, [{}])
-    return OnnxValue(_text(message, 1), _number(tensor, 1), tuple(map(_dim, shape.get(1, []))))
+def _onnx_value(message: _Message) -> OnnxValue:
+    [value_type] = message[2]
+    if 1 not in value_type:
+        raise ValueError(f"expected the value {_string(message, 1)[:80]!r} to be a tensor")
+    [tensor_type] = value_type[1]
+    [shape] = tensor_type.get(2, [{}])
+    return OnnxValue(_string(message, 1), _integer(tensor_type, 1), tuple(map(_dimension, shape.get(1, []))))
 
 
-def _dim(message: _Fields) -> int | str:
+def _dimension(message: _Message) -> int | str:
     if 1 in message and 2 in message:
-        raise ValueError("a dimension is a number and a text")
-    return _text(message, 2) if 2 in message else _number(message, 1)
+        raise ValueError("a dimension is both an integer and a text")
+    return _string(message, 2) if 2 in message else _integer(message, 1)
 
 
-def _text(message: _Fields, number: int) -> str:
-    [text] = message.get(number, [b""])
-    return str(text, "utf-8")
+def _string(message: _Message, field_number: int) -> str:
+    [content] = message.get(field_number, [b""])
+    return str(content, "utf-8")
 
 
-def _number(message: _Fields, number: int) -> int:
-    [found] = message.get(number, [0])
-    return int(found)
+def _integer(message: _Message, field_number: int) -> int:
+    [content] = message.get(field_number, [0])
+    return int(content)
 
 
-def _inside(kind: str, message: _Fields) -> Iterator[tuple[str, _Fields]]:
-    """All messages inside of one, and what each is."""
-    for number, held in message.items():
-        inner = _MESSAGES[kind][number].rstrip("*")
-        if inner in _MESSAGES:
-            for part in held:
-                yield inner, part
-                yield from _inside(inner, part)
+def _nested_messages(message_type: str, message: _Message) -> Iterator[tuple[str, _Message]]:
+    """Yield the type and the content of all messages inside a message, at any depth."""
+    for field_number, contents in message.items():
+        nested_type = _MESSAGE_FIELDS[message_type][field_number].rstrip("*")
+        if nested_type in _MESSAGE_FIELDS:
+            for nested in contents:
+                yield nested_type, nested
+                yield from _nested_messages(nested_type, nested)
 
 
 class _TooLargeError(Exception):
-    """A file is over a limit: the rule, and a message."""
+    """A file is over a limit: the number of the rule, and a message."""
 
 
 class _Parser:
-    """Parses a file, and counts its fields."""
+    """Parses the messages of one file and counts their fields."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.fields = 0
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.field_count = 0
 
-    def message(self, position: int, end: int, kind: str, depth: int) -> _Fields:
-        """Parse the message between two positions.
+    def parse(self, position: int, end: int, message_type: str, depth: int) -> _Message:
+        """Parse the message in the bytes from `position` up to `end`, `end` excluded.
 
         Raises:
-            ValueError, IndexError: it is cut short, has a field that is not known, or a second message where one belongs.
-            _TooLargeError: it has too many fields, or messages inside one another.
+            ValueError, IndexError: the message is cut short, has an unknown field, or repeats a field that is not repeated.
+            _TooLargeError: there are too many fields, or messages are nested too deep.
         """
         if depth > limits.ONNX_DEPTH:
             raise _TooLargeError("L2", "nested too deep")
-        data = self.data
-        fields: _Fields = {}
-        known = _MESSAGES[kind]
-        part: Any
+        content = self.content
+        message: _Message = {}
+        kinds = _MESSAGE_FIELDS[message_type]
+        field_content: Any
         while position < end:
-            self.fields += 1
-            if self.fields > limits.ONNX_FIELDS:
-                raise _TooLargeError("L1", f"over the limit of {limits.ONNX_FIELDS} fields")
-            key, position = _varint(data, position)
-            number, wire = key >> 3, key & 7
-            held = known.get(number, "")
-            inner = held.rstrip("*")
-            if wire not in (_WIRES.get(held) or (2,)) or not held:
-                raise ValueError(f"the field {number} of a {kind}, of the wire type {wire}, is not known here")
-            if wire == 0:
-                part, position = _varint(data, position)
+            self.field_count += 1
+            if self.field_count > limits.ONNX_FIELDS:
+                raise _TooLargeError("L1", f"expected at most {limits.ONNX_FIELDS} fields")
+            key, position = _varint(content, position)
+            field_number, wire_type = key >> 3, key & 7
+            kind = kinds.get(field_number, "")
+            nested_type = kind.rstrip("*")
+            if wire_type not in (_WIRE_TYPES.get(kind) or (2,)) or not kind:
+                raise ValueError(f"unknown field {field_number} with wire type {wire_type} in a {message_type}")
+            if wire_type == 0:
+                field_content, position = _varint(content, position)
             else:
-                length, position = _varint(data, position) if wire == 2 else (8 if wire == 1 else 4, position)
+                length, position = (
+                    _varint(content, position) if wire_type == 2 else (8 if wire_type == 1 else 4, position)
+                )
                 if length > end - position:
-                    raise ValueError(f"a {kind} is cut short")
+                    raise ValueError(f"a {message_type} is cut short")
                 start, position = position, position + length
-                part = self.message(start, position, inner, depth + 1) if inner in _MESSAGES else data[start:position]
-            if number in fields and held[-1] != "*":
-                raise ValueError(f"the field {number} of a {kind} stands twice")
-            fields.setdefault(number, []).append(part)
+                nested = nested_type in _MESSAGE_FIELDS
+                field_content = (
+                    self.parse(start, position, nested_type, depth + 1) if nested else content[start:position]
+                )
+            if field_number in message and kind[-1] != "*":
+                raise ValueError(f"duplicate field {field_number} in a {message_type}")
+            message.setdefault(field_number, []).append(field_content)
         if position != end:
-            raise ValueError(f"a {kind} is cut short")
-        return fields
+            raise ValueError(f"a {message_type} is cut short")
+        return message
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """A number, and the position after it."""
-    result = data[position]
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """Decode the integer at `position`; return it and the position after it."""
+    result = content[position]
     if result < 0x80:
         return result, position + 1
     result &= 0x7F
     for shift in range(7, 70, 7):
         position += 1
-        octet = data[position]
+        octet = content[position]
         result |= (octet & 0x7F) << shift
         if octet < 0x80:
             return result, position + 1
-    raise ValueError("a number is too long")
+    raise ValueError("an integer has more than 10 bytes")

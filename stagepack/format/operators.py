@@ -1,13 +1,13 @@
-"""Names of operators, and which ones no bundle may use (SPEC G10, G11)."""
+"""Names of operators, and the operators that no bundle may use (SPEC G10, G11)."""
 
 import re
 from typing import Final
 
-# Python operators on symbolic scalars. Each is called by a loader as it stands in the table of that loader.
+# Python functions of symbolic scalars. A loader has a table from these names to the functions; it imports nothing by name.
 PYTHON_OPERATORS: Final = (
     frozenset(
-        f"operator.{name}"
-        for name in [
+        f"operator.{function}"
+        for function in [
             "add",
             "sub",
             "mul",
@@ -34,22 +34,23 @@ PYTHON_OPERATORS: Final = (
             "truth",
         ]
     )
-    | frozenset(f"math.{name}" for name in ["ceil", "floor", "trunc", "sqrt"])
+    | frozenset(f"math.{function}" for function in ["ceil", "floor", "trunc", "sqrt"])
     | frozenset(
-        f"torch.{name}"
-        for name in ["sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sqrt", "sym_sum"]
+        f"torch.{function}"
+        for function in ["sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sqrt", "sym_sum"]
     )
 )
 
 HIGHER_ORDER_OPERATORS: Final = frozenset(
-    f"higher_order.{name}"
-    for name in ["cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention", "invoke_subgraph"]
+    f"higher_order.{operator}"
+    for operator in ["cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention", "invoke_subgraph"]
 )
 
-# Namespaces that every caller allows; operators of any other are run only when the caller names the namespace.
+# Namespaces that are always allowed. Operators of other namespaces run only if the caller names the namespace.
 ALLOWED_NAMESPACES: Final = frozenset({"aten", "prims", "operator", "math", "torch", "higher_order"})
 
-# ATen operators that reach files, processes, raw memory or the state of the whole process.
+# ATen operators that reach files, other processes, memory past the end of a tensor, or the state of the process. `_reshape_alias` makes
+# views of any size, past the end of the memory.
 DENIED_OPERATORS: Final = frozenset(
     {
         "aten.from_file",
@@ -76,7 +77,7 @@ DENIED_OPERATORS: Final = frozenset(
         "aten._sparse_bsc_tensor_unsafe",
         "aten._pin_memory",
         "aten.pin_memory",
-        "aten._reshape_alias",  # views of any size, past the end of the memory
+        "aten._reshape_alias",
         "aten._reshape_alias_copy",
         "aten._nested_view_from_buffer",
         "aten._nested_view_from_buffer_copy",
@@ -84,23 +85,27 @@ DENIED_OPERATORS: Final = frozenset(
     }
 )
 
-# Namespaces of functions, which have no overloads.
-_FUNCTIONS: Final = frozenset({"operator", "math", "torch", "higher_order"})
-_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
+# Namespaces whose operators have no overloads.
+_FUNCTION_NAMESPACES: Final = frozenset({"operator", "math", "torch", "higher_order"})
+_OPERATOR_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
 
 
 def operator_namespace(name: str) -> str:
-    """The namespace of an operator: ``aten`` of ``aten.linear.default``."""
+    """Return the namespace of an operator, such as ``aten`` of ``aten.linear.default``."""
     return name.split(".")[0]
 
 
 def is_operator_name(name: str) -> bool:
-    """Whether a name has the form ``namespace.name.overload``, or ``namespace.name`` for a function."""
-    return _NAME.fullmatch(name) is not None and name.count(".") == (1 if operator_namespace(name) in _FUNCTIONS else 2)
+    """Whether a name has the form ``namespace.name.overload``, or ``namespace.name`` in the namespaces without overloads (G10)."""
+    dot_count = 1 if operator_namespace(name) in _FUNCTION_NAMESPACES else 2
+    return _OPERATOR_NAME.fullmatch(name) is not None and name.count(".") == dot_count
 
 
 def is_denied_operator(name: str) -> bool:
-    """Whether no bundle may use this operator: on the list, or not one of the closed sets of its namespace."""
-    if operator_namespace(name) in _FUNCTIONS:
+    """Whether no bundle may use an operator (G11).
+
+    In the namespaces without overloads these are all operators but the listed ones; in the other namespaces the listed ones.
+    """
+    if operator_namespace(name) in _FUNCTION_NAMESPACES:
         return name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
     return ".".join(name.split(".")[:2]) in DENIED_OPERATORS

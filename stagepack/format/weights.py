@@ -1,7 +1,7 @@
-"""Weight files: safetensors, in any order, without holes, every tensor on a multiple of 64 bytes (SPEC W1 to W7).
+"""Weight files: safetensors files without gaps, in which every tensor begins on a multiple of 64 bytes (SPEC W1 to W7).
 
-The header is read and written here, because a stage wants first-use order and byte ranges, which the
-safetensors library does not offer; the format is that of its README.
+The header is read and written here and not by the safetensors library, which offers neither a free order of the tensors nor their
+byte ranges. The format is that of https://github.com/huggingface/safetensors#format.
 """
 
 import itertools
@@ -18,12 +18,21 @@ from stagepack.format.codec import parse_json
 from stagepack.format.dtypes import HEADER_DTYPES, HEADER_ITEM_SIZE, ITEM_SIZE, stored_shape
 
 ALIGNMENT = 64
-PADDING_PREFIX = "__padding__"  # names of padding tensors begin so
-METADATA_KEY = "__metadata__"  # not a tensor: texts by name, which no reader of a bundle uses
+PADDING_PREFIX = "__padding__"
+# The key of a header whose value is no tensor but a dict of strings. No reader of a bundle uses it.
+METADATA_KEY = "__metadata__"
 
 
 class StoredTensor(Struct, frozen=True, kw_only=True):
-    """A tensor of a weight file: `start` and `end` are bytes from the start of the file, `end` excluded."""
+    """A tensor of a weight file.
+
+    Attributes:
+        name: its name in the header.
+        dtype: its dtype in the header, such as ``F32``.
+        shape: its shape in the header.
+        start: its first byte, from the start of the file.
+        end: the byte after its last one.
+    """
 
     name: str
     dtype: str
@@ -33,7 +42,13 @@ class StoredTensor(Struct, frozen=True, kw_only=True):
 
 
 class TensorSpec(Struct, frozen=True, kw_only=True):
-    """A tensor to be written; `dtype` is a torch name."""
+    """A tensor to be written.
+
+    Attributes:
+        name: its name in the header.
+        dtype: its torch dtype, such as ``float32``.
+        shape: its shape.
+    """
 
     name: str
     dtype: str
@@ -41,124 +56,143 @@ class TensorSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
 def tensor_layout(tensors: Iterable[TensorSpec]) -> list[StoredTensor]:
-    """Where each tensor lies in a file that holds them in the order given."""
+    """Return the location of each tensor in a weight file that has the tensors in the given order."""
     specs = list(tensors)
-    head, gaps = weight_file_header(specs)
-    position = len(head)
-    found = []
-    for spec, gap in zip(specs, gaps, strict=True):
-        start, position = position + gap, position + gap + spec.nbytes
+    header, paddings = weight_file_header(specs)
+    position = len(header)
+    stored = []
+    for spec, padding in zip(specs, paddings, strict=True):
+        start, position = position + padding, position + padding + spec.nbytes
         shape = stored_shape(spec.dtype, spec.shape)
-        found.append(
+        stored.append(
             StoredTensor(name=spec.name, dtype=HEADER_DTYPES[spec.dtype], shape=shape, start=start, end=position)
         )
-    return found
+    return stored
 
 
 def weight_file_header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]:
-    """The header of a file that holds the tensors in the order given, and the padding in bytes before each.
+    """Return the header of a weight file that has the tensors in the given order.
 
-    The data begins on a multiple of 64 bytes, and so does every tensor in it: where one ends elsewhere, a tensor of
-    bytes named ``__padding__N`` fills the gap, since safetensors allows no holes.
+    The data begins on a multiple of 64 bytes, and so does every tensor in it. Because safetensors allows no gaps, a tensor of bytes named
+    ``__padding__N`` fills the space before a tensor.
+
+    Args:
+        tensors: the tensors in the order of the file.
+
+    Returns:
+        The header with the 8 bytes of its length, and the number of padding bytes before each tensor.
     """
     fields: dict[str, dict[str, object]] = {}
-    gaps: list[int] = []
+    paddings: list[int] = []
     position = 0
     for tensor in tensors:
-        gap = -position % ALIGNMENT
-        if gap:
-            fields[f"{PADDING_PREFIX}{len(gaps)}"] = {
+        padding = -position % ALIGNMENT
+        if padding:
+            fields[f"{PADDING_PREFIX}{len(paddings)}"] = {
                 "dtype": "U8",
-                "shape": [gap],
-                "data_offsets": [position, position + gap],
+                "shape": [padding],
+                "data_offsets": [position, position + padding],
             }
-        gaps.append(gap)
-        position += gap
+        paddings.append(padding)
+        position += padding
         fields[tensor.name] = {
             "dtype": HEADER_DTYPES[tensor.dtype],
             "shape": list(stored_shape(tensor.dtype, tensor.shape)),
             "data_offsets": [position, position + tensor.nbytes],
         }
         position += tensor.nbytes
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, gaps
+    header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-(8 + len(header)) % ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header, paddings
 
 
 def read_weight_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the header of a weight file: its tensors by name in the order of the file, padding left out.
+    """Read and check the header of a weight file. The tensors themselves are not read.
+
+    Args:
+        path: the weight file.
+
+    Returns:
+        The tensors by name, in the order of the file, without padding.
 
     Raises:
-        FormatError: a rule W1 to W6 is broken.
+        FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
         LimitError: the header is over the limit (L1).
     """
-    where = path.name
-    size = path.stat().st_size
+    file_name = path.name
+    file_size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > limits.WEIGHT_HEADER_BYTES:
-            raise LimitError([Problem(rule="L1", where=where, message=f"the header states {length} bytes")])
-        if size < 8 + length:
-            raise _error("W1", where, f"the header states {length} bytes, the file has {size}")
-        text = file.read(length)
-    fields = parse_json(text, where)
-    if not text.startswith(b"{"):
-        raise _error("W2", where, "the header is not a JSON object, or does not begin with one")
+        header_length = int.from_bytes(file.read(8), "little")
+        if header_length > limits.WEIGHT_HEADER_BYTES:
+            raise LimitError([Problem(rule="L1", where=file_name, message=f"the header states {header_length} bytes")])
+        if file_size < 8 + header_length:
+            raise _error("W1", file_name, f"the header states {header_length} bytes, the file has {file_size}")
+        header = file.read(header_length)
+    fields = parse_json(header, file_name)
+    if not header.startswith(b"{"):
+        raise _error("W2", file_name, "expected a header that is a JSON object and begins with {")
     if not _is_metadata(fields.pop(METADATA_KEY, {})):
-        raise _error("W2", where, f"{METADATA_KEY} does not hold texts by name")
-    tensors = {name: _stored(name, entry, 8 + length, where) for name, entry in fields.items()}
-    problems = list(itertools.islice(_layout(tensors.values(), 8 + length, size, where), limits.REPORTED_PROBLEMS))
+        raise _error("W2", file_name, f"expected {METADATA_KEY} to be an object of strings")
+    data_start = 8 + header_length
+    tensors = {name: _stored_tensor(name, entry, data_start, file_name) for name, entry in fields.items()}
+    layout_problems = _layout_problems(tensors.values(), data_start, file_size, file_name)
+    problems = list(itertools.islice(layout_problems, limits.REPORTED_PROBLEMS))
     if problems:
         raise FormatError(problems)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING_PREFIX)}
 
 
-def _error(rule: str, where: str, message: str) -> FormatError:
-    return FormatError([Problem(rule=rule, where=where, message=message)])
+def _error(rule: str, location: str, message: str) -> FormatError:
+    return FormatError([Problem(rule=rule, where=location, message=message)])
 
 
 def _is_metadata(fields: object) -> bool:
     return isinstance(fields, dict) and all(isinstance(text, str) for text in fields.values())
 
 
-def _stored(name: str, entry: object, data_start: int, where: str) -> StoredTensor:
-    """The entry of a header as a type."""
-    where = f"{where}: {name[:80]}"
+def _stored_tensor(name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:
+    """The tensor of a header entry; its offsets are counted from `data_start`."""
+    location = f"{file_name}: {name[:80]}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _error("W3", where, "expected an object with dtype, shape and data_offsets")
+        raise _error("W3", location, "expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > limits.RANK or not isinstance(offsets, list) or len(offsets) != 2:
-        raise _error("W3", where, f"expected at most {limits.RANK} sizes and two offsets")
-    if not all(type(number) is int and 0 <= number <= limits.TENSOR_ELEMENTS for number in (*shape, *offsets)):
-        raise _error("W3", where, "a size or an offset is not one")
+        raise _error("W3", location, f"expected at most {limits.RANK} sizes and two offsets")
+    if not all(type(size) is int and 0 <= size <= limits.TENSOR_ELEMENTS for size in (*shape, *offsets)):
+        raise _error("W3", location, f"expected sizes and offsets from 0 to {limits.TENSOR_ELEMENTS}")
     start, end = offsets
-    if (
-        not isinstance(dtype, str)
-        or dtype not in HEADER_ITEM_SIZE
-        or end - start != math.prod(shape) * HEADER_ITEM_SIZE[dtype]
-    ):
-        raise _error("W4", where, "the dtype is not known, or the bytes do not fit the dtype and the shape")
+    if not isinstance(dtype, str) or dtype not in HEADER_ITEM_SIZE:
+        shown = repr(dtype[:80]) if isinstance(dtype, str) else type(dtype).__name__
+        raise _error("W4", location, f"expected a dtype of safetensors, found {shown}")
+    if end - start != math.prod(shape) * HEADER_ITEM_SIZE[dtype]:
+        raise _error("W4", location, f"the {end - start} bytes of its offsets do not fit the dtype and the shape")
     return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), start=data_start + start, end=data_start + end)
 
 
-def _layout(tensors: Iterable[StoredTensor], position: int, size: int, where: str) -> Iterator[Problem]:
-    """The problems with the places of the tensors in a file of `size` bytes whose data begins at `position`."""
+def _layout_problems(
+    tensors: Iterable[StoredTensor], data_start: int, file_size: int, file_name: str
+) -> Iterator[Problem]:
+    """Yield the problems of the positions of the tensors in a file."""
+    position = data_start
     for tensor in tensors:
-        place = f"{where}: {tensor.name[:80]}"
+        location = f"{file_name}: {tensor.name[:80]}"
         if tensor.start != position:
             message = f"begins at byte {tensor.start}, expected {position}"
-            yield Problem(rule="W5", where=place, message=message)
+            yield Problem(rule="W5", where=location, message=message)
         if tensor.name.startswith(PADDING_PREFIX):
             if tensor.dtype != "U8" or tensor.end - tensor.start >= ALIGNMENT:
-                yield Problem(rule="W6", where=place, message=f"padding is not of fewer than {ALIGNMENT} bytes")
+                message = f"expected padding of dtype U8 and of fewer than {ALIGNMENT} bytes"
+                yield Problem(rule="W6", where=location, message=message)
         elif tensor.start % ALIGNMENT:
-            message = f"byte {tensor.start} is not a multiple of {ALIGNMENT}"
-            yield Problem(rule="W6", where=place, message=message)
+            message = f"begins at byte {tensor.start}, expected a multiple of {ALIGNMENT}"
+            yield Problem(rule="W6", where=location, message=message)
         position = tensor.end
-    if position != size:
-        yield Problem(rule="W1", where=where, message=f"the tensors end at byte {position}, the file at {size}")
+    if position != file_size:
+        yield Problem(
+            rule="W1", where=file_name, message=f"the tensors end at byte {position}, the file at {file_size}"
+        )

@@ -1,7 +1,7 @@
-"""Write a bundle whole or not at all.
+"""Write a bundle atomically.
 
-The files are written into a folder beside the final name, forced to disk, and renamed when everything is there.
-Whatever moment the writer dies at, the name holds the old bundle, or nothing, or the new one.
+The files are written into a temporary folder beside the output, synchronized to disk, and the folder is renamed at the end. If the
+process dies at any moment, the output is the old bundle, or missing, or the new bundle; never a part of one.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from stagepack.format.manifest import File, Manifest
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
 from stagepack.format.weights import TensorSpec, weight_file_header
 
-# The bytes of a stored tensor, in pieces of any length.
+# The content of a file or a tensor, in chunks of any length.
 ByteChunks = Iterable[bytes | memoryview]
 
 
@@ -32,24 +32,28 @@ class TensorSource:
     """Tensors to be written.
 
     Attributes:
-        specs: dtype and shape of each tensor by name, in the order in which they are written.
-        read: returns the bytes of the tensor of a name.
+        specs: the tensors by name, in the order in which they are written.
+        read: returns the bytes of a tensor, by its name.
     """
 
     specs: Mapping[str, TensorSpec]
     read: Callable[[str], ByteChunks]
 
 
-# How the manifest of a bundle begins, a damaged one too.
-_BEGINNING: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
+# The first field of a manifest. A damaged manifest begins with it too.
+_MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
 
 
 def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Refuse a name that a bundle cannot take, before any work is done for it.
+    """Refuse an output path that no bundle can be written to, before any work is done.
+
+    Args:
+        out: the folder of the bundle to be written.
+        overwrite: whether `out` may be an existing bundle.
 
     Raises:
-        OutputExistsError: `out` exists and `overwrite` is false, or it is something other than a bundle.
-        WriteError: there is no folder to write it into.
+        OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle.
+        WriteError: the parent folder does not exist.
     """
     path = Path(os.path.abspath(out))
     if os.path.lexists(path) and not overwrite:
@@ -61,114 +65,161 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
 
 
 class BundleWriter:
-    """Writes one bundle; use it in a ``with`` statement and call `finish` last.
+    """Writes one bundle. Use it in a ``with`` statement and call `finish` last.
 
-    Leaving the statement without `finish` removes everything that was written.
+    If the statement is left before `finish` returned, everything that was written is removed.
+
+    Example:
+        Write a bundle of one stage::
+
+            with BundleWriter("m.stagepack", overwrite=False) as writer:
+                writer.write_file("stage-0.msgpack", [encode_graph(trivially_folded(graph))])
+                writer.write_tensors("stage-0.safetensors", specs, read_tensor)
+                writer.finish(manifest)
     """
 
     def __init__(self, out: str | os.PathLike[str], *, overwrite: bool) -> None:
-        """Take the name `out`.
+        """Create the temporary folder.
+
+        Args:
+            out: the folder of the bundle to be written.
+            overwrite: whether `out` may be an existing bundle.
 
         Raises:
-            OutputExistsError: `out` exists and `overwrite` is false, or it is something other than a bundle.
-            WriteError: its folder is not there or cannot be written.
+            OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle.
+            WriteError: the parent folder does not exist or is not writable.
         """
         check_output_path(out, overwrite=overwrite)
         self._out = Path(os.path.abspath(out))
         self._overwrite = overwrite
-        self._files: list[File] = []
-        self._folder = self._out.with_name(f".{self._out.name}.{secrets.token_hex(4)}.part")
-        self._retired = self._folder.with_suffix(".old")
+        self._file_entries: list[File] = []
+        self._temporary_folder = self._out.with_name(f".{self._out.name}.{secrets.token_hex(4)}.part")
+        self._replaced_folder = self._temporary_folder.with_suffix(".old")
         try:
-            self._folder.mkdir()
+            self._temporary_folder.mkdir()
         except OSError as error:
             raise WriteError(f"{out}: cannot write there: {error.strerror}: {self._out.parent}") from None
 
     def __enter__(self) -> Self:
-        """Give the writer itself."""
+        """Return the writer itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove what was not finished; say an error of the operating system as a `WriteError`."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove an unfinished bundle, and convert an OSError to a `WriteError`."""
+        shutil.rmtree(self._temporary_folder, ignore_errors=True)
         if os.path.lexists(self._out):
-            shutil.rmtree(self._retired, ignore_errors=True)
+            shutil.rmtree(self._replaced_folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise WriteError(
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
             ) from error
 
-    def write_file(self, name: str, pieces: ByteChunks) -> None:
-        """Write one file, and note its size and digest."""
+    def write_file(self, file_name: str, chunks: ByteChunks) -> None:
+        """Write one file, and record its size and digest for the manifest.
+
+        Args:
+            file_name: the name of the file in the bundle.
+            chunks: its content.
+
+        Raises:
+            OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
+        """
         digest = hashlib.sha256()
-        with (self._folder / name).open("xb") as file:
-            for piece in pieces:
-                digest.update(piece)
-                file.write(piece)
+        with (self._temporary_folder / file_name).open("xb") as file:
+            for chunk in chunks:
+                digest.update(chunk)
+                file.write(chunk)
             size = file.tell()
             file.flush()
             os.fsync(file.fileno())
-        self._files.append(File(name=name, size=size, sha256=digest.hexdigest()))
+        self._file_entries.append(File(name=file_name, size=size, sha256=digest.hexdigest()))
 
-    def link_file(self, path: Path, file: File) -> None:
-        """Take a file of another bundle over as it is: without a copy where the file system can, and without reading it."""
-        try:
-            os.link(path, self._folder / file.name)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(path, self._folder / file.name)
-            _sync(self._folder / file.name)
-        self._files.append(file)
+    def link_file(self, path: Path, entry: File) -> None:
+        """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Its digest is not computed again.
 
-    def write_tensors(self, name: str, tensors: Iterable[TensorSpec], read: Callable[[str], ByteChunks]) -> None:
-        """Write a weight file with the tensors in the order given; `read` gives the bytes of each by name."""
-        specs = list(tensors)
-
-        def pieces() -> ByteChunks:
-            head, gaps = weight_file_header(specs)
-            yield head
-            for spec, gap in zip(specs, gaps, strict=True):
-                yield bytes(gap)
-                yield from read(spec.name)
-
-        self.write_file(name, pieces())
-
-    def finish(self, manifest: Manifest) -> None:
-        """Write the manifest, with the files written so far, and give the bundle its name.
+        Args:
+            path: the file.
+            entry: its entry in the manifest of the other bundle.
 
         Raises:
-            OutputExistsError: meanwhile something else has taken the name.
-            FormatError: the manifest breaks rules.
+            OSError: the file cannot be copied; the ``with`` statement converts it to a `WriteError`.
         """
-        manifest = msgspec.structs.replace(manifest, files=tuple(sorted(self._files, key=lambda file: file.name)))
+        new_path = self._temporary_folder / entry.name
+        try:
+            os.link(path, new_path)
+        # The other bundle is on another file system, or the file system has no hard links.
+        except OSError:
+            shutil.copyfile(path, new_path)
+            _sync(new_path)
+        self._file_entries.append(entry)
+
+    def write_tensors(
+        self, file_name: str, tensors: Iterable[TensorSpec], read_tensor: Callable[[str], ByteChunks]
+    ) -> None:
+        """Write a weight file.
+
+        Args:
+            file_name: the name of the file in the bundle.
+            tensors: the tensors in the order of the file.
+            read_tensor: returns the bytes of a tensor, by its name. It is called once for each tensor, in order.
+
+        Raises:
+            OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
+        """
+        specs = list(tensors)
+
+        def chunks() -> ByteChunks:
+            header, paddings = weight_file_header(specs)
+            yield header
+            for spec, padding in zip(specs, paddings, strict=True):
+                yield bytes(padding)
+                yield from read_tensor(spec.name)
+
+        self.write_file(file_name, chunks())
+
+    def finish(self, manifest: Manifest) -> None:
+        """Write the manifest and rename the temporary folder to the output.
+
+        Args:
+            manifest: the manifest. Its `files` and `sha256` are replaced.
+
+        Raises:
+            OutputExistsError: the output was created by someone else in the meantime.
+            FormatError: the manifest breaks rules.
+            OSError: the file system refuses; the ``with`` statement converts it to a `WriteError`.
+        """
+        entries = sorted(self._file_entries, key=lambda entry: entry.name)
+        manifest = msgspec.structs.replace(manifest, files=tuple(entries))
         raise_problems(check_manifest(manifest))
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
-        _sync(self._folder)
+        _sync(self._temporary_folder)
         check_output_path(self._out, overwrite=self._overwrite)
         try:
             if os.path.lexists(self._out):
-                os.rename(self._out, self._retired)
-            os.rename(self._folder, self._out)
-        except BaseException:  # an interrupt too must not leave the name without the old bundle
-            if os.path.lexists(self._retired) and not os.path.lexists(self._out):
-                os.rename(self._retired, self._out)
+                os.rename(self._out, self._replaced_folder)
+            os.rename(self._temporary_folder, self._out)
+        # After an interrupt too, the output must be the old bundle and not missing.
+        except BaseException:
+            if os.path.lexists(self._replaced_folder) and not os.path.lexists(self._out):
+                os.rename(self._replaced_folder, self._out)
             raise
         _sync(self._out.parent)
 
 
 def _is_bundle(path: Path) -> bool:
-    """Whether a folder is a bundle, if a damaged one: what else has a manifest.json is not ours to remove."""
-    manifest = path / MANIFEST_NAME
-    if not manifest.is_file():
+    """Whether a folder is a bundle, possibly a damaged one. Other folders with a manifest.json must not be removed."""
+    manifest_path = path / MANIFEST_NAME
+    if not manifest_path.is_file():
         return False
-    with manifest.open("rb") as file:
-        return _BEGINNING.match(file.read(4096)) is not None
+    with manifest_path.open("rb") as file:
+        return _MANIFEST_START.match(file.read(4096)) is not None
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
