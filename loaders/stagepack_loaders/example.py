@@ -1,10 +1,8 @@
 """Replay the recorded example of a bundle, and run a pipeline on tensors from a file. Works on the arrays of the pipeline's runtime."""
 
-import importlib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 from safetensors import SafetensorError
@@ -15,6 +13,7 @@ from stagepack.format.manifest import Manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, flatten_tree, unflatten_tree
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
+from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.pipeline import Pipeline
 
 INPUT = "input."
@@ -46,12 +45,6 @@ class Difference(NamedTuple):
     within: bool
 
 
-def array_ops(pipeline: Pipeline) -> ModuleType:
-    """How to read, write and compare the arrays that a pipeline takes and gives: torch tensors, unless no stage runs in torch."""
-    runtimes = {stage.runtime for stage in pipeline.stages}
-    return importlib.import_module(f"stagepack_loaders.{'torch' if 'torch' in runtimes else runtimes.pop()}.arrays")
-
-
 def replay_example(pipeline: Pipeline, bundle: Bundle) -> Difference:
     """Run the recorded example; compare with the recorded result.
 
@@ -75,9 +68,9 @@ def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], di
         raise InputError(f"{bundle.path}: the bundle has no example to run")
     bundle.check_digests([bundle.example.name])
     read_weight_header(bundle.example)
-    arrays = array_ops(pipeline)
+    arrays = pipeline.arrays
     tensors = arrays.load(bundle.example)
-    arrays.seed(bundle.manifest.seed)
+    pipeline.seed(bundle.manifest.seed)
     given = {
         name.removeprefix(INPUT): arrays.copy(tensor) for name, tensor in tensors.items() if name.startswith(INPUT)
     }
@@ -88,11 +81,11 @@ def compare(pipeline: Pipeline, results: Mapping[str, Any], expected: Mapping[st
     """Compare results with what was expected of them."""
     if results.keys() != expected.keys():
         return Difference(math.inf, within=False)
-    arrays = array_ops(pipeline)
+    arrays = pipeline.arrays
     return largest(compare_arrays(arrays, results[name], wanted) for name, wanted in expected.items())
 
 
-def compare_arrays(arrays: ModuleType, found: Any, expected: Any) -> Difference:
+def compare_arrays(arrays: ArrayOps, found: Any, expected: Any) -> Difference:
     """Compare two arrays of a runtime."""
     name = str(expected.dtype).removeprefix("torch.")
     return Difference(*arrays.difference(found, expected, *TOLERANCE.get(name, (0.0, 0.0))))
@@ -121,9 +114,9 @@ def run_on_inputs(pipeline: Pipeline, given: Mapping[str, Any]) -> dict[str, Any
         if math.prod(given[name].shape) != 1:
             raise InputError(f"{name}: expected one number, found the shape {list(given[name].shape)}")
     args, kwargs = _call_of(manifest, {**given, **{name: given[name].item() for name in numbers}})
-    arrays = array_ops(pipeline)
+    arrays = pipeline.arrays
     try:
-        with arrays.inference():
+        with pipeline.inference():
             answer = pipeline(*args, **kwargs)
     except StagepackError:
         raise
@@ -145,7 +138,7 @@ def read_inputs(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is not there, or is no safetensors file.
     """
-    arrays = array_ops(pipeline)
+    arrays = pipeline.arrays
     try:
         tensors = arrays.load(path)
     except (OSError, SafetensorError) as error:
@@ -163,7 +156,7 @@ def write_outputs(pipeline: Pipeline, results: Mapping[str, Any], path: Path) ->
         WriteError: the file cannot be written.
     """
     try:
-        array_ops(pipeline).save(results, path)
+        pipeline.arrays.save(results, path)
     except (OSError, SafetensorError) as error:
         raise WriteError(f"{path}: could not be written: {error}") from None
     except KeyError as error:

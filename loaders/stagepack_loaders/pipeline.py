@@ -1,108 +1,127 @@
-"""Loaded stages -> one callable, in one process."""
+"""Loaded stages as one callable, in one process."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from stagepack.format.contract import bind_call, check_values
-from stagepack.format.manifest import Manifest, Stage
+from stagepack.format.manifest import Edge, Manifest
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
-
-
-class LoadedStage(Protocol):
-    """What a pipeline needs of a stage, whatever runtime it is of.
-
-    Attributes:
-        runtime: the name of the runtime.
-        device: where the stage runs.
-    """
-
-    runtime: str
-    device: Any
-
-    def run(self, values: list[Any]) -> tuple[Any, ...]:
-        """Run the stage on values in the order of its inputs; return the outputs in theirs."""
-
-    def reset_state(self) -> None:
-        """Give the buffers that calls write the content that they were loaded with."""
-
-    def fresh_state(self) -> Any:
-        """What calls write, with the content that the stage was loaded with: for `swap_state`."""
-
-    def swap_state(self, state: Any) -> Any:
-        """Put it in the place of what calls write, and return what was there. Several calls may so take turns in one stage."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The parameters and persistent buffers by the model's own names."""
-
-    def parameters(self) -> Iterator[Any]:
-        """The parameters."""
+from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
+from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
+from stagepack_loaders.registry import find_runtime
 
 
 class Pipeline:
-    """A loaded bundle: called like the model, it gives what the model gives.
+    """A loaded bundle: called like the model, it returns what the model returns.
+
+    Stages may be of several runtimes; where these differ, values are converted on their way. A caller gets arrays of the kind of the
+    first array that it gives, or of the runtime of the first stage if it gives none.
 
     Attributes:
-        manifest: what the bundle says of itself.
-        stages: the loaded stages in order.
+        manifest: the manifest of the bundle.
+        stages: the loaded stages, in order.
+        runtimes: the runtime of each stage.
+
+    Example:
+        >>> pipeline = stagepack.load("m.stagepack")
+        >>> result = pipeline(*args, **kwargs)
+        >>> pipeline.reset_state()
     """
 
     def __init__(self, manifest: Manifest, stages: Sequence[LoadedStage], types: Collection[type] = ()) -> None:
-        """`types` are classes that results may be built of, when the bundle names them."""
+        """Connect the stages of a bundle.
+
+        Args:
+            manifest: the manifest of the bundle.
+            stages: its loaded stages, in order.
+            types: classes that results may be built of, where the bundle names them.
+        """
         self.manifest = manifest
         self.stages = tuple(stages)
+        self.runtimes: tuple[Runtime, ...] = tuple(find_runtime(stage.runtime) for stage in stages)
         self._types = tuple(types)
+        self._edges: dict[str, Edge] = {edge.name: edge for edge in manifest.edges}
         self._inputs = tuple(edge for edge in manifest.edges if edge.producer is None)
-        results = set(value_names(manifest.signature.result))
-        done: list[list[str]] = [[] for _ in manifest.stages]
+        self._results = tuple(dict.fromkeys(value_names(manifest.signature.result)))
+        last_uses: list[list[str]] = [[] for _ in manifest.stages]
         for edge in manifest.edges:
-            if edge.consumers and edge.name not in results:
-                done[edge.consumers[-1]].append(edge.name)
-        self._done_after = tuple(done)
+            if edge.consumers and edge.name not in self._results:
+                last_uses[edge.consumers[-1]].append(edge.name)
+        self._last_uses = tuple(last_uses)
+
+    @property
+    def arrays(self) -> ArrayOps:
+        """The operations on arrays of the runtime of the first stage: for reading inputs of files and requests."""
+        return self.runtimes[0].arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.
+
+        Args:
+            *args: the arguments of the model.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The result of the model, in the containers of the model.
 
         Raises:
             InputError: the call does not fit the signature, or an input does not fit its type, shape or range.
         """
         bound = bind_call(self.manifest.signature, args, kwargs)
         check_values(self._inputs, bound, self.manifest.symbols)
-        values = {name: given.value for name, given in bound.items()}
-        for number in range(len(self.stages)):
-            self.run_stage(number, values)
+        values = {name: argument.value for name, argument in bound.items()}
+        arrays = array_ops_of_call(values.values(), self.arrays)
+        for stage_number in range(len(self.stages)):
+            self.run_stage(stage_number, values)
+        results = {name: to_array(values[name], self._edges[name], arrays) for name in self._results}
 
-        def leaf(found: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return results[found.name] if isinstance(found, ValueLeaf) else constant_value(found)
+        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
+            return results[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
 
-        results = self.results(values, [given.value for given in bound.values()])
-        return unflatten_tree(self.manifest.signature.result, leaf, self._types)
+        return unflatten_tree(self.manifest.signature.result, leaf_value, self._types)
 
-    def run_stage(self, number: int, values: MutableMapping[str, Any]) -> None:
-        """Run a stage on values by edge name, which are known to fit: put in what it makes, drop what no later stage needs."""
-        entry = self.manifest.stages[number]
-        values.update(zip(entry.outputs, self._run(self.stages[number], entry, values), strict=True))
-        for name in self._done_after[number]:  # nobody needs it any more: its memory may go
+    def run_stage(self, stage_number: int, values: MutableMapping[str, Any]) -> None:
+        """Run one stage on values that are known to fit.
+
+        Args:
+            stage_number: the stage.
+            values: the values by edge name. Those that the stage makes are added; those that no later stage uses are removed, so that
+                their memory is freed.
+        """
+        entry = self.manifest.stages[stage_number]
+        runtime = self.runtimes[stage_number]
+        for name in entry.inputs:  # converted for later stages too, which are to see what this one writes into it
+            values[name] = to_runtime(values[name], self._edges[name], runtime)
+        outputs = self.stages[stage_number].run([values[name] for name in entry.inputs])
+        values.update(zip(entry.outputs, outputs, strict=True))
+        for name in self._last_uses[stage_number]:
             del values[name]
 
-    def _run(self, stage: LoadedStage, entry: Stage, values: MutableMapping[str, Any]) -> tuple[Any, ...]:
-        """Run a stage on the values that it takes."""
-        return stage.run([values[name] for name in entry.inputs])
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """A context for calls that need no gradients, in all runtimes of the pipeline."""
+        with ExitStack() as contexts:
+            for runtime in dict.fromkeys(self.runtimes):
+                contexts.enter_context(runtime.inference())
+            yield
 
-    def results(self, values: Mapping[str, Any], given: Iterable[Any]) -> Mapping[str, Any]:
-        """The results by edge name, as a caller gets them who gave these inputs."""
-        return values
+    def seed(self, seed: int) -> None:
+        """Seed the random generators of all runtimes of the pipeline."""
+        for runtime in dict.fromkeys(self.runtimes):
+            runtime.seed(seed)
 
     def reset_state(self) -> None:
-        """Give all buffers that calls write, such as key-value caches and counters, the content that they were loaded with."""
+        """Set all buffers that calls write, such as key-value caches and counters, to their content at loading."""
         for stage in self.stages:
             stage.reset_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameters and persistent buffers of all stages, by the model's own names."""
-        return {name: tensor for stage in self.stages for name, tensor in stage.state_dict().items()}
+        """Return the parameters and persistent buffers of all stages, by their names in the model."""
+        return {name: array for stage in self.stages for name, array in stage.state_dict().items()}
 
     def parameters(self) -> Iterator[Any]:
-        """The parameters of all stages, each once."""
+        """Yield the parameters of all stages, each once."""
         seen: set[int] = set()
         for stage in self.stages:
             for parameter in stage.parameters():

@@ -1,7 +1,5 @@
 """`stagepack load`."""
 
-import importlib
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +24,12 @@ from stagepack.cli.run_options import (
     runtime_of_each_stage,
     runtime_option,
 )
-from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
+from stagepack_loaders.registry import find_runtime, import_runtime
 
 if TYPE_CHECKING:
-    from stagepack_loaders.pipeline import LoadedStage, Pipeline
+    from stagepack_loaders.base import LoadedStage
+    from stagepack_loaders.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +115,9 @@ def command(bundle_path: str, **arguments: Any) -> None:
     stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer)
     facts: dict[str, Any] = {"bundle": bundle_path, "stages": stage_facts}
     if options.stage_number is None:
-        from stagepack_loaders.load import assemble  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
 
-        facts |= _run(bundle, assemble(bundle, stages), options, timer)
+        facts |= _run(bundle, Pipeline(bundle.manifest, stages), options, timer)
     facts["start"] = timer.seconds
     if options.as_json:
         print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
@@ -126,7 +125,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
         _print_facts(facts, options)
 
 
-def _check_usage(options: _Options, bundle: Bundle) -> list[Any]:
+def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
     """Refuse options that do not fit together; return the runtime of each stage that is loaded."""
     if options.stage_number is not None and (options.inputs_file or options.outputs_file):
         raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
@@ -144,30 +143,31 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[Any]:
 
 
 def _load_stages(
-    bundle: Bundle, options: _Options, stage_runtimes: list[Any], timer: PhaseTimer
+    bundle: Bundle, options: _Options, stage_runtimes: list[str], timer: PhaseTimer
 ) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
     """Load the stages one after another; return facts about each, and the stages."""
     for runtime in dict.fromkeys(stage_runtimes):
         with progress(f"importing {runtime}"):
-            importlib.import_module(f"stagepack_loaders.{runtime}.stage")
-            importlib.import_module("stagepack_loaders.load")
+            import_runtime(runtime)
         timer.end(f"import {runtime}")
-    from stagepack_loaders.load import prepare, prepare_stages, speed_up  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.base import PrepareOptions  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.preparation import compile_prepared, prepare_all, prepare_stage  # noqa: PLC0415 - the same
 
     facts: list[dict[str, Any]] = []
     stages = []
     with progress("loading stages"):
+        prepare_options = PrepareOptions(allow_ops=options.allow_ops)
         if options.stage_number is None:
-            prepared = prepare_stages(bundle, options.devices, runtime=stage_runtimes, allow_ops=options.allow_ops)
+            prepared = prepare_all(bundle, options.devices, stage_runtimes, prepare_options)
         else:
-            device_of_stage = {options.stage_number: options.devices[0]}
-            prepared = list(prepare(bundle, device_of_stage, stage_runtimes[0], allow_ops=options.allow_ops).values())
+            number, device = options.stage_number, options.devices[0]
+            prepared = {number: prepare_stage(bundle, number, device, stage_runtimes[0], prepare_options)}
         timer.end("graphs")
         compile_mode: Any = options.compile_mode or False
-        ready = speed_up(bundle, prepared, compile_mode, options.compiled_folder)
+        ready = compile_prepared(bundle, prepared, compile_mode, options.compiled_folder)
         if options.compile_mode or options.compiled_folder:
             timer.end("compile")
-        for stage_number, prepared_stage in enumerate(ready, start=options.stage_number or 0):
+        for stage_number, prepared_stage in ready.items():
             start = time.perf_counter()
             stage = prepared_stage.finish(verify=not options.no_verify)
             facts.append(_stage_facts(bundle, stage_number, stage, time.perf_counter() - start))
@@ -177,7 +177,7 @@ def _load_stages(
 
 
 def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", seconds: float) -> dict[str, Any]:
-    file_names = _files_read(bundle.stages[stage_number], stage.runtime)
+    file_names = list(find_runtime(stage.runtime).stage_files(bundle, stage_number))
     return {
         "stage": stage_number,
         "runtime": stage.runtime,
@@ -186,13 +186,6 @@ def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", second
         "bytes_read": sum(bundle.files[file_name].size for file_name in file_names),
         "seconds": round(seconds, 6),
     }
-
-
-def _files_read(stage: Stage, runtime: str) -> list[str]:
-    """Return the files that a runtime reads of a stage."""
-    if runtime == "onnxruntime" and stage.onnx is not None:
-        return [stage.onnx.model, *stage.weights, *stage.onnx.weights]
-    return [stage.graph, *stage.weights]
 
 
 def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTimer) -> dict[str, Any]:
@@ -207,10 +200,10 @@ def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTi
         else:
             inputs, expected = example.read_inputs(pipeline, options.inputs_file), {}
         timer.end("inputs")
-        compile_seconds_before = _compile_seconds()
+        compile_seconds_before = _compile_seconds(pipeline)
         results = example.run_on_inputs(pipeline, inputs)
         timer.end("first call")
-        timer.reassign("first call", "compile", _compile_seconds() - compile_seconds_before)
+        timer.reassign("first call", "compile", _compile_seconds(pipeline) - compile_seconds_before)
         if options.outputs_file is not None:
             example.write_outputs(pipeline, results, options.outputs_file)
     facts: dict[str, Any] = {"outputs": len(results)}
@@ -219,13 +212,9 @@ def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTi
     return facts
 
 
-def _compile_seconds() -> float:
-    """Return how long torch's compiler has worked in this process, in seconds."""
-    if "torch" not in sys.modules:
-        return 0.0
-    from stagepack_loaders.torch.compile import compile_seconds  # noqa: PLC0415 - torch is imported already
-
-    return compile_seconds()
+def _compile_seconds(pipeline: "Pipeline") -> float:
+    """Return how long the compilers of the pipeline's runtimes have worked in this process, in seconds."""
+    return sum(runtime.compile_seconds() for runtime in set(pipeline.runtimes))
 
 
 def _print_facts(facts: dict[str, Any], options: _Options) -> None:

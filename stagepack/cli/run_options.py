@@ -4,7 +4,6 @@ Runtimes are imported when they are needed.
 """
 
 import contextlib
-import importlib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,6 +17,8 @@ from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.cli.path_options import PathType
 from stagepack.format.reader import Bundle
+from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, import_runtime, runtime_names
+from stagepack_loaders.registry import runtimes as registered_runtimes
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
@@ -41,15 +42,35 @@ def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+class RuntimeName(click.ParamType):  # type: ignore[type-arg]
+    """The name of a registered runtime. Modules that `--import` names may have registered it just before."""
+
+    name = "runtime"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the names of the runtimes, for the help."""
+        return f"[{'|'.join(runtime_names())}]"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name if it is that of a runtime.
+
+        Raises:
+            BadParameter: there is no such runtime.
+        """
+        if value not in runtime_names():
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, runtime_names()))}.", param, ctx)
+        return value
+
+
 def runtime_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option `--runtime`, passed as `runtimes`."""
     return click.option(
         "--runtime",
         "runtimes",
         multiple=True,
-        default=("torch",),
+        default=(DEFAULT_RUNTIME,),
         show_default=True,
-        type=click.Choice(["torch", "onnxruntime"]),
+        type=RuntimeName(),
         help="Runtime that executes the stages: one for all stages, or one for each stage in order. Repeatable.",
     )(function)
 
@@ -82,9 +103,16 @@ def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         metavar="MODULE",
         show_default="none",
-        help="Import this Python module first, such as one that registers custom operators. Repeatable.",
+        is_eager=True,  # it may register the runtime that another option names
+        callback=_import_first,
+        help="Import this Python module first, such as one that registers custom operators or a runtime. Repeatable.",
     )
     return allow_option(import_option(function))
+
+
+def _import_first(_context: click.Context, _option: click.Parameter, module_names: tuple[str, ...]) -> tuple[str, ...]:
+    import_modules(module_names)
+    return module_names
 
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +192,7 @@ def check_stage_number(stage_number: int | None, bundle: Bundle) -> None:
         raise Failure(f"--stage: expected a stage from 0 to {len(bundle.stages) - 1}, found {stage_number}")
 
 
-def runtime_of_each_stage(runtimes: Sequence[str], stage_count: int) -> list[Any]:
+def runtime_of_each_stage(runtimes: Sequence[str], stage_count: int) -> list[str]:
     """Return the runtime of each stage.
 
     Raises:
@@ -181,10 +209,11 @@ def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
     """Refuse an option for compiled stages with a runtime that does not run them.
 
     Raises:
-        UsageError: one of the runtimes is not torch.
+        UsageError: one of the runtimes does not compile stages.
     """
-    if set(runtimes) != {"torch"}:
-        raise click.UsageError(f"{flag} requires the runtime torch for all stages: leave out --runtime")
+    if not all(find_runtime(name).compiles for name in runtimes):
+        able = " or ".join(runtime.name for runtime in registered_runtimes() if runtime.compiles)
+        raise click.UsageError(f"{flag} requires the runtime {able} for all stages: leave out --runtime")
 
 
 def custom_namespaces(bundle: Bundle) -> list[str]:
@@ -192,12 +221,12 @@ def custom_namespaces(bundle: Bundle) -> list[str]:
     return sorted({namespace for stage in bundle.stages for namespace in stage.namespaces})
 
 
-def replay(bundle: Bundle, *, runtimes: Sequence[Any] = ("torch",), allow_ops: Collection[str] = ()) -> "Difference":
+def replay(
+    bundle: Bundle, *, runtimes: Sequence[str] = (DEFAULT_RUNTIME,), allow_ops: Collection[str] = ()
+) -> "Difference":
     """Load a bundle whose digests are verified already, and run its example."""
     for runtime in dict.fromkeys(runtimes):
-        importlib.import_module(
-            f"stagepack_loaders.{runtime}.stage"
-        )  # so that a missing package is that of the runtime
+        import_runtime(runtime)  # before all else, so that a missing package is that of the runtime
     from stagepack_loaders.example import replay_example  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 

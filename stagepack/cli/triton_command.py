@@ -9,6 +9,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, progress
 from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.run_options import (
+    RuntimeName,
     batching_text,
     default_model_name,
     device_option,
@@ -19,6 +20,7 @@ from stagepack.cli.run_options import (
 )
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
+from stagepack_loaders.registry import DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
     from stagepack_serving.triton.models import Options as RepositoryOptions
@@ -73,15 +75,15 @@ class _Options:
 @device_option
 @click.option(
     "--runtime",
-    type=click.Choice(["torch", "onnxruntime"]),
-    default="torch",
+    type=RuntimeName(),
+    default=DEFAULT_RUNTIME,
     show_default=True,
     help="Runtime that executes the stages.",
 )
 @click.option(
     "--backend",
     type=click.Choice(["python", "onnxruntime"]),
-    show_default="onnxruntime with --runtime onnxruntime, otherwise python",
+    show_default="that of the runtime's name, otherwise python",
     help="Triton backend that runs the stages.",
 )
 @operator_options
@@ -128,8 +130,8 @@ def command(bundle_path: str, **arguments: Any) -> None:
     runtime in the Python environment of the server. Its onnxruntime backend needs neither, and requires ONNX files in the bundle.
     """
     options = _Options(**arguments)
-    if options.backend == "onnxruntime" and options.runtime == "torch":
-        raise click.UsageError("--backend onnxruntime requires --runtime onnxruntime")
+    if options.backend not in (None, "python", options.runtime):
+        raise click.UsageError(f"--backend {options.backend} requires --runtime {options.backend}")
     bundle = Bundle(bundle_path)
     import_modules(options.imports)
     with explain_missing_packages("triton"):
@@ -162,13 +164,14 @@ def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
 
 
 def _repository_options(bundle_path: str, options: _Options, max_batch: int) -> "RepositoryOptions":
+    from stagepack_serving.triton.models import BACKENDS  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.triton.models import Options as RepositoryOptions  # noqa: PLC0415 - the same
 
     return RepositoryOptions(
         name=options.model_name or default_model_name(bundle_path),
         devices=options.devices,
         runtime=options.runtime,
-        backend=options.backend or ("onnxruntime" if options.runtime == "onnxruntime" else "python"),
+        backend=options.backend or (options.runtime if options.runtime in BACKENDS else "python"),
         batch=max_batch if max_batch > 1 else 0,
         delay=options.batching_delay,
         sequences=options.max_sequences,

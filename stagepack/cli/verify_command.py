@@ -18,6 +18,7 @@ from stagepack.cli.run_options import (
 )
 from stagepack.errors import FormatError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.registry import find_runtime
 
 
 @subcommand(
@@ -57,7 +58,9 @@ def command(
         stage_runtimes = runtime_of_each_stage(runtimes, len(bundle.stages))
         with progress("replaying the example"):
             difference, is_within = replay(bundle, runtimes=stage_runtimes, allow_ops=allow_ops)
-        is_same = finite(difference) is not None and (is_within or set(stage_runtimes) == {"torch"})
+        is_same = finite(difference) is not None and (
+            is_within or all(find_runtime(name).exact for name in stage_runtimes)
+        )
     if as_json:
         facts |= {"ok": is_same, "digest": bundle.digest, "files": len(bundle.files) + 1}
         print_json(facts if difference is None else facts | {"difference": finite(difference)})

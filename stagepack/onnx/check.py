@@ -8,12 +8,14 @@ import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Value
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
-from stagepack_loaders.onnxruntime import stage as in_onnxruntime
-from stagepack_loaders.onnxruntime.values import to_torch
-from stagepack_loaders.torch import arrays
-from stagepack_loaders.torch import stage as in_torch
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.exchange import to_array, to_runtime
+from stagepack_loaders.preparation import prepare_stage
+from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 _RANDOM = {
     "Bernoulli",
@@ -51,7 +53,7 @@ def check(bundle: Bundle, allow_ops: Collection[str]) -> Iterator[Checked]:
         if values is None:
             yield Checked(reason="the bundle has no example")
             continue
-        stage = in_torch.prepare(bundle, {number: "cpu"}, allow_ops=allow_ops)[number].finish(verify=False)
+        stage = prepare_stage(bundle, number, "cpu", "torch", PrepareOptions(allow_ops=allow_ops)).finish(verify=False)
         given = [values[name] for name in entry.inputs]
         copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -64,7 +66,7 @@ def _example(bundle: Bundle) -> dict[str, Any] | None:
     """The inputs of the example, by edge name; None if there is none."""
     if bundle.example is None:
         return None
-    tensors = arrays.load(bundle.example)
+    tensors = TORCH_ARRAYS.load(bundle.example)
     scalars = {edge.name for edge in bundle.edges if edge.dtype in SCALAR_DTYPES}
     names = (edge.name for edge in bundle.edges if edge.producer is None)
     given = {name: tensors[example.INPUT + name].clone() for name in names}
@@ -77,24 +79,34 @@ def _compare(bundle: Bundle, number: int, stage: Any, given: list[Any], outputs:
     if any(name in _RANDOM for _, name in bundle.onnx_file(number).model.operators):
         return Checked(reason="draws random numbers")
     try:
-        other = in_onnxruntime.prepare(bundle, {number: "cpu"})[number].finish(verify=False)
+        other: Any = prepare_stage(bundle, number, "cpu", "onnxruntime", PrepareOptions()).finish(verify=False)
     except OperatorError as error:
         no_kernel = "NOT_IMPLEMENTED" in str(error)  # such as those for bfloat16, which GPUs have
         return Checked(within=no_kernel, reason=str(error))
+    edges = {edge.name: edge for edge in bundle.edges}
+    runtime = find_runtime(other.runtime)
     try:
-        found = other.run(given)
+        found = other.run(
+            [to_runtime(value, edges[name], runtime) for name, value in zip(entry.inputs, given, strict=True)]
+        )
     except Exception as error:  # noqa: BLE001 - onnxruntime's have no other base
         return Checked(within=False, reason=f"it fails in ONNX Runtime: {' '.join(str(error).split())[:300]}")
-    edges = {edge.name: edge for edge in bundle.edges}
     names = [*entry.outputs, *entry.inputs]
     pairs = [
-        (to_torch(mine, edges[name].dtype), wanted)
+        (to_array(mine, edges[name], TORCH_ARRAYS), wanted)
         for name, mine, wanted in zip(names, [*found, *given], outputs, strict=True)
     ]
     weights = dict(stage.named_parameters(remove_duplicate=False)) | dict(stage.named_buffers(remove_duplicate=False))
     pairs += [
-        (to_torch(value, str(weights[name].dtype).removeprefix("torch.")), weights[name])
+        (to_array(value, _value_type(name, weights[name]), TORCH_ARRAYS), weights[name])
         for name, value in other.state.items()
     ]
-    compared = (example.compare_arrays(arrays, arrays.array(mine), arrays.array(wanted)) for mine, wanted in pairs)
+    compared = (
+        example.compare_arrays(TORCH_ARRAYS, TORCH_ARRAYS.array(mine), TORCH_ARRAYS.array(wanted))
+        for mine, wanted in pairs
+    )
     return Checked(*example.largest(compared))
+
+
+def _value_type(name: str, tensor: torch.Tensor) -> Value:
+    return Value(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import DeviceError, InputError, OperatorError
+from stagepack.errors import DeviceError, InputError, OperatorError, OptionError
+from stagepack.format.graph import Value
+from stagepack_loaders.exchange import to_array, to_elements, to_runtime
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
-from stagepack_loaders.onnxruntime.values import to_numpy, to_ort, to_torch
+from stagepack_loaders.onnxruntime.values import to_numpy, to_ort
+from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 COUNTING = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "counting.stagepack"
 X = numpy.arange(60, dtype="float32").reshape(5, 3, 4) % 7 - 3
@@ -81,15 +86,18 @@ def test_a_stage_alone_is_called_by_position_and_by_name(tower: Path) -> None:
 
 
 def test_values_are_not_copied_on_their_way(tower: Path) -> None:
-    given = to_ort(X, "float32", "x")
+    given = to_ort(X, "float32")
     assert given.data_ptr() == X.ctypes.data
     stages = [stagepack.load_stage(tower, number, runtime="onnxruntime") for number in range(2)]
     (made,) = stages[0].run([given])
-    assert to_ort(made, "float32", "add_14") is made
+    edge = stages[0].outputs[0]
+    assert to_ort(made, "float32") is made
+    assert to_runtime(made, edge, find_runtime("onnxruntime")) is made
     assert to_numpy(made, "float32").ctypes.data == made.data_ptr()
-    assert to_torch(made, "float32").data_ptr() == made.data_ptr()
+    assert to_array(made, edge, TORCH_ARRAYS).data_ptr() == made.data_ptr()
     tensor = torch.from_numpy(X)
-    assert to_ort(tensor, "float32", "x").data_ptr() == tensor.data_ptr()
+    assert to_runtime(tensor, edge, find_runtime("onnxruntime")).ctypes.data == tensor.data_ptr()
+    assert to_runtime(tensor, edge, find_runtime("torch")) is tensor
 
 
 def test_results_outlive_the_call(tower: Path) -> None:
@@ -109,29 +117,32 @@ def test_values_of_all_types_come_back_equal(dtype: str, shape: tuple[int, ...])
     wide = torch.rand(*shape, 2)[..., 0].mul(5) if shape else torch.tensor(3.0)
     tensor = wide.to(getattr(torch, dtype))
     tensor = tensor.t() if len(shape) == 2 else tensor  # elements that do not lie one after another
-    value = to_ort(tensor, dtype, "x")
+    edge = Value(name="x", dtype=dtype, shape=tuple(tensor.shape))
+    value = to_ort(to_array(tensor, edge, NUMPY_ARRAYS), dtype)
     array = to_numpy(value, dtype)
     assert (array.dtype.name, array.shape) == (dtype, tuple(tensor.shape))
-    again = to_torch(to_ort(array, dtype, "x"), dtype)
+    assert numpy.array_equal(to_elements(value, edge), to_elements(tensor, edge))
+    again = to_array(to_ort(array, dtype), edge, TORCH_ARRAYS)
     assert again.dtype == tensor.dtype
     assert torch.equal(again.to(torch.complex64), tensor.to(torch.complex64))
 
 
 @pytest.mark.parametrize(("dtype", "number"), [("symint", 3), ("symfloat", 0.1), ("symbool", True)])
 def test_numbers_come_back_as_they_are(dtype: str, number: float) -> None:
-    value = to_ort(number, dtype, "n")
-    assert to_numpy(value, dtype) == number
-    assert type(to_torch(value, dtype)) is type(number)
+    assert to_numpy(to_ort(number, dtype), dtype) == number
+    assert type(to_numpy(to_ort(number, dtype), dtype)) is type(number)
 
 
 def test_what_cannot_be_is_refused_in_one_line(tower: Path) -> None:
-    with pytest.raises(ValueError, match="expected the runtime 'torch' or 'onnxruntime', found 'tvm'"):
+    with pytest.raises(OptionError, match="expected the runtime 'torch' or 'onnxruntime', found 'tvm'"):
         stagepack.load(tower, runtime="tvm")
-    with pytest.raises(ValueError, match="a runtime, or one for each of 3 stages, found 2"):
+    with pytest.raises(OptionError, match="a runtime, or one for each of 3 stages, found 2"):
         stagepack.load(tower, runtime=["torch", "onnxruntime"])
-    with pytest.raises(ValueError, match="compile and compiled are for stages in torch"):
+    with pytest.raises(OptionError, match=r"ONNX Runtime does not compile stages: .* choose runtime='torch'"):
         stagepack.load(tower, runtime="onnxruntime", compile=True)
-    with pytest.raises(ValueError, match="modules are those of torch"):
+    with pytest.raises(
+        OptionError, match="ONNX Runtime has no modules: leave out modules=True, or choose runtime='torch'"
+    ):
         stagepack.load_stage(tower, 0, runtime="onnxruntime", modules=True)
     with pytest.raises(DeviceError, match="ONNX Runtime runs stages on cpu, cuda or cuda:N"):
         stagepack.load(tower, "tpu", runtime="onnxruntime")

@@ -16,10 +16,13 @@ import stagepack
 from stagepack.capture.programs import Capture
 from stagepack.errors import OperatorError
 from stagepack.exporter import export_capture
+from stagepack.format.graph import Value
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.example import compare_arrays
-from stagepack_loaders.onnxruntime.values import to_ort, to_torch
-from stagepack_loaders.torch import arrays
+from stagepack_loaders.exchange import to_array
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
+from stagepack_loaders.onnxruntime.values import to_ort
+from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from tests.zoo.case import Case, answers, captured_answers, other_size
 
 RIGHT, DRAWS = "right", "draws random numbers"
@@ -44,7 +47,9 @@ def whole(capture: Capture, folder: Path) -> str:
     kept = [leaf for leaf, spec in zip(wanted, outputs, strict=False) if not isinstance(spec.arg, ConstantArgument)]
     try:
         values = _whole_answer(capture, folder / "whole.onnx")
-        return compare([to_torch(value, _dtype(leaf)) for value, leaf in zip(values, kept, strict=True)], kept)
+        return compare(
+            [to_array(value, _value_type(leaf), TORCH_ARRAYS) for value, leaf in zip(values, kept, strict=True)], kept
+        )
     except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
         return said(error)
 
@@ -62,7 +67,8 @@ def _whole_answer(capture: Capture, path: Path) -> list[OrtValue]:
     specs = [spec for spec in capture.program.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT]
     given = [leaf for leaf, spec in zip(leaves, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
     names = [one.name for one in session.get_inputs()]
-    values = [to_ort(copy.deepcopy(leaf), _dtype(leaf), "input") for leaf in given]
+    copies = [to_array(copy.deepcopy(leaf), _value_type(leaf), NUMPY_ARRAYS) for leaf in given]
+    values = [to_ort(array, _value_type(leaf).dtype) for array, leaf in zip(copies, given, strict=True)]
     found: list[OrtValue] = session.run_with_ort_values(None, dict(zip(names, values, strict=True)))
     return found
 
@@ -101,8 +107,10 @@ def compare(found: Sequence[Any], wanted: Sequence[Any]) -> str:
             assert mine == other
             continue
         expected = torch.as_tensor(other)
-        ours = torch.as_tensor(to_torch(mine, _dtype(other)))
-        apart = compare_arrays(arrays, ours if isinstance(other, torch.Tensor) else ours.to(expected.dtype), expected)
+        ours = torch.as_tensor(to_array(mine, _value_type(other), TORCH_ARRAYS))
+        apart = compare_arrays(
+            TORCH_ARRAYS, ours if isinstance(other, torch.Tensor) else ours.to(expected.dtype), expected
+        )
         if not apart.within:
             return f"off by {apart.largest:.3g}"
     return RIGHT
@@ -115,8 +123,10 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
-def _dtype(leaf: object) -> str:
-    """The dtype of a tensor or a number, as an edge has it."""
+def _value_type(leaf: object) -> Value:
+    """The type of a tensor or a number, as an edge has it."""
     if isinstance(leaf, torch.Tensor):
-        return str(leaf.dtype).removeprefix("torch.")
-    return "symbool" if isinstance(leaf, bool) else "symint" if isinstance(leaf, int) else "symfloat"
+        return Value(name="leaf", dtype=str(leaf.dtype).removeprefix("torch."), shape=tuple(leaf.shape))
+    return Value(
+        name="leaf", dtype="symbool" if isinstance(leaf, bool) else "symint" if isinstance(leaf, int) else "symfloat"
+    )

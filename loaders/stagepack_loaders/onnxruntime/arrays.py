@@ -1,91 +1,44 @@
-"""Numpy arrays from and to files and requests, and compared: what `stagepack_loaders` asks of a runtime."""
+"""Array operations for ONNX Runtime: on numpy arrays, which callers use, and on the values that stages hand on."""
 
-import contextlib
-import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy
-from safetensors import deserialize
-from safetensors.numpy import save_file
+from onnxruntime import OrtValue
 
-from stagepack.format.dtypes import SCALAR_DTYPES, TORCH_DTYPES
+from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
-from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
-from stagepack_loaders.onnxruntime.values import dtype_of, to_numpy
-
-inference = contextlib.nullcontext
-
-
-def load(path: Path) -> dict[str, Array]:
-    """The tensors of a safetensors file. Those of types that numpy has not are of ml_dtypes."""
-    return {
-        name: numpy.frombuffer(entry["data"], dtype_of(TORCH_DTYPES[entry["dtype"]])).reshape(entry["shape"])
-        for name, entry in deserialize(path.read_bytes())
-    }
+from stagepack_loaders.elements import Array
+from stagepack_loaders.numpy_arrays import NumpyArrays
+from stagepack_loaders.onnxruntime.values import is_on_host, to_numpy
 
 
-def save(tensors: Mapping[str, Array], path: Path) -> None:
-    """Write a safetensors file."""
-    save_file({name: numpy.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}, path)
+class OnnxRuntimeArrays(NumpyArrays):
+    """The operations of `stagepack_loaders.base.ArrayOps` on numpy arrays and values of ONNX Runtime."""
+
+    def on_host(self, value: Any) -> bool:
+        """See `ArrayOps`."""
+        return not isinstance(value, OrtValue) or is_on_host(value)
+
+    def to_elements(self, value: Any, dtype: str) -> Array:
+        """See `ArrayOps`."""
+        return super().to_elements(to_numpy(value, dtype) if isinstance(value, OrtValue) else value, dtype)
+
+    def device_elements(self, value: Any, dtype: str) -> Any:
+        """See `ArrayOps`. Complex numbers are pairs in ONNX Runtime too; booleans leave it as bytes."""
+        if self.on_host(value) or dtype.startswith("float8"):  # which its DLPack lacks
+            return super().device_elements(value, dtype)
+        return value
+
+    def takes_device_memory(self, dtype: str) -> bool:
+        """See `ArrayOps`. The DLPack of ONNX Runtime has no booleans and no 8-bit floats."""
+        return dtype != "bool" and not dtype.startswith("float8")
+
+    def from_elements(self, elements: Any, value_type: Value | Edge) -> Any:
+        """See `ArrayOps`. Elements on a device become a value of ONNX Runtime, all others a numpy array."""
+        if hasattr(elements, "__dlpack_device__") and elements.__dlpack_device__()[0] != _DLPACK_CPU:
+            return OrtValue.from_dlpack(elements)
+        return super().from_elements(elements, value_type)
 
 
-def copy(array: Array) -> Array:
-    """A copy, which may be written."""
-    return array.copy()
+_DLPACK_CPU: Final = 1  # kDLCPU of https://dmlc.github.io/dlpack/latest/c_api.html
 
-
-def seed(_: int) -> None:
-    """ONNX Runtime draws random numbers of its own."""
-
-
-def array(value: object) -> Array:
-    """An array of a number; an array as it is."""
-    return numpy.asarray(value)
-
-
-def difference(found: Array, expected: Array, rtol: float, atol: float) -> tuple[float, bool]:
-    """The largest absolute difference, and whether all are within ``atol + rtol * abs(expected)``.
-
-    0.0 says that every bit is equal, infinity that a shape, a dtype or a special value differs.
-    """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return math.inf, False
-    wide = numpy.complex128 if found.dtype.kind == "c" else numpy.float64
-    with numpy.errstate(invalid="ignore"):
-        ours, theirs = found.astype(wide), expected.astype(wide)
-        same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
-        apart = numpy.where(same, 0.0, numpy.abs(ours - theirs))
-        apart = numpy.where(numpy.isnan(apart), math.inf, apart)
-        within = same | (apart <= atol + rtol * numpy.abs(theirs))
-    return float(apart.max(initial=0.0)), bool(within.all())
-
-
-def from_elements(array: Array, edge: Edge) -> Any:
-    """The value of an edge, as its elements travelled: on their memory; a number for a number."""
-    if edge.dtype in SCALAR_DTYPES:
-        return array.item()
-    if edge.dtype in COMPLEX:
-        return array.view(dtype_of(edge.dtype))[..., 0]
-    return array.view(dtype_of(edge.dtype)).reshape(array.shape if edge.shape else ())
-
-
-def to_elements(value: Any, dtype: str) -> Array:
-    """The elements of a value as they travel, on the host."""
-    if dtype in SCALAR_DTYPES:
-        return numpy.array([value], ELEMENT_DTYPES[dtype])
-    found = to_numpy(value, dtype)
-    array = numpy.ascontiguousarray(found).reshape(found.shape)
-    if dtype in COMPLEX:
-        array = numpy.stack([array.real, array.imag], axis=-1)
-    return numpy.atleast_1d(array).view(ELEMENT_DTYPES[dtype])
-
-
-from_dlpack = numpy.from_dlpack
-join = numpy.concatenate
-device_elements = to_elements
-
-
-def wait(_: object) -> None:
-    """A session returns when its work is done."""
+ONNX_RUNTIME_ARRAYS: Final = OnnxRuntimeArrays()

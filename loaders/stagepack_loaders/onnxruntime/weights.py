@@ -1,37 +1,35 @@
-"""Weights of a stage: from its files, mapped read-only, to numpy arrays."""
+"""The weights of a stage: its session has its own copy, so they are read from the weight files when somebody asks for them."""
 
-from collections.abc import Mapping
-from typing import Any
-
-import numpy
-from numpy.lib.stride_tricks import as_strided
+from collections.abc import Iterator
+from functools import cached_property
 
 from stagepack.format.graph import Weight
-from stagepack.format.reader import Bundle
-from stagepack.format.weights import read_weight_header
-from stagepack_loaders.onnxruntime.values import dtype_of
-
-Array = numpy.ndarray[Any, Any]
-
-
-def map_tensors(bundle: Bundle, stage: int) -> dict[str, Array]:
-    """The bytes of each tensor in the weight files of a stage. They stay what they are when the bundle is replaced or removed."""
-    found: dict[str, Array] = {}
-    for name in bundle.stages[stage].weights:
-        octets = numpy.memmap(bundle.path / name, numpy.uint8, "r")
-        index = read_weight_header(bundle.path / name)
-        found.update((tensor, octets[place.start : place.end]) for tensor, place in index.items())
-    return found
+from stagepack.format.reader import Bundle, read_graph
+from stagepack.format.upgrade import is_newer_minor
+from stagepack_loaders.elements import Array
+from stagepack_loaders.numpy_weights import map_stored_tensors, read_weight
 
 
-def read_weight(weight: Weight, tensors: Mapping[str, Array]) -> Array:
-    """A weight as an array that must not be written."""
-    dtype = dtype_of(weight.dtype)
-    if weight.zeros:
-        return numpy.zeros(weight.shape, dtype)
-    octets = tensors[weight.stored]
-    if weight.base is None:
-        return octets.view(dtype).reshape(weight.shape)
-    elements = octets[: octets.size - octets.size % dtype.itemsize].view(dtype)[weight.offset :]
-    strides = [stride * dtype.itemsize for stride in weight.strides or ()]
-    return as_strided(elements, weight.shape, strides, writeable=False)
+class StageWeights:
+    """The weights of a stage as read-only arrays. They stay valid when the bundle is replaced or removed."""
+
+    def __init__(self, bundle: Bundle, stage_number: int, graph_content: bytes) -> None:
+        """Map the weight files.
+
+        Args:
+            bundle: the bundle of the stage.
+            stage_number: the stage.
+            graph_content: the content of its graph file, whose table of weights is read when it is needed.
+        """
+        self._graph_name = bundle.stages[stage_number].graph
+        self._graph_content = graph_content
+        self._newer = is_newer_minor(bundle.manifest.version)
+        self._stored = map_stored_tensors(bundle, stage_number)
+
+    def __iter__(self) -> Iterator[tuple[Weight, Array]]:
+        """Yield each weight of the graph with its content."""
+        return ((weight, read_weight(weight, self._stored)) for weight in self._table)
+
+    @cached_property
+    def _table(self) -> tuple[Weight, ...]:
+        return read_graph(self._graph_content, self._graph_name, newer=self._newer, module_calls=False).graph.weights

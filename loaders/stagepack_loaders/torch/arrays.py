@@ -1,93 +1,118 @@
-"""Tensors of torch from and to files and requests, and compared: what `stagepack_loaders` asks of a runtime."""
+"""Array operations on torch tensors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy
 import torch
 from safetensors.torch import load_file, save_file
 
+from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
 
-inference = torch.no_grad
+
+class TorchArrays:
+    """The operations of `stagepack_loaders.base.ArrayOps` on torch tensors."""
+
+    def is_array(self, value: object) -> bool:
+        """See `ArrayOps`."""
+        return isinstance(value, torch.Tensor)
+
+    def load(self, path: Path) -> dict[str, torch.Tensor]:
+        """See `ArrayOps`. The file is mapped."""
+        return load_file(path)
+
+    def save(self, arrays: Mapping[str, torch.Tensor], path: Path) -> None:
+        """See `ArrayOps`."""
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in arrays.items()}, path)
+
+    def copy(self, array: torch.Tensor) -> torch.Tensor:
+        """See `ArrayOps`. Memory mapped from a file may begin at any byte, where some kernels add in another order."""
+        return array.clone()
+
+    def array(self, value: object) -> torch.Tensor:
+        """See `ArrayOps`."""
+        return torch.as_tensor(value)
+
+    def join(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `ArrayOps`."""
+        return torch.cat(list(arrays))
+
+    def difference(self, actual: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> tuple[float, bool]:
+        """See `ArrayOps`."""
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            return math.inf, False
+        actual, expected = actual.detach().cpu(), expected.detach()
+        equal = (actual == expected) | ((actual != actual) & (expected != expected))
+        if bool(equal.all()):
+            return 0.0, True
+        wide_dtype = torch.complex128 if actual.is_complex() else torch.float64
+        distance = (actual.to(wide_dtype) - expected.to(wide_dtype)).abs().nan_to_num(nan=math.inf)
+        allowed = atol + rtol * expected.to(wide_dtype).abs()
+        return float(distance[~equal].max()), bool((equal | (distance <= allowed)).all())
+
+    def on_host(self, value: Any) -> bool:
+        """See `ArrayOps`."""
+        return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+
+    def to_elements(self, value: Any, dtype: str) -> Array:
+        """See `ArrayOps`. Of a tensor that requires gradients, which writing into the array would falsify, the array is read-only."""
+        if not isinstance(value, torch.Tensor):
+            return numpy.array([value], ELEMENT_DTYPES[dtype])
+        tensor = _plain_tensor(value, dtype).cpu()
+        tensor = tensor.view(torch.uint16) if dtype == "bfloat16" else tensor
+        array = tensor.numpy()
+        if value.requires_grad:
+            array.flags.writeable = False
+        return numpy.atleast_1d(array)
+
+    def device_elements(self, value: Any, dtype: str) -> torch.Tensor:
+        """See `ArrayOps`. Those of bfloat16 stay of that dtype, which DLPack has."""
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor([value], dtype=getattr(torch, ELEMENT_DTYPES[dtype].name))
+        tensor = _plain_tensor(value, dtype)
+        if tensor.device.type not in ("cpu", "meta"):  # whoever takes the memory works on another stream
+            torch.accelerator.current_stream(tensor.device).synchronize()
+        return (tensor if tensor.dim() else tensor.reshape(1)).contiguous()
+
+    def takes_device_memory(self, _: str) -> bool:
+        """See `ArrayOps`."""
+        return True
+
+    def from_elements(self, elements: Any, value_type: Value | Edge) -> Any:
+        """See `ArrayOps`."""
+        if value_type.dtype in SCALAR_DTYPES:
+            return elements.item()
+        tensor = _tensor_on_elements(elements)
+        if value_type.dtype in COMPLEX:
+            tensor = torch.view_as_complex(tensor)
+        return tensor.view(getattr(torch, value_type.dtype)).reshape(tensor.shape if value_type.shape else ())
 
 
-def load(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, mapped."""
-    return load_file(path)
-
-
-def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file."""
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
-
-
-def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, since what is mapped from a file may begin at any byte, where some kernels add in another order."""
-    return tensor.clone()
-
-
-def seed(number: int) -> None:
-    """Seed the random generators."""
-    torch.manual_seed(number)
-
-
-def array(value: object) -> torch.Tensor:
-    """A tensor of a number; a tensor as it is."""
-    return torch.as_tensor(value)
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float) -> tuple[float, bool]:
-    """The largest absolute difference, and whether all are within ``atol + rtol * abs(expected)``.
-
-    0.0 says that every bit is equal, infinity that a shape, a dtype or a special value differs.
-    """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return math.inf, False
-    found, expected = found.detach().cpu(), expected.detach()
-    same = (found == expected) | ((found != found) & (expected != expected))
-    if bool(same.all()):
-        return 0.0, True
-    wide = torch.complex128 if found.is_complex() else torch.float64
-    apart = (found.to(wide) - expected.to(wide)).abs().nan_to_num(nan=math.inf)
-    allowed = atol + rtol * expected.to(wide).abs()
-    return float(apart[~same].max()), bool((same | (apart <= allowed)).all())
-
-
-def from_elements(array: Array | torch.Tensor, edge: Edge) -> Any:
-    """The value of an edge, as its elements travelled: on their memory; a number for a number."""
-    if edge.dtype in SCALAR_DTYPES:
-        return array.item()
-    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
-    if edge.dtype in COMPLEX:
-        tensor = torch.view_as_complex(tensor)
-    return tensor.view(getattr(torch, edge.dtype)).reshape(tensor.shape if edge.shape else ())
-
-
-def device_elements(value: Any, dtype: str) -> torch.Tensor:
-    """The elements of a value as they travel, on its device; those of bfloat16 as they are."""
-    if not isinstance(value, torch.Tensor):
-        return torch.tensor([value], dtype=getattr(torch, ELEMENT_DTYPES[dtype].name))
-    tensor = value.detach().resolve_conj().resolve_neg()
+def _plain_tensor(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A tensor of elements on the memory of another one."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InputError(f"expected a dense tensor with data, found {tensor.layout} on {tensor.device}")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    tensor = (tensor if tensor.dim() else tensor.reshape(1)).contiguous()
     return tensor.view(torch.uint8) if dtype.startswith("float8") else tensor
 
 
-def to_elements(value: Any, dtype: str) -> Array:
-    """The elements of a value as they travel, on the host."""
-    tensor = device_elements(value, dtype).cpu()
-    return (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+def _tensor_on_elements(elements: Any) -> torch.Tensor:
+    """A tensor on the memory of elements; a copy of what torch cannot have: read-only memory, negative strides."""
+    if isinstance(elements, torch.Tensor):
+        return elements
+    if not isinstance(elements, numpy.ndarray):
+        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(elements)
+        return tensor
+    if not elements.flags.writeable or any(stride < 0 for stride in elements.strides):
+        elements = elements.copy()
+    return torch.from_numpy(elements)
 
 
-from_dlpack = torch.utils.dlpack.from_dlpack
-join = torch.cat
-
-
-def wait(device: torch.device) -> None:
-    """Return when all work given to a device is done."""
-    if device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(device)
+TORCH_ARRAYS: Final = TorchArrays()

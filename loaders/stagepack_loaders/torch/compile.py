@@ -3,17 +3,16 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from stagepack.errors import OptionError
 from stagepack.format.graph import Graph
 from stagepack.torch_internals import torch_compile_seconds
+from stagepack_loaders.base import Compile
 from stagepack_loaders.torch.build import NODES
-
-# False: run as it is. True or "regions": compile each distinct region once. "whole": compile each stage as a whole.
-Compile = bool | Literal["regions", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Compiler:
     def __init__(self, how: Compile) -> None:
         """`how` is what the caller of `load` asked for."""
         if how not in (False, True, "regions", "whole"):
-            raise ValueError(f"compile: expected False, True, 'regions' or 'whole', found {how!r}")
+            raise OptionError(f"compile: expected False, True, 'regions' or 'whole', found {how!r}")
         self._how = how
         self._done: dict[tuple[Any, ...], Any] = {}
 

@@ -1,24 +1,24 @@
-"""Devices by name: of the caller, and of a graph whose author named one on purpose."""
+"""Devices of torch, by name: those that the caller names, and those that a graph names."""
 
 import torch
 
 from stagepack.errors import DeviceError
 
 
-def parse_device(device: str | torch.device) -> torch.device:
-    """A device by its name, with its number where its type has numbers: ``cuda`` is the current one.
+def parse_device(device: object) -> torch.device:
+    """Return the device of a name, with its index if its type has several: ``cuda`` is the current one.
 
     Raises:
         DeviceError: torch knows no such device, or this machine has none.
     """
     try:
-        found = torch.device(device)
-        if found.type not in ("cpu", "meta") and found.index is None:
-            found = torch.device(found.type, torch.accelerator.current_device_index())
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
+        parsed: torch.device = torch.device(device)  # type: ignore[call-overload]
+        if parsed.type not in ("cpu", "meta") and parsed.index is None:
+            parsed = torch.device(parsed.type, torch.accelerator.current_device_index())
+        torch.empty(0, device=parsed)
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise DeviceError(
             f"device {str(device)!r}: expected a device of this machine, such as cpu or cuda:0: {reason}"
         ) from None
-    return found
+    return parsed

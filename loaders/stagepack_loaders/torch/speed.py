@@ -1,39 +1,44 @@
 """Stages that run compiled, at the first call or ahead of time."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.base import Compile, PrepareOptions
 from stagepack_loaders.torch.aot import CompiledFolder, CompiledPart, compile_parts
-from stagepack_loaders.torch.compile import Compile, Compiler
+from stagepack_loaders.torch.compile import Compiler
 from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.stage import Prepared, prepare
+from stagepack_loaders.torch.stage import PreparedTorchStage, prepare_stages
 
 
-def speed_up(
-    bundle: Bundle, prepared: Sequence[Any], compile: Compile, compiled: str | os.PathLike[str] | None
-) -> list[Prepared]:
-    """Prepared stages that will run compiled; see `stagepack.load`.
+def compile_stages(
+    bundle: Bundle,
+    stages: Mapping[int, PreparedTorchStage],
+    compile: Compile,
+    compiled: str | os.PathLike[str] | None,
+) -> dict[int, PreparedTorchStage]:
+    """Return stages that run compiled; see `stagepack_loaders.base.Runtime.compile_stages`.
 
     Raises:
         CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
-        ValueError: `compile` is none of its values, both ways are asked for, or a stage is not of torch.
+        OptionError: `compile` is none of its values, or both ways are asked for.
     """
-    if not all(isinstance(stage, Prepared) for stage in prepared):
-        raise ValueError("compile and compiled are for stages in torch: leave them out, or ask for runtime='torch'")
     if compiled is None:
         compiler = Compiler(compile)
-        return [replace(stage, run=compiler.stage(stage.module, stage.graph)) for stage in prepared]
+        return {
+            number: replace(stage, run=compiler.stage(stage.module, stage.graph)) for number, stage in stages.items()
+        }
     if compile:
-        raise ValueError("compile and compiled exclude each other: give one of them")
+        raise OptionError("compile and compiled exclude each other: give one of them")
     folder = CompiledFolder(compiled, bundle)
-    return [
-        replace(stage, run=folder.stage(stage.number, stage.module, stage.graph, stage.device)) for stage in prepared
-    ]
+    return {
+        number: replace(stage, run=folder.stage(number, stage.module, stage.graph, stage.device))
+        for number, stage in stages.items()
+    }
 
 
 def compile_ahead(
@@ -62,6 +67,8 @@ def compile_ahead(
         DigestError, FormatError, DeviceError, OperatorError: see `load`.
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-    placed = dict.fromkeys(range(len(opened.stages)), device)
-    stages = [(stage.module, stage.graph) for stage in prepare(opened, placed, allow_ops=allow_ops).values()]
-    return compile_parts(opened, stages, parse_device(device), out, progress)
+    target = parse_device(device)
+    placement = dict.fromkeys(range(len(opened.stages)), target)
+    prepared = prepare_stages(opened, placement, PrepareOptions(allow_ops=allow_ops))
+    stages = [(stage.module, stage.graph) for stage in prepared.values()]
+    return compile_parts(opened, stages, target, out, progress)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from stagepack.errors import DeviceError, InputError, OperatorError
-from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Stage as StageEntry
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack.torch_internals import child_modules, mark_non_persistent, weight_tensors
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.callable_stage import bind_inputs, check_inputs
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.build_modules import build_modules
-from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.modules import Container, ModuleCallBody, attach, module_tree
 from stagepack_loaders.torch.ops import resolve
 from stagepack_loaders.torch.slots import Slot
@@ -55,7 +55,6 @@ class TorchStage(Container):
         super().__init__()
         self.graph = graph
         self.device = device
-        self._inputs = tuple(value.name for value in graph.inputs)
         # Held in a tuple, not registered as a child: the names in state_dict are the model's own.
         self._held = (graph_module, run)
         # All attributes come before the weights: torch refuses one that has the name of a parameter or buffer.
@@ -89,14 +88,10 @@ class TorchStage(Container):
         Raises:
             InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
         """
-        given = self._given(args, kwargs)
+        bound = bind_inputs(self.graph.inputs, args, kwargs)
         if not torch.compiler.is_compiling():
-            check_values(
-                self.graph.inputs,
-                {name: BoundArgument(name, value) for name, value in given.items()},
-                self.graph.symbols,
-            )
-        return self.run([given[name] for name in self._inputs])
+            check_inputs(self.graph.inputs, bound, self.graph.symbols)
+        return self.run(list(bound.values()))
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage on values that are known to fit, in the order of its inputs."""
@@ -152,17 +147,9 @@ class TorchStage(Container):
             slot.put(torch.nn.Parameter(other, tensor.requires_grad) if is_parameter else other)
         return held
 
-    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(zip(self._inputs, args, strict=False)) | dict(kwargs)
-        if len(args) > len(self._inputs) or set(given) != set(self._inputs):
-            raise InputError(
-                f"expected the inputs {', '.join(self._inputs)}, found {len(args)} by position and {sorted(kwargs)} by name"
-            )
-        return given
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedTorchStage:
     """A stage that is known to be sound, of whose weights nothing is read yet but where they lie.
 
     Attributes:
@@ -182,6 +169,11 @@ class Prepared:
     cache: WeightCache
     calls: Sequence[ModuleCallBody] = ()
 
+    @property
+    def runtime(self) -> str:
+        """The name of the runtime."""
+        return TorchStage.runtime
+
     def finish(self, *, verify: bool) -> TorchStage:
         """Read the weights of the stage, and nothing of other stages.
 
@@ -194,63 +186,47 @@ class Prepared:
         return TorchStage(self.graph, self.module, self.run, tensors, self.device, self.entry.state, self.calls)
 
 
-def prepare(
-    bundle: Bundle,
-    placed: Mapping[int, str | torch.device],
-    *,
-    allow_ops: Collection[str] = (),
-    modules: bool = False,
-    types: Collection[type] = (),
-    dense: bool = False,
-) -> dict[int, Prepared]:
-    """Read all of some stages, by their numbers, but their weights; those on one device will share what they share in the model.
+def prepare_stages(
+    bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
+) -> dict[int, PreparedTorchStage]:
+    """Read and check stages, all but their weights; see `stagepack_loaders.base.Runtime.prepare`.
 
-    With `modules` they run by calls of the model's modules, whose arguments and results are built of `types`. With `dense`, what
-    other stages give them need not have the strides of the capture.
+    Those on one device will share the tensors that are one tensor in the model.
 
     Raises:
         FormatError: a graph or a weight file breaks rules; `DigestError` when a file is not the one listed.
         OperatorError: an operator is missing here, not allowed, or has another schema.
-        DeviceError: a device is not there.
+        DeviceError: a graph names a device that this machine does not have.
     """
     cache = WeightCache()
-    devices = {number: parse_device(device) for number, device in placed.items()}
     return {
-        number: _prepare(bundle, number, device, cache, allow_ops=allow_ops, modules=modules, types=types, dense=dense)
-        for number, device in devices.items()
+        stage_number: _prepare(bundle, stage_number, device, cache, options)
+        for stage_number, device in placement.items()
     }
 
 
 def _prepare(
-    bundle: Bundle,
-    number: int,
-    device: torch.device,
-    cache: WeightCache,
-    *,
-    allow_ops: Collection[str],
-    modules: bool,
-    types: Collection[type],
-    dense: bool,
-) -> Prepared:
+    bundle: Bundle, stage_number: int, device: torch.device, cache: WeightCache, options: PrepareOptions
+) -> PreparedTorchStage:
     """Read all of one stage but its weights: its graph, the operators it needs, the headers of its weight files."""
-    entry = bundle.stages[number]
-    folded, graph = bundle.graph_file(number, module_calls=modules)
-    targets = resolve(graph.ops, allow_ops, entry.graph)
-    if dense:  # a view that was possible may not be; where it is, both are the same
+    entry = bundle.stages[stage_number]
+    folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
+    targets = resolve(graph.ops, options.allow_ops, entry.graph)
+    if options.dense_inputs:  # a view that was possible may not be; where it is, both are the same
         aten = torch.ops.aten
         targets = [aten.reshape.default if target is aten.view.default else target for target in targets]
     calls: Sequence[ModuleCallBody] = ()
     try:
-        if modules:
-            module, calls = build_modules(graph, entry.node_numbers, targets, device, types)
+        if options.modules:
+            module, calls = build_modules(graph, entry.node_numbers, targets, device, options.types)
         else:
             module = build(folded, graph, targets, device)
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{entry.graph}: {error}") from None
-    places = bundle.tensors(number, graph)
-    return Prepared(
+    places = bundle.tensors(stage_number, graph)
+    return PreparedTorchStage(
         bundle=bundle,
-        number=number,
+        number=stage_number,
         entry=entry,
         graph=graph,
         module=module,

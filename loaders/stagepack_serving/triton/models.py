@@ -5,7 +5,6 @@ Source: https://github.com/triton-inference-server/server, docs/user_guide/model
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
@@ -13,13 +12,14 @@ from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME
-from stagepack_loaders.load import Runtime
 from stagepack_loaders.placement import place
+from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime
 from stagepack_serving.protocol.batching import batch_dimension
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor
 from stagepack_serving.protocol.model_config import build_model_config
 
-Backend = Literal["python", "onnxruntime"]
+# Triton's backends that a stage can run in: the Python backend runs any runtime, the others run the files of a stage themselves.
+BACKENDS = ("python", "onnxruntime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class Options:
 
     name: str
     devices: Sequence[str] = ("cpu",)
-    runtime: Runtime = "torch"
-    backend: Backend = "python"
+    runtime: str = DEFAULT_RUNTIME
+    backend: str = "python"
     batch: int = 0
     delay: float = 0.0
     sequences: int = 8
@@ -149,16 +149,15 @@ class _Wiring:
         }
         for key, value in parameters.items():
             config.parameters[key].string_value = value
-        files = (MANIFEST_NAME, stage.graph, *stage.weights)
-        if options.runtime == "onnxruntime":
-            self._check_onnx(number, stage)
-            files += stage.onnx_files
+        files = (MANIFEST_NAME, *find_runtime(options.runtime).stage_files(self._bundle, number))
         return Model(config, files, "stage_model")
 
     def _in_onnxruntime(self, number: int, stage: Stage, config: ModelConfig) -> Model:
         """A stage in Triton's own backend for ONNX Runtime, which knows nothing of bundles."""
-        self._check_onnx(number, stage)
-        assert stage.onnx is not None
+        if stage.onnx is None:
+            raise OperatorError(
+                f"{self._bundle.path}: stage {number} has no ONNX model: add it (stagepack onnx), or choose another runtime"
+            )
         bits = [name for name in (*stage.inputs, *stage.outputs) if self._edges[name].dtype.startswith("float8")]
         reason = "it keeps state" if stage.state else f"{bits[0]} is of 8-bit floats" if bits else ""
         if reason:
@@ -168,12 +167,6 @@ class _Wiring:
         config.backend = "onnxruntime"
         config.default_model_filename = stage.onnx.model
         return Model(config, (*stage.onnx_files, *stage.weights))
-
-    def _check_onnx(self, number: int, stage: Stage) -> None:
-        if stage.onnx is None:
-            raise OperatorError(
-                f"{self._bundle.path}: stage {number} has no ONNX model: add it (stagepack onnx), or run it in torch"
-            )
 
     def results(self) -> Iterator[Model]:
         """A model that copies the results which an ensemble cannot give out: a second name for one, and inputs."""

@@ -16,8 +16,11 @@ import triton_python_backend_utils as triton
 
 from stagepack.errors import InputError, StagepackError
 from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
-from stagepack_loaders.load import Runtime, prepare
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.preparation import prepare_stage
+from stagepack_loaders.registry import find_runtime
 from stagepack_serving.protocol.interface import InterfaceTensor
 from stagepack_serving.protocol.value_errors import raises_input_errors
 
@@ -33,13 +36,14 @@ class TritonPythonModel:
             importlib.import_module(module)
         bundle = Bundle(Path(args["model_repository"]) / args["model_version"])
         self._number = number = int(options["stage"])
-        runtime: Runtime = "onnxruntime" if options["runtime"] == "onnxruntime" else "torch"
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         allowed = list(filter(None, options["allow_ops"].split(",")))
         # Triton hands on bytes in order: what came from another stage has lost its strides.
-        prepared = prepare(bundle, {number: device}, runtime, allow_ops=allowed, dense=True)
-        self._stage: Any = prepared[number].finish(verify=True)
-        self._arrays: Any = importlib.import_module(f"stagepack_loaders.{runtime}.arrays")
+        prepare_options = PrepareOptions(allow_ops=allowed, dense_inputs=True)
+        prepared = prepare_stage(bundle, number, device, options["runtime"], prepare_options)
+        self._stage: Any = prepared.finish(verify=True)
+        self._runtime = find_runtime(options["runtime"])
+        self._arrays = self._runtime.arrays
         edges = {edge.name: edge for edge in bundle.edges}
         entry = bundle.stages[number]
         self._symbols = bundle.manifest.symbols
@@ -83,7 +87,8 @@ class TritonPythonModel:
             tensor = triton.get_input_tensor_by_name(request, spec.name)
             spec.edge_shape(tuple(tensor.shape()))
             # A copy lies where tensors do, so that each kernel adds in the order in which it does elsewhere.
-            values.append(self._arrays.from_elements(self._arrays.copy(self._arrays.from_dlpack(tensor)), spec.edge))
+            value = self._arrays.from_elements(tensor, spec.edge)
+            values.append(value if spec.edge.dtype in SCALAR_DTYPES else self._arrays.copy(value))
             bound[spec.name] = BoundArgument(spec.name, values[-1])
         check_values([spec.edge for spec in self._inputs], bound, self._symbols)
         return values
@@ -96,7 +101,7 @@ class TritonPythonModel:
                 if len(given) == 1
                 else [self._arrays.join(values) for values in zip(*given, strict=True)]
             )
-            with self._arrays.inference():
+            with self._runtime.inference():
                 outputs = self._with_state(joined, first) if self._stateful else self._run_stage(joined)
         except Exception as error:  # noqa: BLE001 - whatever the model raises is told to whoever called it
             if len(given) > 1:  # the inputs of one request must not fail the others

@@ -1,0 +1,86 @@
+"""A loaded stage that can be called on its own, with the arrays of any runtime."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from stagepack.errors import InputError
+from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.graph import Value
+from stagepack.format.manifest import Edge
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Symbol
+from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
+from stagepack_loaders.registry import find_runtime
+
+
+def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Match a call of a stage with its inputs: the value of each, by name, in the order of `inputs`.
+
+    Raises:
+        InputError: an input is missing or unknown.
+    """
+    names = [value_type.name for value_type in inputs]
+    bound = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if len(args) > len(names) or bound.keys() != set(names):
+        expected = ", ".join(names) or "(none)"
+        raise InputError(f"expected the inputs {expected}, found {len(args)} by position and {sorted(kwargs)} by name")
+    return {name: bound[name] for name in names}
+
+
+def check_inputs(inputs: Sequence[Value | Edge], bound: Mapping[str, Any], symbols: Iterable[Symbol]) -> None:
+    """Check the inputs of a stage against their recorded types, shapes and ranges.
+
+    Raises:
+        InputError: the first input that does not fit.
+    """
+    check_values(inputs, {name: BoundArgument(name, value) for name, value in bound.items()}, symbols)
+
+
+class CallableStage(ABC):
+    """A stage that is called with its inputs, by position or by edge name, and returns a tuple of its outputs.
+
+    Inputs are arrays of any runtime. Outputs are arrays of the kind of the first input that is one; numpy arrays, if none is.
+
+    Attributes:
+        runtime: the name of the runtime.
+        device: the device it runs on.
+        inputs: the edges that it takes, in order.
+        outputs: the edges that it makes, in order.
+    """
+
+    runtime: str
+
+    def __init__(self, bundle: Bundle, stage_number: int, device: Any) -> None:
+        edges = {edge.name: edge for edge in bundle.edges}
+        entry = bundle.stages[stage_number]
+        self.device = device
+        self.inputs: list[Edge] = [edges[name] for name in entry.inputs]
+        self.outputs: list[Edge] = [edges[name] for name in entry.outputs]
+        self._symbols = bundle.manifest.symbols
+
+    @abstractmethod
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        """Run the stage; see `stagepack_loaders.base.LoadedStage`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Check the inputs, run the stage, and convert the outputs.
+
+        Raises:
+            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
+        """
+        bound = bind_inputs(self.inputs, args, kwargs)
+        check_inputs(self.inputs, bound, self._symbols)
+        runtime = find_runtime(self.runtime)
+        results = self.run([to_runtime(bound[edge.name], edge, runtime) for edge in self.inputs])
+        arrays = array_ops_of_call(bound.values(), NUMPY_ARRAYS)
+        return tuple(to_array(value, edge, arrays) for value, edge in zip(results, self.outputs, strict=True))
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a loaded stage cannot be pickled or copied: pass on the bundle, and load the stage there")

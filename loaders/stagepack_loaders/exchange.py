@@ -1,0 +1,85 @@
+"""Values that cross from one runtime to another, or between a runtime and a caller."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from stagepack.errors import InputError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Value
+from stagepack.format.manifest import Edge
+from stagepack_loaders.base import ArrayOps, Runtime
+from stagepack_loaders.elements import Array
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
+from stagepack_loaders.registry import runtimes
+
+
+def array_ops_of(value: object) -> ArrayOps:
+    """Return the operations on a value: those of numpy arrays, or of the first runtime that takes it.
+
+    Raises:
+        InputError: no runtime takes it.
+    """
+    if NUMPY_ARRAYS.is_array(value):
+        return NUMPY_ARRAYS
+    for runtime in runtimes():
+        if runtime.takes(value):
+            return runtime.arrays
+    raise InputError(f"expected a numpy array, or a tensor of a runtime, found {type(value).__name__}")
+
+
+def to_runtime(value: Any, value_type: Value | Edge, runtime: Runtime) -> Any:
+    """Return a value as a stage of a runtime takes it; the same object if the stage takes it as it is.
+
+    Raises:
+        InputError: the value is not a dense tensor.
+    """
+    if value_type.dtype in SCALAR_DTYPES or runtime.takes(value):
+        return value
+    return _convert(value, value_type, runtime.arrays)
+
+
+def to_array(value: Any, value_type: Value | Edge, arrays: ArrayOps) -> Any:
+    """Return a value as a caller gets it, who uses arrays of some kind; the same object if it is one.
+
+    Raises:
+        InputError: the value is not a dense tensor.
+    """
+    if value_type.dtype in SCALAR_DTYPES or arrays.is_array(value):
+        return value
+    converted = _convert(value, value_type, arrays)
+    if arrays.is_array(converted):
+        return converted
+    return arrays.from_elements(
+        to_elements(converted, value_type), value_type
+    )  # from memory of a device that callers do not use
+
+
+def to_elements(value: Any, value_type: Value | Edge) -> Array:
+    """Return the elements of a value of any runtime, on the host.
+
+    Raises:
+        InputError: the value is not a dense tensor.
+    """
+    source = NUMPY_ARRAYS if value_type.dtype in SCALAR_DTYPES else array_ops_of(value)
+    return source.to_elements(value, value_type.dtype)
+
+
+def array_ops_of_call(values: Iterable[Any], default: ArrayOps) -> ArrayOps:
+    """Return the operations on the arrays that a caller uses: those of the first array given, or `default` if there is none."""
+    for value in values:
+        if hasattr(value, "shape"):
+            return array_ops_of(value)
+    return default
+
+
+def _convert(value: Any, value_type: Value | Edge, target: ArrayOps) -> Any:
+    """Convert a value by its elements, on the device where both sides can."""
+    try:
+        source = array_ops_of(value)
+        if target.takes_device_memory(value_type.dtype) and not source.on_host(value):
+            elements = source.device_elements(value, value_type.dtype)
+        else:
+            elements = source.to_elements(value, value_type.dtype)
+    except InputError as error:
+        raise InputError(f"{value_type.name}: {error}") from None
+    return target.from_elements(elements, value_type)

@@ -1,0 +1,98 @@
+"""Check the ONNX files of stages, then make sessions of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime
+
+from stagepack.errors import OperatorError
+from stagepack.format.reader import Bundle, OnnxFile
+from stagepack_loaders.onnxruntime.devices import PROVIDERS, Device
+from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
+from stagepack_loaders.onnxruntime.weights import StageWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedOnnxRuntimeStage:
+    """A stage whose ONNX file is checked, and whose weights are not read yet.
+
+    Attributes:
+        graph_content: the content of its graph file, which says what the weights are.
+        onnx: its ONNX file.
+        spins: its threads wait for work in a loop. Those of stages that take turns must not: they would keep each other from working.
+    """
+
+    bundle: Bundle
+    stage_number: int
+    device: Device
+    graph_content: bytes
+    onnx: OnnxFile
+    spins: bool
+
+    @property
+    def runtime(self) -> str:
+        """The name of the runtime."""
+        return OnnxRuntimeStage.runtime
+
+    def finish(self, *, verify: bool) -> OnnxRuntimeStage:
+        """Make the session of the stage, which reads its weights.
+
+        Args:
+            verify: compare the weight files with their digests first.
+
+        Raises:
+            DigestError: a weight file is not the one that the manifest lists.
+            OperatorError: this onnxruntime cannot run the stage.
+        """
+        entry = self.bundle.stages[self.stage_number]
+        assert entry.onnx is not None
+        weights = StageWeights(self.bundle, self.stage_number, self.graph_content)
+        if verify:
+            self.bundle.check_digests((*entry.weights, *entry.onnx.weights))
+        # ONNX Runtime takes no model without outputs.
+        session = self._make_session() if self.onnx.model.outputs else None
+        return OnnxRuntimeStage(self.bundle, self.stage_number, self.device, session, weights)
+
+    def _make_session(self) -> onnxruntime.InferenceSession:
+        providers: list[Any] = [PROVIDERS["cpu"]]
+        if self.device.type != "cpu":
+            providers.insert(0, (PROVIDERS[self.device.type], {"device_id": self.device.index}))
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # errors are raised
+        if not self.spins:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        folder = str(self.bundle.path.absolute())
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        try:  # from the bytes that were checked, not from the file
+            return onnxruntime.InferenceSession(self.onnx.content, options, providers=providers, enable_fallback=0)
+        except Exception as error:  # noqa: BLE001 - errors of onnxruntime have no other common base
+            message = " ".join(str(error).split())[:500]
+            version = onnxruntime.__version__
+            raise OperatorError(f"stage {self.stage_number}: ONNX Runtime {version} cannot run it: {message}") from None
+
+
+def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int, PreparedOnnxRuntimeStage]:
+    """Read and check the ONNX files of stages; see `stagepack_loaders.base.Runtime.prepare`.
+
+    Raises:
+        OperatorError: a stage has no ONNX file.
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+    """
+    lacking = [stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None]
+    if lacking:
+        raise OperatorError(
+            f"{bundle.path}: stage {', '.join(map(str, lacking))} has no ONNX model: add it (stagepack onnx), "
+            "or choose another runtime (runtime='torch')"
+        )
+    return {
+        stage_number: PreparedOnnxRuntimeStage(
+            bundle=bundle,
+            stage_number=stage_number,
+            device=device,
+            graph_content=bundle.read(bundle.stages[stage_number].graph),
+            onnx=bundle.onnx_file(stage_number),
+            spins=len(placement) == 1,
+        )
+        for stage_number, device in placement.items()
+    }

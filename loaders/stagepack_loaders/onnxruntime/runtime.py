@@ -1,0 +1,58 @@
+"""ONNX Runtime as a runtime. Imports onnxruntime when it is used, and never torch."""
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from stagepack.errors import OperatorError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.base import ArrayOps, PrepareOptions, Runtime
+
+if TYPE_CHECKING:
+    from stagepack_loaders.onnxruntime.devices import Device
+    from stagepack_loaders.onnxruntime.prepare import PreparedOnnxRuntimeStage
+
+
+class OnnxRuntime(Runtime):
+    """Runs the ONNX file of a stage in a session."""
+
+    name = "onnxruntime"
+    title = "ONNX Runtime"
+    packages = ("onnxruntime", "ml_dtypes")
+    install = "pip install 'stagepack[onnxruntime]'"
+
+    @property
+    def arrays(self) -> ArrayOps:
+        """See `Runtime`."""
+        from stagepack_loaders.onnxruntime.arrays import ONNX_RUNTIME_ARRAYS
+
+        return ONNX_RUNTIME_ARRAYS
+
+    def takes(self, value: object) -> bool:
+        """See `Runtime`. Numpy arrays, into whose memory a stage writes, and values of ONNX Runtime, which stages return."""
+        numpy, onnxruntime = sys.modules.get("numpy"), sys.modules.get("onnxruntime")
+        is_numpy = numpy is not None and isinstance(value, numpy.ndarray)
+        return is_numpy or (onnxruntime is not None and isinstance(value, onnxruntime.OrtValue))
+
+    def parse_device(self, device: object) -> "Device":
+        """See `Runtime`."""
+        from stagepack_loaders.onnxruntime.devices import parse_device
+
+        return parse_device(device)
+
+    def stage_files(self, bundle: Bundle, stage_number: int) -> tuple[str, ...]:
+        """See `Runtime`. The graph file says what the weights of the ONNX file are."""
+        stage = bundle.stages[stage_number]
+        if stage.onnx is None:
+            raise OperatorError(
+                f"{bundle.path}: stage {stage_number} has no ONNX model: add it (stagepack onnx), or choose another runtime"
+            )
+        return (stage.onnx.model, stage.graph, *stage.weights, *stage.onnx.weights)
+
+    def prepare(
+        self, bundle: Bundle, placement: "Mapping[int, Device]", options: PrepareOptions
+    ) -> "dict[int, PreparedOnnxRuntimeStage]":
+        """See `Runtime`. The options change nothing: a session runs the operators of ONNX alone, and copies values into dense memory."""
+        from stagepack_loaders.onnxruntime.prepare import prepare_stages
+
+        return prepare_stages(bundle, placement)

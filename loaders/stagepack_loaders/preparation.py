@@ -1,0 +1,129 @@
+"""Prepare the stages of a bundle in their runtimes: everything but the weights is read and checked before a weight is."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stagepack.errors import OptionError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.base import Compile, PreparedStage, PrepareOptions, Runtime
+from stagepack_loaders.placement import place
+from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
+
+
+def runtime_of_each_stage(runtime: str | Sequence[str], stage_count: int) -> list[Runtime]:
+    """Return the runtime of each stage, without importing its library.
+
+    Args:
+        runtime: a name for all stages, or one for each.
+        stage_count: how many stages there are.
+
+    Raises:
+        OptionError: a name is unknown, or there are not as many names as stages.
+    """
+    names = list(runtime) if isinstance(runtime, list | tuple) else [runtime] * stage_count
+    if len(names) != stage_count:
+        raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(names)}")
+    return [find_runtime(name) for name in names]
+
+
+def prepare_all(
+    bundle: Bundle,
+    devices: Sequence[Any],
+    runtime: str | Sequence[str],
+    options: PrepareOptions,
+) -> dict[int, PreparedStage]:
+    """Prepare all stages of a bundle.
+
+    Args:
+        bundle: the bundle.
+        devices: the device of each stage; with fewer devices, consecutive stages share one.
+        runtime: the name of the runtime of all stages, or one for each.
+        options: what the caller asks for.
+
+    Returns:
+        The prepared stages by number, in order.
+
+    Raises:
+        OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
+    """
+    chosen = runtime_of_each_stage(runtime, len(bundle.stages))
+    if not all(chosen_runtime.keeps_strides for chosen_runtime in chosen):
+        options = replace(options, dense_inputs=True)
+    placed = place(bundle.manifest, devices)
+    prepared: dict[int, PreparedStage] = {}
+    for one_runtime in dict.fromkeys(chosen):
+        placement = {number: device for number, device in enumerate(placed) if chosen[number] is one_runtime}
+        prepared.update(_prepare_in(one_runtime, bundle, placement, options))
+    return dict(sorted(prepared.items()))
+
+
+def prepare_stage(
+    bundle: Bundle, stage_number: int, device: object, runtime: str, options: PrepareOptions
+) -> PreparedStage:
+    """Prepare one stage of a bundle.
+
+    Args:
+        bundle: the bundle.
+        stage_number: the stage.
+        device: the device that it will run on.
+        runtime: the name of its runtime.
+        options: what the caller asks for.
+
+    Raises:
+        OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
+    """
+    return _prepare_in(find_runtime(runtime), bundle, {stage_number: device}, options)[stage_number]
+
+
+def _prepare_in(
+    runtime: Runtime, bundle: Bundle, placement: Mapping[int, Any], options: PrepareOptions
+) -> Mapping[int, PreparedStage]:
+    """Prepare stages that share a runtime."""
+    if options.modules and not runtime.runs_modules:
+        able = " or ".join(repr(other.name) for other in runtimes() if other.runs_modules)
+        raise OptionError(f"{runtime.title} has no modules: leave out modules=True, or choose runtime={able}")
+    import_runtime(runtime.name)
+    devices = {stage_number: runtime.parse_device(device) for stage_number, device in placement.items()}
+    return runtime.prepare(bundle, devices, options)
+
+
+def check_compile_options(chosen: Sequence[Runtime], compile: Compile, compiled: str | os.PathLike[str] | None) -> None:
+    """Check that stages can be compiled as the caller asks, before anything is read.
+
+    Raises:
+        OptionError: both ways are asked for, or a runtime of a stage does not compile.
+    """
+    if compile and compiled is not None:
+        raise OptionError("compile and compiled exclude each other: give one of them")
+    if compile is False and compiled is None:
+        return
+    for runtime in chosen:
+        if not runtime.compiles:
+            able = " or ".join(repr(other.name) for other in runtimes() if other.compiles)
+            raise OptionError(
+                f"{runtime.title} does not compile stages: leave out compile and compiled, or choose runtime={able}"
+            )
+
+
+def compile_prepared(
+    bundle: Bundle,
+    prepared: Mapping[int, PreparedStage],
+    compile: Compile,
+    compiled: str | os.PathLike[str] | None,
+) -> dict[int, PreparedStage]:
+    """Return stages that run compiled as the caller asks, and the same stages if nothing is asked.
+
+    Raises:
+        OptionError, CompiledError: see `stagepack.load`.
+    """
+    chosen = {stage_number: find_runtime(stage.runtime) for stage_number, stage in prepared.items()}
+    check_compile_options(list(chosen.values()), compile, compiled)
+    ready = dict(prepared)
+    if compile is False and compiled is None:
+        return ready
+    for runtime in dict.fromkeys(chosen.values()):
+        stages = {stage_number: stage for stage_number, stage in prepared.items() if chosen[stage_number] is runtime}
+        ready.update(runtime.compile_stages(bundle, stages, compile, compiled))
+    return ready

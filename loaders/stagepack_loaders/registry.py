@@ -1,0 +1,89 @@
+"""The registry of runtimes: the only place that lists them. Nothing else depends on the name of a runtime."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Final
+
+from stagepack.errors import MissingPackageError, OptionError
+from stagepack_loaders.base import Runtime
+
+DEFAULT_RUNTIME: Final = "torch"
+
+# Name -> the runtime, or the module and class of one that was not used yet: they are imported when they are used.
+_REGISTRY: dict[str, Runtime | str] = {
+    "torch": "stagepack_loaders.torch.runtime:TorchRuntime",
+    "onnxruntime": "stagepack_loaders.onnxruntime.runtime:OnnxRuntime",
+}
+
+
+def register_runtime(runtime: Runtime) -> None:
+    """Add a runtime, which ``load(..., runtime=NAME)`` and ``--runtime NAME`` then accept.
+
+    Registering an object of the same class again replaces it.
+
+    Args:
+        runtime: an object of a subclass of `Runtime`.
+
+    Raises:
+        OptionError: it is not a `Runtime`, has no name, or another runtime has its name.
+
+    Example:
+        >>> register_runtime(NumpyRuntime())
+        >>> pipeline = stagepack.load("m.stagepack", runtime="numpy")
+
+        On the command line, ``--import MODULE`` imports the module that registers it first.
+    """
+    if not isinstance(runtime, Runtime):
+        raise OptionError(
+            f"expected an object of a subclass of stagepack_loaders.base.Runtime, found {type(runtime).__name__}"
+        )
+    name = getattr(runtime, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise OptionError(f"{type(runtime).__name__}: expected a name that is an identifier, found {name!r}")
+    registered = _REGISTRY.get(name)
+    if registered is not None and type(registered) is not type(runtime):
+        raise OptionError(f"there is another runtime with the name {name!r}: choose another name")
+    _REGISTRY[name] = runtime
+
+
+def runtime_names() -> tuple[str, ...]:
+    """Return the names of all runtimes, in the order of their registration. Imports nothing."""
+    return tuple(_REGISTRY)
+
+
+def find_runtime(name: object) -> Runtime:
+    """Return the runtime of a name. The library that it needs is not imported.
+
+    Raises:
+        OptionError: there is no runtime of that name.
+    """
+    entry = _REGISTRY.get(name) if isinstance(name, str) else None
+    if entry is None:
+        raise OptionError(f"expected the runtime {' or '.join(map(repr, _REGISTRY))}, found {name!r}")
+    if isinstance(entry, str):
+        module_name, _, class_name = entry.partition(":")
+        runtime: Runtime = getattr(importlib.import_module(module_name), class_name)()
+        _REGISTRY[runtime.name] = entry = runtime
+    return entry
+
+
+def import_runtime(name: object) -> Runtime:
+    """Return the runtime of a name, after importing the library that it needs.
+
+    Raises:
+        OptionError: there is no runtime of that name.
+        MissingPackageError: its library is not installed.
+    """
+    runtime = find_runtime(name)
+    for package in runtime.packages:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            message = f"the package {error.name!r} is not installed: {runtime.install} installs it"
+            raise MissingPackageError(message, name=error.name) from None
+    return runtime
+
+
+def runtimes() -> Iterator[Runtime]:
+    """Yield all runtimes, without importing the libraries that they need."""
+    return (find_runtime(name) for name in runtime_names())

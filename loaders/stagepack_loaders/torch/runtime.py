@@ -1,0 +1,97 @@
+"""PyTorch as a runtime. Imports torch when it is used."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from stagepack.format.reader import Bundle
+from stagepack_loaders.base import ArrayOps, Compile, PrepareOptions, Runtime
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+    from stagepack_loaders.torch.stage import PreparedTorchStage
+
+
+class TorchRuntime(Runtime):
+    """Runs the graph of a stage as a `torch.nn.Module`."""
+
+    name = "torch"
+    title = "PyTorch"
+    packages = ("torch",)
+    install = "pip install 'stagepack[torch]'"
+    exact = True
+    keeps_strides = True
+    runs_modules = True
+    compiles = True
+
+    @property
+    def arrays(self) -> ArrayOps:
+        """See `Runtime`."""
+        from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+
+        return TORCH_ARRAYS
+
+    def takes(self, value: object) -> bool:
+        """See `Runtime`."""
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(value, torch.Tensor)
+
+    def parse_device(self, device: object) -> "torch.device":
+        """See `Runtime`."""
+        from stagepack_loaders.torch.devices import parse_device
+
+        return parse_device(device)
+
+    def stage_files(self, bundle: Bundle, stage_number: int) -> tuple[str, ...]:
+        """See `Runtime`."""
+        stage = bundle.stages[stage_number]
+        return (stage.graph, *stage.weights)
+
+    def prepare(
+        self, bundle: Bundle, placement: "Mapping[int, torch.device]", options: PrepareOptions
+    ) -> "dict[int, PreparedTorchStage]":
+        """See `Runtime`. Stages on one device share the tensors that are one tensor in the model."""
+        from stagepack_loaders.torch.stage import prepare_stages
+
+        return prepare_stages(bundle, placement, options)
+
+    def compile_stages(
+        self,
+        bundle: Bundle,
+        stages: Mapping[int, Any],
+        compile: Compile,
+        compiled: "str | os.PathLike[str] | None",
+    ) -> "dict[int, PreparedTorchStage]":
+        """See `Runtime`."""
+        from stagepack_loaders.torch.speed import compile_stages
+
+        return compile_stages(bundle, stages, compile, compiled)
+
+    def compile_seconds(self) -> float:
+        """See `Runtime`."""
+        from stagepack_loaders.torch.compile import compile_seconds
+
+        return compile_seconds()
+
+    def seed(self, seed: int) -> None:
+        """See `Runtime`."""
+        import torch
+
+        torch.manual_seed(seed)
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """See `Runtime`."""
+        import torch
+
+        return torch.no_grad()
+
+    def wait(self, device: "torch.device") -> None:
+        """See `Runtime`."""
+        import torch
+
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)

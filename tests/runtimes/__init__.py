@@ -1,0 +1,1 @@
+"""Runtimes that others write: a third one, beside those of this package."""
