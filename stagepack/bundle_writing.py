@@ -21,7 +21,7 @@ from stagepack.format.signature import Signature
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
 from stagepack.format.writer import BundleWriter, TensorSource
-from stagepack.graph.aliasing import written_weight_names
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.folding import fold_graph
 from stagepack.partition.cut import Cut, CutStage
 
@@ -151,7 +151,7 @@ def _stage_entry(graph_file: str, stage: CutStage, file_of_tensor: Mapping[str, 
         weight_bytes=sum(weights.specs[tensor].nbytes for tensor in stored_tensors),
         flops=sum(node.cost.flops for node in graph.nodes),
         namespaces=tuple(sorted({operator_namespace(op.name) for op in graph.ops} - ALLOWED_NAMESPACES)),
-        state=written_weight_names(graph),
+        state=GraphAnalysis(graph).written_weight_names,
         added=stage.added,
         places=stage.places,
     )

@@ -21,7 +21,7 @@ from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.writer import TensorSource, check_output_path
-from stagepack.graph.aliasing import written_weight_names
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import LinearizedProgram, linearize_program
 from stagepack.linearize.example import EXAMPLE_SEED, record_example
@@ -29,6 +29,7 @@ from stagepack.linearize.tensors import tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import Cut, WeightSharing
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.partitioner import partition_graph
 from stagepack.partition.policies import Policy
 
 # Called with the name of each step of the export before it begins.
@@ -146,7 +147,7 @@ def export_capture(
     progress("cut")
     cut, plan = _cut(program, cut_options)
     progress("run the example")
-    written_tensors = [program.weights.tensors[weight] for weight in written_weight_names(program.graph)]
+    written_tensors = [program.weights.tensors[weight] for weight in GraphAnalysis(program.graph).written_weight_names]
     example = record_example(capture, program.signature, written_tensors)
     progress("write")
     origin = _origin(program, plan, model_files(capture.model))
@@ -195,7 +196,7 @@ def _linearize(capture: Capture) -> LinearizedProgram:
 def _cut(program: LinearizedProgram, cut_options: CutOptions) -> tuple[Cut, Plan]:
     graph = canonical_graph(program.graph)
     weight_bytes = {tensor: spec.nbytes for tensor, (spec, _) in program.weights.stored.items()}
-    return cut_options.cut(graph, graph_costs(graph, weight_bytes), program.split_positions)
+    return partition_graph(graph, graph_costs(graph, weight_bytes), cut_options, program.split_positions)
 
 
 def _weight_source(program: LinearizedProgram) -> TensorSource:

@@ -21,6 +21,7 @@ from stagepack.graph.joining import join_stages
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import Cut, WeightSharing
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.partitioner import partition_graph
 from stagepack.partition.policies import Policy
 
 _CHUNK_BYTES = 8 * 2**20
@@ -149,7 +150,7 @@ def _join(bundle: Bundle) -> _WholeModel:
 
 def _cut(whole_model: _WholeModel, cut_options: CutOptions) -> tuple[Cut, Plan]:
     weight_bytes = {tensor: spec.nbytes for tensor, spec in whole_model.weights.specs.items()}
-    return cut_options.cut(whole_model.graph, graph_costs(whole_model.graph, weight_bytes))
+    return partition_graph(whole_model.graph, graph_costs(whole_model.graph, weight_bytes), cut_options)
 
 
 def _further_files(bundle: Bundle) -> dict[str, bytes]:

@@ -25,12 +25,15 @@ from transformers import (
 )
 
 from stagepack.format.graph import Graph
-from stagepack.format.traversal import input_names
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import linearize_program
-from stagepack.partition.costs import GraphCosts, graph_costs
-from stagepack.partition.planner import balance_stages, plan_for_assignment
-from stagepack.partition.policies import assign_consecutive
+from stagepack.partition.assignment import assign_consecutive
+from stagepack.partition.balance import balance_stages
+from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.costs import graph_costs
+from stagepack.partition.node_order import execution_order
+from stagepack.partition.planner import plan_for_assignment
 
 Model = tuple[PreTrainedModel, dict[str, Any], list[str]]
 
@@ -44,14 +47,15 @@ def main() -> None:
         f"{'model':10} {'stages':>6}  {'ours':>6}  {'equal layers':>12}  {'equal parameters':>16}  {'slower by':>12}  {'slower by':>16}"
     )
     for build in (llama, resnet_50, t5):
-        graph, costs, layers = _graph(build())
+        costed, layers = _graph(build())
+        graph = costed.graph
         for stages in options.stages:
             cuts = (
-                balance_stages(graph, costs, stages),
+                balance_stages(costed, stages),
                 _by_layers(graph, layers, stages),
-                _by_parameters(graph, costs, stages),
+                _by_parameters(costed, stages),
             )
-            plans = [plan_for_assignment(graph, costs, assign_consecutive(graph, cut)) for cut in cuts]
+            plans = [plan_for_assignment(costed, assign_consecutive(execution_order(graph), cut)) for cut in cuts]
             times = [[stage.time for stage in plan.stages] for plan in plans]
             ours, by_layers, by_parameters = (max(found) / statistics.mean(found) for found in times)
             slower = [max(found) / max(times[0]) for found in times[1:]]
@@ -59,12 +63,12 @@ def main() -> None:
                 f"{build.__name__:10} {stages:>6}  {ours:>6.3f}  {by_layers:>12.3f}  {by_parameters:>16.3f}"
                 f"  {slower[0]:>12.2f}  {slower[1]:>16.2f}"
             )
-    graph, costs, _ = _graph(
+    costed, _ = _graph(
         _llama(layers=78, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
     )
     started = time.perf_counter()
-    balance_stages(graph, costs, 16)
-    print(f"planned {len(graph.nodes):,} nodes in 16 stages in {time.perf_counter() - started:.2f} s")
+    balance_stages(costed, 16)
+    print(f"planned {len(costed.graph.nodes):,} nodes in 16 stages in {time.perf_counter() - started:.2f} s")
 
 
 def llama() -> Model:
@@ -114,13 +118,14 @@ def _tokens() -> torch.Tensor:
     return torch.ones(4, 512, dtype=torch.long)
 
 
-def _graph(made: Model) -> tuple[Graph, GraphCosts, list[str]]:
+def _graph(made: Model) -> tuple[CostedGraph, list[str]]:
     model, given, layers = made
     if "pixel_values" in given:
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
     linear = linearize_program(torch.export.export(model, (), given), {}, None)
     graph = canonical_graph(linear.graph)
-    return graph, graph_costs(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()}), layers
+    costs = graph_costs(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()})
+    return CostedGraph(analysis=GraphAnalysis(graph), costs=costs), layers
 
 
 def _by_layers(graph: Graph, layers: Sequence[str], stages: int) -> list[int]:
@@ -136,14 +141,15 @@ def _by_layers(graph: Graph, layers: Sequence[str], stages: int) -> list[int]:
     return [first[len(layers) * number // stages] for number in range(1, stages)]
 
 
-def _by_parameters(graph: Graph, costs: GraphCosts, stages: int) -> list[int]:
+def _by_parameters(costed: CostedGraph, stages: int) -> list[int]:
     """As many bytes of weights for each stage, each weight where it is used first."""
     seen: set[str] = set()
     held = []
-    for node in graph.nodes:
-        new = {name for name in input_names(node) if name in costs.weights} - seen
+    weight_bytes = costed.costs.weight_bytes
+    for names in costed.analysis.node_inputs:
+        new = {name for name in names if name in weight_bytes} - seen
         seen |= new
-        held.append(sum(costs.weights[name] for name in new))
+        held.append(sum(weight_bytes[name] for name in new))
     so_far = list(itertools.accumulate(held))
     return [bisect.bisect_left(so_far, so_far[-1] * number / stages) + 1 for number in range(1, stages)]
 

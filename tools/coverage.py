@@ -22,6 +22,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph
 from stagepack.graph.repeat_search import find_repeats
@@ -101,7 +102,7 @@ def ours(case: Case) -> Cells:
 def _folded(graph: Graph) -> Cells:
     folded = fold_graph(graph)
     if not folded.regions:
-        return ("lost" if find_repeats(graph).repeats else NONE, NONE)
+        return ("lost" if find_repeats(GraphAnalysis(graph)).repeats else NONE, NONE)
     unfolded = len(encode_graph(trivially_folded(graph)))
     return str(len(folded.regions)), f"{unfolded / len(encode_graph(folded)):.1f}"
 

@@ -1,7 +1,6 @@
 """What `torch.distributed.pipelining` makes of a model: the other side of our comparisons."""
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 import torch
 from torch import fx
@@ -47,7 +46,7 @@ def sent_bytes(pipe: Pipe) -> list[int]:
     return [sum(_bytes(pipe.split_gm, given) for given in stage.all_input_nodes) for stage in stages[1:]]
 
 
-def _bytes(module: fx.GraphModule, given: Any) -> int:
+def _bytes(module: fx.GraphModule, given: fx.Node) -> int:
     """The bytes of what a stage is given, unless it is an input of the model."""
     stage, index = (given.args[0], given.args[1]) if given.op == "call_function" else (given, None)
     if stage.op != "call_module":

@@ -6,7 +6,9 @@ from typing import TypeVar
 from stagepack.errors import DeviceError
 from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.manifest import Manifest
-from stagepack.partition.solver import CostSequence, SharedCost, sending_time, split_sequence
+from stagepack.partition.cost_sequence import CostSequence, SharedCost
+from stagepack.partition.costs import sending_time
+from stagepack.partition.solver import split_sequence
 
 Device = TypeVar("Device")
 
@@ -37,16 +39,16 @@ def _row(manifest: Manifest) -> CostSequence:
     sizes = example_sizes(manifest.symbols)
     return CostSequence(
         times=[max(1, time) for time in times],
-        sent=[
+        transfers=[
             SharedCost(
                 cost=sending_time(value_bytes(edge, sizes)),
-                uses=edge.consumers,
-                maker=-1 if edge.producer is None else edge.producer,
+                users=edge.consumers,
+                producer=-1 if edge.producer is None else edge.producer,
             )
             for edge in manifest.edges
             if edge.consumers
         ],
-        held=[],
-        working=[0] * len(times),
-        places=range(1, len(times)),
+        weights=[],
+        working_bytes=[0] * len(times),
+        split_positions=range(1, len(times)),
     )

@@ -53,7 +53,7 @@ def graph_lines(folded: FoldedGraph, graph: Graph, function_name: str) -> Iterat
         yield from listing.function(f"subgraph_{subgraph_index}", subgraph.inputs, subgraph.nodes, _Spelling({}, {}))
         yield from [f"{_INDENT}return {_argument_text(subgraph.result, {})}", ""]
     for region_index, region_function in enumerate(listing.region_functions):
-        yield from [f"# called {region_function.calls} times", *listing.region(region_index), ""]
+        yield from [f"# called {region_function.call_count} times", *listing.region(region_index), ""]
     spelling = _Spelling(listing.graph_weights, {})
     yield from listing.function(function_name, graph.inputs, listing.statements(listing.body, spelling), spelling)
     results = ", ".join(spelling.weights.get(output, output) for output in graph.outputs)
@@ -82,7 +82,7 @@ class _Listing:
     def region(self, region_index: int) -> Iterator[str]:
         """Yield the lines of the function of a region."""
         region_function, region = self.region_functions[region_index], self._folded.regions[region_index]
-        start, hole_texts = region_function.first.start, region_function.first.texts
+        start, hole_texts = region_function.first_call.start, region_function.first_call.hole_texts
         region_weights = {
             fill_template(weight.value, hole_texts): f"weights[{_name_expression(weight.names[0])}]"
             for weight in region.weights
@@ -93,13 +93,13 @@ class _Listing:
         )
         inputs = [
             self._values[value_name]
-            for value_name in region_function.taken(self._graph, start)
+            for value_name in region_function.input_names(self._graph, start)
             if value_name not in self.graph_weights
         ]
         statements = self.statements(region_function.items, spelling)
         hole_parameters = [f"at{hole}" for hole in _listed_holes(region)]
         yield from self.function(f"region_{region_index}", inputs, statements, spelling, hole_parameters)
-        yield f"{_INDENT}return {', '.join(region_function.given(self._graph, start))}"
+        yield f"{_INDENT}return {', '.join(region_function.output_names(self._graph, start))}"
 
     def statements(self, body: Iterable[BodyItem], spelling: _Spelling) -> Iterator[Statement]:
         """Yield the nodes of a body, and its region calls as lines."""
@@ -110,12 +110,12 @@ class _Listing:
             region_function = self.region_functions[item.region]
             arguments = [
                 value_name
-                for value_name in region_function.taken(self._graph, item.start)
+                for value_name in region_function.input_names(self._graph, item.start)
                 if value_name not in spelling.weights
             ]
             listed_holes = _listed_holes(self._folded.regions[item.region])
-            arguments += [f"at{hole}={item.texts[hole]!r}" for hole in listed_holes]
-            outputs = region_function.given(self._graph, item.start)
+            arguments += [f"at{hole}={item.hole_texts[hole]!r}" for hole in listed_holes]
+            outputs = region_function.output_names(self._graph, item.start)
             types = ", ".join(_type_text(self._values[value_name]) for value_name in outputs)
             yield f"{', '.join(outputs)} = region_{item.region}({', '.join(arguments)})  # {types}"
 

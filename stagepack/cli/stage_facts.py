@@ -6,12 +6,14 @@ from stagepack.cli.output import print_table
 from stagepack.cli.quantities import format_flops
 from stagepack.format.graph import Graph
 from stagepack.format.shapes import format_shape
-from stagepack.graph.repeat_search import Repeat, find_repeats
+from stagepack.graph.analysis import GraphAnalysis
+from stagepack.graph.repeat_search import find_repeats
+from stagepack.graph.repeats import Repeat
 
 
 def stage_graph_facts(graph: Graph, stage_number: int) -> dict[str, Any]:
     """Return the facts of the graph of a stage as plain data."""
-    search_result = find_repeats(graph)
+    search_result = find_repeats(GraphAnalysis(graph))
     return {
         "stage": stage_number,
         "nodes": [
@@ -30,7 +32,7 @@ def stage_graph_facts(graph: Graph, stage_number: int) -> dict[str, Any]:
         ],
         "repeats": [
             *(_repeat_facts(graph, repeat, None) for repeat in search_result.repeats),
-            *(_repeat_facts(graph, unfolded.repeat, unfolded.reason) for unfolded in search_result.left_alone),
+            *(_repeat_facts(graph, impure.repeat, impure.reason) for impure in search_result.impure),
         ],
         "weights": [
             {

@@ -1,15 +1,14 @@
-"""Nodes that must stay in one stage, because one of them writes memory that the others touch.
+"""Values that may share memory, and the nodes that must stay in one stage because one of them writes memory that the others touch.
 
-Values that may share memory form a class: the results of views and in-place operators with what they were made of. When a class
-is written, a cut through it would leave one stage with a stale copy. For a buffer, a parameter or an input of the model all
-nodes that touch the class are bound together; for an activation those up to the last write, since what is read afterwards
-is final.
+The results of views and in-place operators are in one alias class with the values they are made of. When a class is written, a cut
+through it would leave one stage with a stale copy. For a buffer, a parameter or an input of the model, all nodes that touch the class
+are kept together; for an activation, those up to the last write, since a value read afterwards is final.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stagepack.format.graph import Graph, Node, Subgraph
+from stagepack.format.graph import Graph, Node, Weight
 from stagepack.format.traversal import (
     input_names,
     output_names,
@@ -18,8 +17,8 @@ from stagepack.format.traversal import (
     subgraph_indices,
 )
 
-# Norms that write their running statistics when they train, which their schemas do not say -> the argument that says whether.
-_TRAINS = {
+# Norms that write their running statistics in training, which their schemas do not declare, by the argument that says whether they do.
+_TRAINING_PARAMETERS = {
     "aten.batch_norm.default": "training",
     "aten._batch_norm_impl_index.default": "training",
     "aten.native_batch_norm.default": "training",
@@ -27,162 +26,194 @@ _TRAINS = {
     "aten.miopen_batch_norm.default": "training",
     "aten.instance_norm.default": "use_input_stats",
 }
-_STATISTICS = ("running_mean", "running_var")
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasClasses:
+    """Which values of a sequence of nodes may share memory, and which nodes write it.
+
+    Attributes:
+        representatives: for each value that may share memory with others, the value that represents its class.
+        writers: the numbers of the nodes that write the memory of a class, ascending, by its representative.
+    """
+
+    representatives: Mapping[str, str]
+    writers: Mapping[str, tuple[int, ...]]
+
+    def representative(self, value_name: str) -> str:
+        """Return the value that represents the class of a value: the value itself when it shares no memory."""
+        return self.representatives.get(value_name, value_name)
+
+    def is_written(self, value_name: str) -> bool:
+        """Whether a node writes the memory of a value."""
+        return self.representative(value_name) in self.writers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColocationGroup:
-    """Numbers of nodes, ascending, that must stay in one stage; `name` is the buffer, input or value that is written."""
+    """Nodes that must stay in one stage.
+
+    Attributes:
+        name: the buffer, parameter, input or activation that is written.
+        nodes: the numbers of the nodes, ascending; at least two.
+    """
 
     name: str
     nodes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AliasClasses:
-    """Which values of a graph may share memory.
-
-    Attributes:
-        of: for each value that may share memory with others, a value that stands for all of them.
-        written: those that stand for memory which a node writes.
-    """
-
-    of: Mapping[str, str]
-    written: frozenset[str]
-
-    def is_written(self, name: str) -> bool:
-        """Whether a node writes the memory of a value."""
-        return self.of.get(name, name) in self.written
-
-
 def alias_classes(graph: Graph) -> AliasClasses:
-    """Which values of a graph share memory, and which memory is written."""
-    classes = _Classes(graph)
-    written: set[str] = set()
-    for node in graph.nodes:
-        classes.add(graph, node)
-        written.update(_written(graph, node))
-    return AliasClasses(
-        of={name: classes.root(name) for name in classes.names},
-        written=frozenset(map(classes.root, written)),
+    """Find the values of a graph that may share memory.
+
+    Args:
+        graph: the graph of a model or of a stage.
+
+    Returns:
+        The alias classes; weights on one stored tensor are in one class.
+    """
+    return _alias_classes_of_nodes(graph, graph.nodes, graph.weights)
+
+
+def colocation_groups(
+    graph: Graph, classes: AliasClasses, touched_values: Sequence[Iterable[str]]
+) -> tuple[ColocationGroup, ...]:
+    """Find the nodes that must stay in one stage.
+
+    Args:
+        graph: the graph of a whole model.
+        classes: its alias classes.
+        touched_values: for each node, the names of the values that it uses or defines.
+
+    Returns:
+        The groups, ordered by their nodes.
+    """
+    outside_values = {weight.value: weight.names[0] for weight in graph.weights}
+    outside_values |= {value.name: value.name for value in graph.inputs}
+    outside_names = {classes.representative(value_name): name for value_name, name in outside_values.items()}
+    members: dict[str, list[int]] = {root: [] for root in classes.writers}
+    for node_number, value_names in enumerate(touched_values if members else ()):
+        for root in {classes.representative(value_name) for value_name in value_names} & members.keys():
+            if root in outside_names or node_number <= classes.writers[root][-1]:
+                members[root].append(node_number)
+    groups = (
+        ColocationGroup(name=outside_names.get(root, root), nodes=tuple(node_numbers))
+        for root, node_numbers in members.items()
+        if len(node_numbers) > 1
     )
-
-
-def colocation_groups(graph: Graph) -> list[ColocationGroup]:
-    """The bonds of a graph, by the first node of each."""
-    classes = _Classes(graph)
-    writes: dict[str, int] = {}
-    for number, node in enumerate(graph.nodes):
-        classes.add(graph, node)
-        for name in _written(graph, node):
-            writes[name] = number
-    last_write: dict[str, int] = {}
-    for name, number in writes.items():
-        root = classes.root(name)
-        last_write[root] = max(number, last_write.get(root, 0))
-    outside = {weight.value: weight.names[0] for weight in graph.weights} | {
-        value.name: value.name for value in graph.inputs
-    }
-    from_outside = {classes.root(value): name for value, name in outside.items() if classes.root(value) in last_write}
-    touching: dict[str, list[int]] = {root: [] for root in last_write}
-    for number, node in enumerate(graph.nodes):
-        for root in {classes.root(name) for name in (*input_names(node), *output_names(node))} & touching.keys():
-            if root in from_outside or number <= last_write[root]:
-                touching[root].append(number)
-    found = (ColocationGroup(name=from_outside.get(root, root), nodes=tuple(nodes)) for root, nodes in touching.items())
-    return sorted((bond for bond in found if len(bond.nodes) > 1), key=lambda bond: bond.nodes)
-
-
-def written_weight_names(graph: Graph) -> tuple[str, ...]:
-    """The names of the weights that the nodes of a graph write, in the order of the weight table."""
-    written = _written_among(graph, graph.nodes, [weight.value for weight in graph.weights])
-    return tuple(weight.names[0] for weight in graph.weights if weight.value in written)
-
-
-class _Classes:
-    """Classes of values that may share memory (union-find): weights on one stored tensor at first, else each value its own."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._parent: dict[str, str] = {}
-        lies_on: dict[str, str] = {}
-        for weight in graph.weights:
-            self._parent[weight.value] = lies_on.setdefault(weight.stored, weight.value)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The values that were seen to share memory."""
-        return tuple({**self._parent, **dict.fromkeys(self._parent.values())})
-
-    def root(self, name: str) -> str:
-        path = []
-        while (above := self._parent.get(name, name)) != name:
-            path.append(name)
-            name = above
-        self._parent.update(dict.fromkeys(path, name))
-        return name
-
-    def add(self, graph: Graph, node: Node) -> None:
-        op = graph.ops[node.op]
-        for index, parameter in op.aliases:
-            # An operator that returns one list names it as result 0; every item may be a view.
-            outputs = node.outputs if node.unpack else node.outputs[index : index + 1]
-            for output in filter(None, outputs):
-                for name in parameter_value_names(node, op, parameter):
-                    self._parent[self.root(output.name)] = self.root(name)
-
-
-def _written(graph: Graph, node: Node) -> Iterable[str]:
-    """The values that a node writes; when a branch or loop body writes an input, all that the node is given."""
-    op = graph.ops[node.op]
-    for parameter in op.mutates:
-        yield from parameter_value_names(node, op, parameter)
-    if {_TRAINS.get(op.name), *_STATISTICS} <= {*op.parameters} and parameter_argument(node, op, _TRAINS[op.name]):
-        for parameter in _STATISTICS:
-            yield from parameter_value_names(node, op, parameter)
-    if any(_writes_input(graph, graph.subgraphs[index]) for index in subgraph_indices(node)):
-        yield from input_names(node)
-
-
-def _writes_input(graph: Graph, subgraph: Subgraph) -> bool:
-    return bool(_written_among(graph, subgraph.nodes, [value.name for value in subgraph.inputs]))
-
-
-def _written_among(graph: Graph, nodes: Iterable[Node], names: Iterable[str]) -> set[str]:
-    """Those of the named values whose memory the nodes write."""
-    classes = _Classes(graph)
-    written: set[str] = set()
-    for node in nodes:
-        classes.add(graph, node)
-        written.update(_written(graph, node))
-    roots = {classes.root(name) for name in written}
-    return {name for name in names if classes.root(name) in roots}
-
-
-def split_groups(found: Iterable[ColocationGroup], stages: list[int]) -> Iterator[ColocationGroup]:
-    """Yield the bonds that an assignment of nodes to stages would tear."""
-    return (bond for bond in found if len({stages[number] for number in bond.nodes}) > 1)
+    return tuple(sorted(groups, key=lambda group: group.nodes))
 
 
 def impurity_reason(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str]) -> str | None:
-    """What keeps a run of nodes from being a function of what it is given: that it writes it, or gives out a view of it.
+    """Say why a run of nodes is impure: it writes one of its inputs, or returns a view of one.
 
-    `outputs` are the values that it gives out. None when it is a function.
+    Args:
+        graph: the graph that has the nodes.
+        nodes: consecutive nodes of `graph`.
+        outputs: the values of the run that are used outside of it.
+
+    Returns:
+        The reason, or None when the run is a function of its inputs.
     """
-    classes = _Classes(graph)
-    written: dict[str, str] = {}
-    made: set[str] = set()
-    given: dict[str, str] = {}
+    defined: set[str] = set()
+    input_labels: dict[str, str] = {}
     for node in nodes:
-        classes.add(graph, node)
-        given |= {name: name for name in input_names(node) if name not in made}
-        made.update(output_names(node))
-        written |= {name: graph.ops[node.op].name for name in _written(graph, node)}
-    given |= {weight.value: weight.names[0] for weight in graph.weights if weight.value in given}
-    roots = {classes.root(value): name for value, name in given.items()}
-    for value, op in written.items():
-        if classes.root(value) in roots:
-            return f"{op} writes {roots[classes.root(value)]}"
-    for value in outputs:
-        if classes.root(value) in roots:
-            return f"{value} is a view of {roots[classes.root(value)]}"
+        input_labels |= {name: name for name in input_names(node) if name not in defined}
+        defined.update(output_names(node))
+    weights = [weight for weight in graph.weights if weight.value in input_labels]
+    input_labels |= {weight.value: weight.names[0] for weight in weights}
+    classes = _alias_classes_of_nodes(graph, nodes, weights)
+    labels = {classes.representative(value_name): label for value_name, label in input_labels.items()}
+    for root, writers in classes.writers.items():
+        if root in labels:
+            return f"{graph.ops[nodes[writers[0]].op].name} writes {labels[root]}"
+    for value_name in outputs:
+        root = classes.representative(value_name)
+        if root in labels:
+            return f"{value_name} is a view of {labels[root]}"
     return None
+
+
+def _alias_classes_of_nodes(graph: Graph, nodes: Iterable[Node], weights: Iterable[Weight]) -> AliasClasses:
+    """The alias classes of consecutive nodes, whose numbers count from the first of them."""
+    union_find = _UnionFind()
+    first_on_storage: dict[str, str] = {}
+    for weight in weights:
+        union_find.merge(weight.value, first_on_storage.setdefault(weight.stored, weight.value))
+    memory_writes = _MemoryWrites(graph)
+    writes: list[tuple[str, int]] = []
+    for node_number, node in enumerate(nodes):
+        for output_name, input_name in _aliased_values(graph, node):
+            union_find.merge(output_name, input_name)
+        writes += ((value_name, node_number) for value_name in memory_writes.written_values(node))
+    writers: dict[str, dict[int, None]] = {}
+    for value_name, node_number in writes:
+        writers.setdefault(union_find.root(value_name), {})[node_number] = None
+    return AliasClasses(
+        representatives=union_find.roots(),
+        writers={root: tuple(node_numbers) for root, node_numbers in writers.items()},
+    )
+
+
+def _aliased_values(graph: Graph, node: Node) -> Iterable[tuple[str, str]]:
+    """Yield each value that a node defines with each of the inputs that it may be a view of."""
+    op = graph.ops[node.op]
+    for output_index, parameter in op.aliases:
+        # An operator that returns one list names it as result 0; every item may be a view.
+        outputs = node.outputs if node.unpack else node.outputs[output_index : output_index + 1]
+        for output in filter(None, outputs):
+            for input_name in parameter_value_names(node, op, parameter):
+                yield output.name, input_name
+
+
+class _UnionFind:
+    """Disjoint sets of values. Two sets that are merged are represented by the representative of the second."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+
+    def root(self, value_name: str) -> str:
+        """The representative of the set of a value."""
+        path = []
+        while (parent := self._parents.get(value_name, value_name)) != value_name:
+            path.append(value_name)
+            value_name = parent
+        self._parents.update(dict.fromkeys(path, value_name))
+        return value_name
+
+    def merge(self, value_name: str, target_name: str) -> None:
+        """Put two values into one set."""
+        self._parents[self.root(value_name)] = self.root(target_name)
+
+    def roots(self) -> dict[str, str]:
+        """The representative of each value that was merged with another."""
+        value_names = dict.fromkeys((*self._parents, *self._parents.values()))
+        return {value_name: self.root(value_name) for value_name in value_names}
+
+
+class _MemoryWrites:
+    """The values that the nodes of a graph write."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._subgraph_writes: dict[int, bool] = {}
+
+    def written_values(self, node: Node) -> list[str]:
+        """The values that a node writes: all its inputs when a branch or loop body that it calls writes an input."""
+        op = self._graph.ops[node.op]
+        parameters = list(op.mutates)
+        training = _TRAINING_PARAMETERS.get(op.name)
+        if training is not None and {training, *_RUNNING_STATISTICS} <= {*op.parameters}:
+            parameters += _RUNNING_STATISTICS if parameter_argument(node, op, training) else ()
+        value_names = [name for parameter in parameters for name in parameter_value_names(node, op, parameter)]
+        if self._graph.subgraphs and any(map(self._subgraph_writes_input, subgraph_indices(node))):
+            value_names += input_names(node)
+        return value_names
+
+    def _subgraph_writes_input(self, subgraph_index: int) -> bool:
+        if subgraph_index not in self._subgraph_writes:
+            subgraph = self._graph.subgraphs[subgraph_index]
+            classes = _alias_classes_of_nodes(self._graph, subgraph.nodes, ())
+            writes_input = any(classes.is_written(value.name) for value in subgraph.inputs)
+            self._subgraph_writes[subgraph_index] = writes_input
+        return self._subgraph_writes[subgraph_index]

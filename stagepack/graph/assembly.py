@@ -1,6 +1,6 @@
-"""Nodes of one or several graphs -> one graph, whose tables hold what these nodes use: in the order of first use, scopes sorted.
+"""Nodes of one or several graphs -> one graph, whose tables have what these nodes use: in the order of first use, scopes sorted.
 
-So a graph depends on its nodes alone, not on the way that they went: cut, joined, and cut again, it is the same.
+So a graph depends on its nodes alone, not on its history: after it was cut, joined and cut again, it is the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,29 +20,37 @@ from stagepack.format.traversal import (
 
 
 def canonical_graph(graph: Graph) -> Graph:
-    """The graph of a whole model in the one form that `join` gives back: the tables in the order of use, and so the weights.
+    """Return the graph of a whole model in the one form that `join_stages` returns.
 
-    Weights that no node uses follow by name.
+    Args:
+        graph: the graph of a whole model.
+
+    Returns:
+        The graph with its tables and weights in the order of first use; weights that no node uses follow, sorted by name.
     """
-    used = dict.fromkeys(name for node in graph.nodes for name in input_names(node))
-    place = {name: number for number, name in enumerate(used)}
-    weights = sorted(graph.weights, key=lambda weight: (place.get(weight.value, len(place)), weight.names))
-    assembly = GraphAssembler(graph.symbols)
-    made = assembly.graph(graph, graph.nodes, graph.inputs, weights, graph.outputs)
-    return replace(made, symbols=graph.symbols, calls=sort_module_calls(graph.calls))
+    used_names = dict.fromkeys(name for node in graph.nodes for name in input_names(node))
+    ranks = {name: rank for rank, name in enumerate(used_names)}
+    weights = sorted(graph.weights, key=lambda weight: (ranks.get(weight.value, len(ranks)), weight.names))
+    canonical = GraphAssembler(graph.symbols).graph(graph, graph.nodes, graph.inputs, weights, graph.outputs)
+    return replace(canonical, symbols=graph.symbols, calls=sort_module_calls(graph.calls))
 
 
 class GraphAssembler:
-    """A graph while it is put together."""
+    """A graph while it is assembled: `add_node` copies each node, then `finish` returns the graph."""
 
     def __init__(self, symbols: Sequence[Symbol]) -> None:
-        """`symbols` are all that its values may use."""
+        """Start without nodes.
+
+        Args:
+            symbols: all symbols that the values of the graph may use.
+        """
         self._symbols = symbols
         self._ops: dict[Op, int] = {}
         self._scopes: dict[Scope, int] = {}
         self._contexts: dict[Context, int] = {}
         self._subgraphs: list[Subgraph] = []
-        self._index_of: dict[bytes, int] = {}  # of a subgraph, by its encoding: 1, 1.0 and true are equal in Python
+        # By encoding, since 1, 1.0 and True are equal in Python.
+        self._subgraph_indices: dict[bytes, int] = {}
 
     def graph(
         self,
@@ -52,66 +60,101 @@ class GraphAssembler:
         weights: Sequence[Weight],
         outputs: Sequence[str],
     ) -> Graph:
-        """The graph of some nodes of one graph."""
-        return self.finish([self.node(source, node) for node in nodes], inputs, weights, outputs)
+        """Assemble the graph of some nodes of one graph.
+
+        Args:
+            source: the graph that has the tables which `nodes` refer to.
+            nodes: the nodes, in execution order.
+            inputs: the inputs of the graph.
+            weights: its weights.
+            outputs: the names of its outputs.
+
+        Returns:
+            The graph, without module calls.
+        """
+        return self.finish([self.add_node(source, node) for node in nodes], inputs, weights, outputs)
 
     def finish(
         self, nodes: Sequence[Node], inputs: Sequence[Value], weights: Sequence[Weight], outputs: Sequence[str]
     ) -> Graph:
-        """The graph of nodes that `node` has moved here."""
-        inner = [node for subgraph in self._subgraphs for node in subgraph.nodes]
-        values = (
-            *inputs,
-            *(value for node in (*nodes, *inner) for value in node.outputs if value is not None),
-            *(value for subgraph in self._subgraphs for value in subgraph.inputs),
-        )
-        dims = (dim for value in values for dim in (*value.shape, *(() if value.expr is None else (value.expr,))))
-        used = {name for dim in dims for name in symbol_names(dim)}
+        """Assemble the graph of nodes that `add_node` returned.
+
+        Args:
+            nodes: the nodes, in execution order.
+            inputs: the inputs of the graph.
+            weights: its weights.
+            outputs: the names of its outputs.
+
+        Returns:
+            The graph, without module calls.
+        """
         scopes = sorted(self._scopes, key=lambda scope: (scope.path, scope.type))
-        number_of = {scope: number for number, scope in enumerate(scopes)}
-        place = [number_of[scope] for scope in self._scopes]
+        sorted_indices = {scope: index for index, scope in enumerate(scopes)}
+        new_scopes = [sorted_indices[scope] for scope in self._scopes]
+        used_symbols = self._used_symbols(nodes, inputs)
         return Graph(
-            symbols=tuple(symbol for symbol in self._symbols if symbol.name in used),
+            symbols=tuple(symbol for symbol in self._symbols if symbol.name in used_symbols),
             inputs=tuple(inputs),
             weights=tuple(weights),
-            nodes=_in_scopes(nodes, place),
+            nodes=_with_scopes(nodes, new_scopes),
             outputs=tuple(outputs),
-            subgraphs=tuple(replace(body, nodes=_in_scopes(body.nodes, place)) for body in self._subgraphs),
+            subgraphs=tuple(
+                replace(subgraph, nodes=_with_scopes(subgraph.nodes, new_scopes)) for subgraph in self._subgraphs
+            ),
             ops=tuple(self._ops),
             scopes=tuple(scopes),
             contexts=tuple(self._contexts),
         )
 
-    def node(self, source: Graph, node: Node) -> Node:
-        """Move a node here from another graph."""
-        if any(True for _ in subgraph_indices(node)):
-            node = map_node_arguments(node, lambda leaf: self._leaf(source, leaf))
+    def add_node(self, source: Graph, node: Node) -> Node:
+        """Copy a node, and the entries of tables that it uses, from another graph.
+
+        Args:
+            source: the graph that has the tables which `node` refers to.
+            node: the node.
+
+        Returns:
+            The node with references to the tables of this graph, for `finish`.
+        """
+        if source.subgraphs and any(True for _ in subgraph_indices(node)):
+            node = map_node_arguments(node, lambda leaf: self._copy_subgraph(source, leaf))
         return replace(
             node,
             op=self._ops.setdefault(source.ops[node.op], len(self._ops)),
             scope=self._scopes.setdefault(source.scopes[node.scope], len(self._scopes)),
-            context=None if node.context is None else self._context(source, node.context),
+            context=None if node.context is None else self._copy_context(source, node.context),
         )
 
-    def _context(self, source: Graph, index: int) -> int:
-        context = source.contexts[index]
+    def _used_symbols(self, nodes: Sequence[Node], inputs: Sequence[Value]) -> set[str]:
+        subgraph_nodes = (node for subgraph in self._subgraphs for node in subgraph.nodes)
+        values = (
+            *inputs,
+            *(value for node in (*nodes, *subgraph_nodes) for value in node.outputs if value is not None),
+            *(value for subgraph in self._subgraphs for value in subgraph.inputs),
+        )
+        dims = (dim for value in values for dim in (*value.shape, *(() if value.expr is None else (value.expr,))))
+        return {name for dim in dims for name in symbol_names(dim)}
+
+    def _copy_context(self, source: Graph, context_index: int) -> int:
+        context = source.contexts[context_index]
         if context.parent is not None:
-            context = replace(context, parent=self._context(source, context.parent))
+            context = replace(context, parent=self._copy_context(source, context.parent))
         return self._contexts.setdefault(context, len(self._contexts))
 
-    def _leaf(self, source: Graph, leaf: Argument) -> Argument:
-        """Move the subgraph that an argument names here; any other leaf stays as it is."""
+    def _copy_subgraph(self, source: Graph, leaf: Argument) -> Argument:
+        """Copy the subgraph that an argument refers to; any other argument stays as it is."""
         if not isinstance(leaf, SubgraphArg):
             return leaf
         subgraph = source.subgraphs[leaf.index]
-        nodes = tuple(self.node(source, node) for node in subgraph.nodes)
-        result = map_arguments(subgraph.result, lambda inner_leaf: self._leaf(source, inner_leaf))
-        moved = replace(subgraph, nodes=nodes, result=result)
-        index = self._index_of.setdefault(msgspec.msgpack.encode(moved), len(self._subgraphs))
-        self._subgraphs[index:] = self._subgraphs[index:] or [moved]
+        nodes = tuple(self.add_node(source, node) for node in subgraph.nodes)
+        result = map_arguments(subgraph.result, lambda inner_leaf: self._copy_subgraph(source, inner_leaf))
+        copied = replace(subgraph, nodes=nodes, result=result)
+        index = self._subgraph_indices.setdefault(msgspec.msgpack.encode(copied), len(self._subgraphs))
+        if index == len(self._subgraphs):
+            self._subgraphs.append(copied)
         return SubgraphArg(index)
 
 
-def _in_scopes(nodes: Iterable[Node], place: Sequence[int]) -> tuple[Node, ...]:
-    """Nodes that refer to scopes by other indices."""
-    return tuple(replace(node, scope=place[node.scope]) for node in nodes)
+def _with_scopes(nodes: Iterable[Node], new_scopes: Sequence[int]) -> tuple[Node, ...]:
+    """Nodes that refer to scopes by their new indices."""
+    return tuple(replace(node, scope=new_scopes[node.scope]) for node in nodes)

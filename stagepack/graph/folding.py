@@ -1,7 +1,8 @@
-"""A graph -> the form that its file holds, with equal parts as regions. Law: ``unfold(fold(g)) == g``."""
+"""A graph -> the form that its file holds, with equal runs of nodes as regions. Law: ``unfold_graph(fold_graph(g)) == g``."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from msgspec.msgpack import encode
 from msgspec.structs import replace
@@ -17,164 +18,188 @@ from stagepack.format.renaming import (
     rename_node,
     rename_weight,
 )
-from stagepack.format.traversal import input_names
 from stagepack.format.unfold import unfold_graph
-from stagepack.graph.repeat_search import Repeat, all_repeats, find_repeats
+from stagepack.graph.analysis import GraphAnalysis
+from stagepack.graph.repeat_search import find_repeats
+from stagepack.graph.repeats import Repeat, all_starts
 from stagepack.graph.template_builder import TemplateBuilder
 
+_Item = TypeVar("_Item")
 
-def fold_graph(graph: Graph, places: Sequence[int] | None = None) -> FoldedGraph:
-    """Fold a graph whose tables stand in the order that `unfold` gives them; of any other one nothing is folded.
 
-    `places` says where each node stands in the whole model, of which the graph is a stage; -1 for one that stands nowhere.
+def fold_graph(graph: Graph, positions: Sequence[int] | None = None) -> FoldedGraph:
+    """Fold a graph.
+
+    Args:
+        graph: a graph whose tables are in the order that `unfold_graph` gives them; any other graph is not folded.
+        positions: the position of each node in the whole model when `graph` is a stage, -1 for a node that is in no other stage; None
+            for a whole model.
+
+    Returns:
+        The folded graph; with no regions when nothing repeats.
     """
-    repeats = find_repeats(graph).repeats
+    analysis = GraphAnalysis(graph)
+    repeats = find_repeats(analysis).repeats
     if not repeats:
         return trivially_folded(graph)
-    folded = _Folding(graph, repeats, range(len(graph.nodes)) if places is None else places).folded()
+    folded = _Folding(analysis, repeats, range(len(graph.nodes)) if positions is None else positions).fold()
     return folded if unfold_graph(folded) == graph else trivially_folded(graph)
 
 
 @dataclass(slots=True)
-class _Places:
-    """A region on its way: its places in the graph, and its holes."""
+class _RegionRuns:
+    """The runs of nodes of a region.
+
+    Attributes:
+        repeat: the runs that are written out, or called from what is written out.
+        starts: the first nodes of all runs, those inside of calls of other regions too.
+        region_index: the index of the region in the folded graph.
+        templates: the templates of its names.
+    """
 
     repeat: Repeat
-    starts: list[int]  # of all places, those inside of calls of other regions too
-    number: int = 0
-    holes: TemplateBuilder = field(default_factory=TemplateBuilder)
+    starts: list[int]
+    region_index: int = 0
+    templates: TemplateBuilder = field(default_factory=TemplateBuilder)
 
-    @property
-    def first(self) -> int:
-        """The place that is written out."""
-        return self.repeat.starts[0]
+    def hole_texts(self, start: int) -> tuple[str, ...]:
+        """The texts for the holes in the call of a run."""
+        run_index = self.starts.index(start)
+        return tuple(texts[run_index] for texts in self.templates.hole_texts)
 
-    def texts(self, start: int) -> tuple[str, ...]:
-        """The texts of the call at a place."""
-        place = self.starts.index(start)
-        return tuple(texts[place] for texts in self.holes.texts)
+    def renaming(self, items: Sequence[_Item], names_in: Callable[[_Item], Iterable[str]]) -> Callable[[str], str]:
+        """A function that renames the item of one run to the templates for all runs.
+
+        Args:
+            items: the item of each run, equal up to names.
+            names_in: lists the names in an item, in the order in which they are renamed.
+        """
+        return rename_in_order([self.templates.template(names) for names in zip(*map(names_in, items), strict=True)])
 
 
 class _Folding:
-    """A graph and its repeats, the longest first, on their way to regions."""
+    """A graph and its repeats, the longest first, while they become regions."""
 
-    def __init__(self, graph: Graph, repeats: Sequence[Repeat], numbers: Sequence[int]) -> None:
-        self.graph = graph
-        self.weights = {weight.value: weight for weight in graph.weights}
-        self.declared: set[str] = set()
-        self.begins = _begins(graph.calls, numbers)
-        self.called: set[str] = set()  # paths of calls of modules that regions hold
-        self.places = [_Places(*pair) for pair in zip(repeats, all_repeats(repeats), strict=True)]
-        # Where calls stand that are written out: in the graph, and in the first place of each region.
-        self.calls: dict[int, list[_Places]] = {}
-        for places in self.places:
-            for start in places.repeat.starts:
-                self.calls.setdefault(start, []).append(places)
+    def __init__(self, analysis: GraphAnalysis, repeats: Sequence[Repeat], positions: Sequence[int]) -> None:
+        graph = analysis.graph
+        self._analysis = analysis
+        self._weights = {weight.value: weight for weight in graph.weights}
+        self._module_calls = _module_calls_by_first_node(graph.calls, positions)
+        # Weights and paths of module calls that regions declare.
+        self._declared_weights: set[str] = set()
+        self._declared_calls: set[str] = set()
+        starts_of = all_starts(repeats)
+        self._runs = [
+            _RegionRuns(repeat=repeat, starts=starts) for repeat, starts in zip(repeats, starts_of, strict=True)
+        ]
+        # The calls that are written out, in the graph and in the first run of each region, by their first node; longest first.
+        self._calls_at: dict[int, list[_RegionRuns]] = {}
+        for runs in self._runs:
+            for start in runs.repeat.starts:
+                self._calls_at.setdefault(start, []).append(runs)
 
-    def folded(self) -> FoldedGraph:
+    def fold(self) -> FoldedGraph:
         """The folded graph."""
+        graph = self._analysis.graph
         regions = []
-        for number, places in enumerate(reversed(self.places)):
-            places.number = number
-            regions.append(self._region(places))
-        graph = self.graph
-        nodes = []
-        for start, inner in self._items(0, len(graph.nodes), None):
-            nodes.append(graph.nodes[start] if inner is None else RegionCall(inner.number, inner.texts(start)))
-        kept = {node.scope for node in nodes if isinstance(node, Node)}
-        kept.update(node.scope for subgraph in graph.subgraphs for node in subgraph.nodes)
-        at = {scope: number for number, scope in enumerate(sorted(kept))}
+        for region_index, runs in enumerate(reversed(self._runs)):
+            runs.region_index = region_index
+            regions.append(self._region(runs))
+        nodes = [
+            graph.nodes[start] if called is None else RegionCall(called.region_index, called.hole_texts(start))
+            for start, called in self._body_items(0, len(graph.nodes), None)
+        ]
+        kept_scopes = {node.scope for node in nodes if isinstance(node, Node)}
+        kept_scopes.update(node.scope for subgraph in graph.subgraphs for node in subgraph.nodes)
+        new_scopes = {scope: new_scope for new_scope, scope in enumerate(sorted(kept_scopes))}
         subgraphs = (
-            replace(body, nodes=tuple(replace(node, scope=at[node.scope]) for node in body.nodes))
-            for body in graph.subgraphs
+            replace(subgraph, nodes=tuple(replace(node, scope=new_scopes[node.scope]) for node in subgraph.nodes))
+            for subgraph in graph.subgraphs
         )
         return replace(
             trivially_folded(graph),
-            nodes=tuple(replace(node, scope=at[node.scope]) if isinstance(node, Node) else node for node in nodes),
-            weights=tuple(weight for weight in graph.weights if weight.value not in self.declared),
-            scopes=tuple(graph.scopes[scope] for scope in at),
+            nodes=tuple(
+                replace(node, scope=new_scopes[node.scope]) if isinstance(node, Node) else node for node in nodes
+            ),
+            weights=tuple(weight for weight in graph.weights if weight.value not in self._declared_weights),
+            scopes=tuple(graph.scopes[scope] for scope in new_scopes),
             subgraphs=tuple(subgraphs),
-            calls=tuple(call for call in graph.calls if call.path not in self.called),
+            calls=tuple(call for call in graph.calls if call.path not in self._declared_calls),
             regions=tuple(regions),
         )
 
-    def _items(self, start: int, end: int, body: _Places | None = None) -> Iterator[tuple[int, _Places | None]]:
-        """Yield what the nodes of a body become: the number of a node, or that of the first node of a call and its region."""
-        number = start
-        while number < end:
-            inner = [
-                places
-                for places in self.calls.get(number, [])
-                if body is None or places.repeat.length < body.repeat.length
-            ]
-            yield number, (inner[0] if inner else None)
-            number += inner[0].repeat.length if inner else 1
+    def _body_items(self, start: int, end: int, body: _RegionRuns | None) -> Iterator[tuple[int, _RegionRuns | None]]:
+        """Yield the items of a body: a node's number, or the first node of a call with the region that is called.
 
-    def _region(self, places: _Places) -> Region:
-        graph, first = self.graph, places.first
-        weights = self._own_weights(places)
-        template_of = places.holes.template
+        `body` is the region whose first run is from `start` to `end` (excluded), None for the graph.
+        """
+        node_number = start
+        while node_number < end:
+            calls = self._calls_at.get(node_number, [])
+            shorter = (runs for runs in calls if body is None or runs.repeat.length < body.repeat.length)
+            called = next(shorter, None)
+            yield node_number, called
+            node_number += 1 if called is None else called.repeat.length
+
+    def _region(self, runs: _RegionRuns) -> Region:
+        graph, first = self._analysis.graph, runs.repeat.starts[0]
         scopes: dict[Scope, int] = {}
         nodes: list[Node | RegionCall] = []
-        for number, inner in self._items(first, first + places.repeat.length, places):
-            here = [number - first + start for start in places.starts]
-            if inner is not None:
-                columns = zip(*(inner.texts(place) for place in here), strict=True)
-                nodes.append(RegionCall(inner.number, tuple(map(template_of, columns))))
+        for node_number, called in self._body_items(first, first + runs.repeat.length, runs):
+            run_numbers = [node_number - first + start for start in runs.starts]
+            if called is not None:
+                columns = zip(*(called.hole_texts(number) for number in run_numbers), strict=True)
+                nodes.append(RegionCall(called.region_index, tuple(map(runs.templates.template, columns))))
                 continue
-            found = [graph.nodes[place] for place in here]
-            paths = tuple(graph.scopes[node.scope].path for node in found)
-            scope = Scope(path=template_of(paths), type=graph.scopes[found[0].scope].type)
-            rename = rename_in_order([template_of(column) for column in zip(*map(names_in_node, found), strict=True)])
-            nodes.append(replace(rename_node(found[0], rename), scope=scopes.setdefault(scope, len(scopes))))
-        declared = []
-        for column in weights:
-            rename = rename_in_order([template_of(texts) for texts in zip(*map(names_in_weight, column), strict=True)])
-            declared.append(rename_weight(column[0], rename))
-        calls = []
-        for same in self._own_calls(places):
-            rename = rename_in_order(
-                [template_of(texts) for texts in zip(*map(names_in_module_call, same), strict=True)]
-            )
-            calls.append(rename_module_call(same[0], rename))
-        return Region(nodes=tuple(nodes), weights=tuple(declared), scopes=tuple(scopes), calls=tuple(calls))
+            run_nodes = [graph.nodes[number] for number in run_numbers]
+            paths = tuple(graph.scopes[node.scope].path for node in run_nodes)
+            scope = Scope(path=runs.templates.template(paths), type=graph.scopes[run_nodes[0].scope].type)
+            node = rename_node(run_nodes[0], runs.renaming(run_nodes, names_in_node))
+            nodes.append(replace(node, scope=scopes.setdefault(scope, len(scopes))))
+        weights = [
+            rename_weight(column[0], runs.renaming(column, names_in_weight)) for column in self._own_weights(runs)
+        ]
+        calls = [
+            rename_module_call(column[0], runs.renaming(column, names_in_module_call))
+            for column in self._own_module_calls(runs)
+        ]
+        return Region(nodes=tuple(nodes), weights=tuple(weights), scopes=tuple(scopes), calls=tuple(calls))
 
-    def _own_calls(self, places: _Places) -> list[tuple[ModuleCall, ...]]:
-        """The calls of modules that each place has for itself and that are equal but for names; for each of them, that of every place."""
-        found: dict[tuple[str, ...], tuple[ModuleCall, ...]] = {}
-        for node in range(places.repeat.length):
-            for column in zip(*(self.begins[start + node] for start in places.starts), strict=False):
+    def _own_module_calls(self, runs: _RegionRuns) -> list[tuple[ModuleCall, ...]]:
+        """The module calls that each run has for itself and that are equal up to names: for each, the call of every run."""
+        columns_by_paths: dict[tuple[str, ...], tuple[ModuleCall, ...]] = {}
+        for offset in range(runs.repeat.length):
+            for column in zip(*(self._module_calls[start + offset] for start in runs.starts), strict=False):
                 paths = tuple(call.path for call in column)
-                if len(set(paths)) == len(paths) and len(set(map(_nameless, column))) == 1:
-                    found[paths] = column
-        columns = [column for paths, column in found.items() if self.called.isdisjoint(paths)]
-        self.called.update(call.path for column in columns for call in column)
+                if len(set(paths)) == len(paths) and len(set(map(_encode_without_names, column))) == 1:
+                    columns_by_paths[paths] = column
+        columns = [column for paths, column in columns_by_paths.items() if self._declared_calls.isdisjoint(paths)]
+        self._declared_calls.update(call.path for column in columns for call in column)
         return columns
 
-    def _own_weights(self, places: _Places) -> list[tuple[Weight, ...]]:
-        """The weights that each place has for itself: for each of them, that of every place."""
+    def _own_weights(self, runs: _RegionRuns) -> list[tuple[Weight, ...]]:
+        """The weights that each run has for itself: for each, the weight of every run."""
         rows = []
-        for start in places.starts:
-            used = (
-                name for node in self.graph.nodes[start : start + places.repeat.length] for name in input_names(node)
-            )
-            rows.append([name for name in dict.fromkeys(used) if name in self.weights])
+        for start in runs.starts:
+            node_inputs = self._analysis.node_inputs[start : start + runs.repeat.length]
+            used_names = dict.fromkeys(name for names in node_inputs for name in names)
+            rows.append([name for name in used_names if name in self._weights])
         columns = [
             column
             for column in zip(*rows, strict=True)
-            if len(set(column)) == len(column) and self.declared.isdisjoint(column)
+            if len(set(column)) == len(column) and self._declared_weights.isdisjoint(column)
         ]
-        self.declared.update(*columns)
-        return [tuple(self.weights[name] for name in column) for column in columns]
+        self._declared_weights.update(*columns)
+        return [tuple(self._weights[name] for name in column) for column in columns]
 
 
-def _begins(calls: Iterable[ModuleCall], numbers: Sequence[int]) -> list[list[ModuleCall]]:
-    """The calls of modules that begin at each node, the innermost first."""
-    at: dict[int, list[ModuleCall]] = {}
+def _module_calls_by_first_node(calls: Iterable[ModuleCall], positions: Sequence[int]) -> list[list[ModuleCall]]:
+    """The module calls that begin at each node, the innermost first."""
+    calls_at: dict[int, list[ModuleCall]] = {}
     for call in calls:
-        at.setdefault(int(call.first), []).insert(0, call)
-    return [at.get(number, []) for number in numbers]
+        calls_at.setdefault(int(call.first), []).insert(0, call)
+    return [calls_at.get(position, []) for position in positions]
 
 
-def _nameless(call: ModuleCall) -> bytes:
+def _encode_without_names(call: ModuleCall) -> bytes:
     return encode(rename_module_call(call, lambda _: ""))

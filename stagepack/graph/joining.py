@@ -13,30 +13,40 @@ from stagepack.graph.assembly import GraphAssembler, canonical_graph
 
 
 def join_stages(manifest: Manifest, stages: Sequence[Graph]) -> Graph:
-    """Put the graphs of all stages together.
+    """Join the graphs of all stages.
 
-    A node that several stages compute comes once, and one that a cut has added does not come at all.
+    A node that several stages compute is in the result once, and a node that a cut added is not in it.
+
+    Args:
+        manifest: of a bundle.
+        stages: the graphs of its stages, in order.
+
+    Returns:
+        The graph of the whole model, in the form of `canonical_graph`.
 
     Raises:
-        CutError: the manifest does not say where the nodes stand.
+        CutError: the manifest does not record the positions of the nodes in the whole model.
     """
-    at: dict[int, tuple[Graph, int]] = {}
+    sources: dict[int, tuple[Graph, int]] = {}
     for entry, graph in zip(manifest.stages, stages, strict=True):
         if len(graph.nodes) > entry.added and not entry.places:
-            raise CutError("the bundle does not say where its nodes stand in the whole model: export the model again")
-        for index, number in enumerate(run_members(entry.places), start=entry.added):
-            at.setdefault(number, (graph, index))
-    assembly = GraphAssembler(manifest.symbols)
-    nodes = [
-        assembly.node(graph, graph.nodes[index]) for _, (graph, index) in sorted(at.items(), key=lambda item: item[0])
-    ]
+            raise CutError(
+                "the bundle does not record the positions of its nodes in the whole model: export the model again"
+            )
+        for node_index, position in enumerate(run_members(entry.places), start=entry.added):
+            sources.setdefault(position, (graph, node_index))
+    assembler = GraphAssembler(manifest.symbols)
+    nodes = []
+    for position in sorted(sources):
+        graph, node_index = sources[position]
+        nodes.append(assembler.add_node(graph, graph.nodes[node_index]))
     inputs = [
         Value(name=edge.name, dtype=edge.dtype, shape=edge.shape, expr=edge.expr)
         for edge in manifest.edges
         if edge.producer is None
     ]
     weights = {weight.value: weight for graph in stages for weight in graph.weights}
-    results = value_names(manifest.signature.result)
+    outputs = dict.fromkeys(value_names(manifest.signature.result))
     calls = {call.path: call for graph in stages for call in graph.calls}
-    graph = assembly.finish(nodes, inputs, list(weights.values()), list(dict.fromkeys(results)))
-    return canonical_graph(replace(graph, symbols=manifest.symbols, calls=tuple(calls.values())))
+    joined = assembler.finish(nodes, inputs, tuple(weights.values()), tuple(outputs))
+    return canonical_graph(replace(joined, symbols=manifest.symbols, calls=tuple(calls.values())))

@@ -1,4 +1,4 @@
-"""The regions of a graph as functions: what they take, what they give, and where they are called."""
+"""The regions of a graph as functions: their inputs, their outputs, and where they are called."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,108 +8,154 @@ from stagepack.format.folded import FoldedGraph, RegionCall
 from stagepack.format.graph import Graph, Node
 from stagepack.format.template import fill_template
 from stagepack.format.traversal import input_names, output_names
+from stagepack.graph.analysis import GraphAnalysis
 
 
 class RegionCallSite(NamedTuple):
-    """A call of a region: the number of its first node in the graph, the region's own number, and the texts for its holes."""
+    """A call of a region.
+
+    Attributes:
+        start: the number of its first node in the unfolded graph.
+        region: the index of the region.
+        hole_texts: the texts for its holes.
+    """
 
     start: int
     region: int
-    texts: tuple[str, ...]
+    hole_texts: tuple[str, ...]
 
 
-# The number of a node, or a call.
+# The number of a node in the unfolded graph, or a call.
 BodyItem = int | RegionCallSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFunction:
-    """A region as a function of the values that it uses and does not make.
+    """A region as a function of the values that it uses and does not define.
 
     Attributes:
-        items: what it consists of, at its first place in the graph.
-        first: the call that is there.
-        calls: at how many places it stands.
-        length: how many nodes it has, those of regions that it calls too.
-        inputs: of the values that it takes, each where it is first used: the node, counted from the first, and the place among the
-            values that this node is given.
-        outputs: of the values that it gives, those that something outside uses at one of its places: the node, and the place among
-            the values that this node makes.
+        items: its nodes and the regions that it calls, as its first call has them.
+        first_call: the call with the first node.
+        call_count: the number of its calls.
+        length: the number of its nodes, those of the regions that it calls included.
+        inputs: for each value that it takes, its first use: the offset of the node from the first node of the region, and the index
+            among the values that this node uses.
+        outputs: for each value that it returns, which something outside uses at one of its calls: the offset of the node, and the
+            index among the values that this node defines.
     """
 
     items: tuple[BodyItem, ...]
-    first: RegionCallSite
-    calls: int
+    first_call: RegionCallSite
+    call_count: int
     length: int
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
 
-    def taken(self, graph: Graph, start: int) -> list[str]:
-        """The names of the values that it takes where its first node has this number."""
-        return [input_names(graph.nodes[start + node])[place] for node, place in self.inputs]
+    def input_names(self, graph: Graph, start: int) -> list[str]:
+        """Return the names of the values that a call takes.
 
-    def given(self, graph: Graph, start: int) -> list[str]:
-        """The names of the values that it gives there."""
-        return [list(output_names(graph.nodes[start + node]))[place] for node, place in self.outputs]
+        Args:
+            graph: the unfolded graph.
+            start: the number of the first node of the call.
+
+        Returns:
+            A name for each entry of `inputs`.
+        """
+        return [input_names(graph.nodes[start + offset])[index] for offset, index in self.inputs]
+
+    def output_names(self, graph: Graph, start: int) -> list[str]:
+        """Return the names of the values that a call returns.
+
+        Args:
+            graph: the unfolded graph.
+            start: the number of the first node of the call.
+
+        Returns:
+            A name for each entry of `outputs`.
+        """
+        return [list(output_names(graph.nodes[start + offset]))[index] for offset, index in self.outputs]
 
 
 def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem], list[RegionFunction]]:
-    """What a graph consists of, and its regions; `graph` is the unfolded one."""
-    lengths: list[int] = []
-    for region in folded.regions:
-        lengths.append(sum(1 if isinstance(item, Node) else lengths[item.region] for item in region.nodes))
-    calls_of: list[list[RegionCallSite]] = [[] for _ in lengths]
+    """Describe a folded graph as calls of functions.
+
+    Args:
+        folded: the folded graph.
+        graph: the same graph, unfolded.
+
+    Returns:
+        The items of the graph in order, and a function for each region.
+    """
+    bodies = _Bodies(folded)
+    graph_items = list(bodies.items(folded.nodes, 0))
+    call_sites: list[list[RegionCallSite]] = [[] for _ in folded.regions]
+    pending = [item for item in graph_items if isinstance(item, RegionCallSite)]
+    for call in pending:
+        call_sites[call.region].append(call)
+        items = bodies.items(folded.regions[call.region].nodes, call.start, call.hole_texts)
+        pending += (item for item in items if isinstance(item, RegionCallSite))
+    analysis = GraphAnalysis(graph)
+    functions = []
+    for region, length, calls in zip(folded.regions, bodies.lengths, call_sites, strict=True):
+        first_call = min(calls)
+        outputs = {output for call in calls for output in _outputs(analysis, call.start, length)}
+        functions.append(
+            RegionFunction(
+                items=tuple(bodies.items(region.nodes, first_call.start, first_call.hole_texts)),
+                first_call=first_call,
+                call_count=len(calls),
+                length=length,
+                inputs=tuple(_inputs(graph, first_call.start, length)),
+                outputs=tuple(sorted(outputs)),
+            )
+        )
+    return graph_items, functions
+
+
+class _Bodies:
+    """The bodies of a folded graph.
+
+    Attributes:
+        lengths: the number of nodes of each region.
+    """
+
+    def __init__(self, folded: FoldedGraph) -> None:
+        self.lengths: list[int] = []
+        for region in folded.regions:
+            self.lengths.append(
+                sum(1 if isinstance(item, Node) else self.lengths[item.region] for item in region.nodes)
+            )
 
     def items(
-        body: Sequence[Node | RegionCall], start: int, texts: tuple[str, ...] | None = None
+        self, body: Sequence[Node | RegionCall], start: int, hole_texts: Sequence[str] | None = None
     ) -> Iterator[BodyItem]:
+        """Yield the items of the graph or, with the texts of a call, of a region whose first node has the number `start`."""
         for item in body:
             if isinstance(item, Node):
                 yield start
                 start += 1
             else:
-                inner = item.holes if texts is None else tuple(fill_template(hole, texts) for hole in item.holes)
-                yield RegionCallSite(start, item.region, inner)
-                start += lengths[item.region]
-
-    whole = list(items(folded.nodes, 0))
-    calls = [item for item in whole if isinstance(item, RegionCallSite)]
-    for call in calls:
-        calls_of[call.region].append(call)
-        inside = items(folded.regions[call.region].nodes, call.start, call.texts)
-        calls += (item for item in inside if isinstance(item, RegionCallSite))
-    last_use = {name: number for number, node in enumerate(graph.nodes) for name in input_names(node)}
-    last_use |= dict.fromkeys(graph.outputs, len(graph.nodes))
-    found = []
-    for number, region in enumerate(folded.regions):
-        length = lengths[number]
-        outputs = {output for call in calls_of[number] for output in _outputs(graph, call.start, length, last_use)}
-        first = min(calls_of[number])
-        found.append(
-            RegionFunction(
-                items=tuple(items(region.nodes, first.start, first.texts)),
-                first=first,
-                calls=len(calls_of[number]),
-                length=length,
-                inputs=tuple(_inputs(graph, first.start, length)),
-                outputs=tuple(sorted(outputs)),
-            )
-        )
-    return whole, found
+                texts = (
+                    item.holes if hole_texts is None else tuple(fill_template(hole, hole_texts) for hole in item.holes)
+                )
+                yield RegionCallSite(start, item.region, texts)
+                start += self.lengths[item.region]
 
 
 def _inputs(graph: Graph, start: int, length: int) -> Iterator[tuple[int, int]]:
-    known: set[str] = set()
-    for node in range(length):
-        for place, name in enumerate(input_names(graph.nodes[start + node])):
-            if name not in known:
-                known.add(name)
-                yield node, place
-        known.update(output_names(graph.nodes[start + node]))
+    """Yield the first use of each value that a run of nodes does not define: the offset of the node, and the index of the value."""
+    known_names: set[str] = set()
+    for offset in range(length):
+        for index, name in enumerate(input_names(graph.nodes[start + offset])):
+            if name not in known_names:
+                known_names.add(name)
+                yield offset, index
+        known_names.update(output_names(graph.nodes[start + offset]))
 
 
-def _outputs(graph: Graph, start: int, length: int, last_use: dict[str, int]) -> Iterator[tuple[int, int]]:
-    for node in range(length):
-        for place, name in enumerate(output_names(graph.nodes[start + node])):
-            if last_use.get(name, -1) >= start + length:
-                yield node, place
+def _outputs(analysis: GraphAnalysis, start: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield the values of a run of nodes that are used after it: the offset of the node, and the index of the value."""
+    for offset in range(length):
+        for index, name in enumerate(analysis.node_outputs[start + offset]):
+            if analysis.last_uses.get(name, -1) >= start + length:
+                yield offset, index

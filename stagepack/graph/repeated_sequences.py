@@ -1,7 +1,7 @@
-"""Repeated parts of a sequence of numbers.
+"""Repeated subsequences of a sequence of integers.
 
-By the intervals of its suffix array with longest common prefixes, which are the inner nodes of its suffix tree (Abouelhoda, Kurtz,
-Ohlebusch, 2004, doi:10.1016/S1570-8667(03)00065-0).
+Found by the intervals of its suffix array with longest common prefixes, which are the internal nodes of its suffix tree (Abouelhoda,
+Kurtz, Ohlebusch, 2004, doi:10.1016/S1570-8667(03)00065-0).
 """
 
 import bisect
@@ -10,108 +10,134 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repeated:
-    """Parts of a sequence that are equal: their length, and where they begin, ascending. None overlaps the next."""
+class RepeatedSubsequence:
+    """Equal parts of a sequence that do not overlap.
+
+    Attributes:
+        length: the number of items of each part.
+        starts: the indices of their first items, ascending.
+    """
 
     length: int
     starts: tuple[int, ...]
 
 
-def repeated_subsequences(sequence: Sequence[int], sizes: Sequence[int], least: int) -> list[Repeated]:
-    """The repeated parts that are worth a region, best first; different ones may overlap.
+def repeated_subsequences(sequence: Sequence[int], sizes: Sequence[int], least_gain: int) -> list[RepeatedSubsequence]:
+    """Find the repeated subsequences that are worth a region.
 
     Args:
-        sequence: the items, as numbers.
-        sizes: how much each item is worth.
-        least: what a repeat must save, see `worth`.
+        sequence: the items.
+        sizes: the number of nodes of each item.
+        least_gain: the nodes that a repeat must save, see `folding_gain`.
+
+    Returns:
+        The subsequences, the most useful first; different ones may overlap.
     """
-    total = [0]
+    size_before = [0]
     for size in sizes:
-        total.append(total[-1] + size)
-    order = _suffixes(sequence)
-    found: list[tuple[int, int, int, int]] = []
-    for common, low, high, gap in _intervals(order, _common_prefixes(sequence, order)):
-        length = min(common, gap)
-        first = order[low]
-        saved = folding_gain(total[first + length] - total[first], high - low + 1)
-        if saved >= least:
-            found.append((-saved, length, low, high))
+        size_before.append(size_before[-1] + size)
+    order = _suffix_array(sequence)
+    candidates: list[tuple[int, int, int, int]] = []
+    for common_length, low, high, least_distance in _intervals(order, _common_prefixes(sequence, order)):
+        length = min(common_length, least_distance)
+        start = order[low]
+        gain = folding_gain(size_before[start + length] - size_before[start], high - low + 1)
+        if gain >= least_gain:
+            candidates.append((-gain, length, low, high))
     return [
-        Repeated(length=length, starts=tuple(sorted(order[low : high + 1]))) for _, length, low, high in sorted(found)
+        RepeatedSubsequence(length=length, starts=tuple(sorted(order[low : high + 1])))
+        for _, length, low, high in sorted(candidates)
     ]
 
 
-def folding_gain(size: int, count: int) -> int:
-    """What it saves to write a part of so many nodes once and to call it, where a call counts as two nodes."""
-    return (count - 1) * size - 2 * count
+def folding_gain(node_count: int, run_count: int) -> int:
+    """Compute how many nodes it saves to store equal runs once and to call them, where a call counts as two nodes.
+
+    Args:
+        node_count: nodes of each run.
+        run_count: the number of runs.
+
+    Returns:
+        The nodes that are saved; negative when folding costs more than it saves.
+    """
+    return (run_count - 1) * node_count - 2 * run_count
 
 
-def _suffixes(sequence: Sequence[int]) -> list[int]:
-    """The suffix array, by prefix doubling (Manber, Myers, 1990)."""
-    count, step = len(sequence), 1
+def _suffix_array(sequence: Sequence[int]) -> list[int]:
+    """The starts of all suffixes in lexicographic order, by prefix doubling (Manber, Myers, 1990)."""
+    length, step = len(sequence), 1
     keys: Sequence[int] = sequence
     while True:
-        order = sorted(range(count), key=keys.__getitem__)
-        rank, number = [0] * count, 0
-        for place, start in enumerate(order):
-            number += place > 0 and keys[start] != keys[order[place - 1]]
-            rank[start] = number
-        if number == count - 1 or step >= count:
+        order = sorted(range(length), key=keys.__getitem__)
+        ranks, rank = [0] * length, 0
+        for index, start in enumerate(order):
+            rank += index > 0 and keys[start] != keys[order[index - 1]]
+            ranks[start] = rank
+        if rank == length - 1 or step >= length:
             return order
-        after = [*rank[step:], *([-1] * step)]
-        keys = [one * (count + 1) + other + 1 for one, other in zip(rank, after, strict=True)]
+        later_ranks = [*ranks[step:], *([-1] * step)]
+        keys = [rank * (length + 1) + later_rank + 1 for rank, later_rank in zip(ranks, later_ranks, strict=True)]
         step *= 2
 
 
 def _common_prefixes(sequence: Sequence[int], order: Sequence[int]) -> list[int]:
     """How many items each suffix shares with the one before it in the order (Kasai et al., 2001)."""
-    rank = [0] * len(order)
-    for place, start in enumerate(order):
-        rank[start] = place
-    common, shared = [0] * len(order), 0
-    for start, place in enumerate(rank):
-        if place == 0:
+    ranks = [0] * len(order)
+    for index, start in enumerate(order):
+        ranks[start] = index
+    prefix_lengths, shared = [0] * len(order), 0
+    for start, rank in enumerate(ranks):
+        if rank == 0:
             shared = 0
             continue
-        other = order[place - 1]
-        longest = len(order) - max(start, other)
-        while shared < longest and sequence[start + shared] == sequence[other + shared]:
+        previous_start = order[rank - 1]
+        longest = len(order) - max(start, previous_start)
+        while shared < longest and sequence[start + shared] == sequence[previous_start + shared]:
             shared += 1
-        common[place] = shared
+        prefix_lengths[rank] = shared
         shared = max(0, shared - 1)
-    return common
+    return prefix_lengths
 
 
-def _intervals(order: Sequence[int], common: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (length, first and last place in the order, smallest distance of two starts) of each repeated part."""
+def _intervals(order: Sequence[int], prefix_lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (length, first and last index in the order, least distance of two starts) of each repeated subsequence."""
     stack = [_Interval(0, 0, [], len(order) + 1)]
-    for place in range(1, len(order) + 1):
-        shared = common[place] if place < len(order) else 0
-        closed = _Interval(len(order), place - 1, [order[place - 1]], len(order) + 1)
+    for index in range(1, len(order) + 1):
+        shared = prefix_lengths[index] if index < len(order) else 0
+        closed = _Interval(len(order), index - 1, [order[index - 1]], len(order) + 1)
         while stack[-1].length > shared:
             top = stack.pop()
-            top.take(closed)
-            yield top.length, top.low, place - 1, top.gap
+            top.absorb(closed)
+            yield top.length, top.low, index - 1, top.least_distance
             closed = top
         if stack[-1].length < shared:
             stack.append(_Interval(shared, closed.low, [], len(order) + 1))
-        stack[-1].take(closed)
+        stack[-1].absorb(closed)
 
 
 @dataclass(slots=True)
 class _Interval:
+    """Suffixes next to one another in the order that share a prefix.
+
+    Attributes:
+        length: of the prefix.
+        low: the index of the first suffix in the order.
+        starts: of the suffixes, ascending.
+        least_distance: of two starts.
+    """
+
     length: int
     low: int
-    starts: list[int]  # ascending
-    gap: int
+    starts: list[int]
+    least_distance: int
 
-    def take(self, other: "_Interval") -> None:
-        """Add the starts of another, those of the smaller one into the larger."""
-        few, many = sorted((self.starts, other.starts), key=len)
-        self.gap = min(self.gap, other.gap)
-        for start in few:
-            at = bisect.bisect(many, start)
-            for beside in many[max(0, at - 1) : at + 1]:
-                self.gap = min(self.gap, abs(start - beside))
-            many.insert(at, start)
-        self.starts, other.starts = many, []
+    def absorb(self, nested: "_Interval") -> None:
+        """Move the starts of a nested interval here; the shorter list is merged into the longer."""
+        shorter, longer = sorted((self.starts, nested.starts), key=len)
+        self.least_distance = min(self.least_distance, nested.least_distance)
+        for start in shorter:
+            index = bisect.bisect(longer, start)
+            for neighbor in longer[max(0, index - 1) : index + 1]:
+                self.least_distance = min(self.least_distance, abs(start - neighbor))
+            longer.insert(index, start)
+        self.starts, nested.starts = longer, []

@@ -1,56 +1,68 @@
-"""The names at all places of a region -> one template, and the texts that a call has for its holes."""
+"""The names in all runs of a region -> one template, and the texts with which a call fills its holes."""
 
 import re
 
 from stagepack.format.template import Hole, escape_template
 
 _PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
-_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 class TemplateBuilder:
-    """The holes of a region.
+    """The holes of a region while its templates are made.
+
+    Law: ``fill_template(builder.template(names), [texts[run] for texts in builder.hole_texts]) == names[run]``.
 
     Attributes:
-        texts: for each hole, its text at each place.
+        hole_texts: for each hole, its text in each run.
     """
 
     def __init__(self) -> None:
-        self.texts: list[tuple[str, ...]] = []
-        self._text: dict[tuple[str, ...], int] = {}
-        self._steps: dict[tuple[int, ...], tuple[int, int]] = {}  # how numbers grow -> a hole, and its first number
-        self._template: dict[tuple[str, ...], str] = {}
+        """Start without holes."""
+        self.hole_texts: list[tuple[str, ...]] = []
+        self._templates: dict[tuple[str, ...], str] = {}
+        self._text_holes: dict[tuple[str, ...], int] = {}
+        # For holes with integers: their differences from the first -> the hole, and its first integer.
+        self._integer_holes: dict[tuple[int, ...], tuple[int, int]] = {}
 
-    def template(self, texts: tuple[str, ...]) -> str:
-        """A template that gives these texts, one a place."""
-        if texts not in self._template:
-            self._template[texts] = self._make(texts)
-        return self._template[texts]
+    def template(self, run_names: tuple[str, ...]) -> str:
+        """Return a template for names that differ from run to run; equal names have equal templates.
 
-    def _make(self, texts: tuple[str, ...]) -> str:
-        if len(set(texts)) == 1:
-            return escape_template(texts[0])
-        pieces = [_PIECE.findall(text) for text in texts]
-        same = len({len(found) for found in pieces}) == 1
-        if not same or any("".join(found) != text for found, text in zip(pieces, texts, strict=True)):
-            return str(self._hole(texts))
-        columns = zip(*pieces, strict=True)
+        Args:
+            run_names: the name in each run.
+
+        Returns:
+            The template; what is equal in all names is part of it, the rest are holes.
+        """
+        if run_names not in self._templates:
+            self._templates[run_names] = self._make_template(run_names)
+        return self._templates[run_names]
+
+    def _make_template(self, run_names: tuple[str, ...]) -> str:
+        if len(set(run_names)) == 1:
+            return escape_template(run_names[0])
+        pieces = [_PIECE.findall(name) for name in run_names]
+        is_complete = all("".join(parts) == name for parts, name in zip(pieces, run_names, strict=True))
+        if not is_complete or len({len(parts) for parts in pieces}) > 1:
+            return str(self._hole(run_names))
         return "".join(
-            escape_template(column[0]) if len(set(column)) == 1 else str(self._hole(column)) for column in columns
+            escape_template(column[0]) if len(set(column)) == 1 else str(self._hole(column))
+            for column in zip(*pieces, strict=True)
         )
 
-    def _hole(self, texts: tuple[str, ...]) -> Hole:
-        if not all(map(_NUMBER.fullmatch, texts)):
-            if texts not in self._text:
-                self._text[texts] = self._new(texts)
-            return Hole(self._text[texts])
-        numbers = list(map(int, texts))
-        steps = tuple(number - numbers[0] for number in numbers)
-        if steps not in self._steps:
-            self._steps[steps] = (self._new(texts), numbers[0])
-        hole, begin = self._steps[steps]
-        return Hole(hole, numbers[0] - begin)
+    def _hole(self, run_texts: tuple[str, ...]) -> Hole:
+        """A hole for these texts; integers that grow alike from run to run share one."""
+        if not all(map(_INTEGER.fullmatch, run_texts)):
+            if run_texts not in self._text_holes:
+                self._text_holes[run_texts] = self._new_hole(run_texts)
+            return Hole(self._text_holes[run_texts])
+        integers = list(map(int, run_texts))
+        differences = tuple(integer - integers[0] for integer in integers)
+        if differences not in self._integer_holes:
+            self._integer_holes[differences] = (self._new_hole(run_texts), integers[0])
+        hole_index, first_integer = self._integer_holes[differences]
+        return Hole(hole_index, integers[0] - first_integer)
 
-    def _new(self, texts: tuple[str, ...]) -> int:
-        self.texts.append(texts)
-        return len(self.texts) - 1
+    def _new_hole(self, run_texts: tuple[str, ...]) -> int:
+        self.hole_texts.append(run_texts)
+        return len(self.hole_texts) - 1

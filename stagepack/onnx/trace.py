@@ -123,7 +123,7 @@ def trace(
 
 def _decompositions(graph: Graph, targets: Sequence[Callable[..., Any]]) -> dict[Any, Any]:
     """What must be taken apart first: torch's exporter loses what these write, or that they give back the memory of an input."""
-    if not alias_classes(graph).written:
+    if not alias_classes(graph).writers:
         return {}
     aten = torch.ops.aten
     norms = {aten.batch_norm.default, aten.instance_norm.default}.intersection(targets)

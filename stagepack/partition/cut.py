@@ -1,7 +1,8 @@
 """A graph and the stage of each node -> the stages as graphs, and the edges between them.
 
-A value goes straight from where it is made to every stage that uses it. Names of values stay as they are, and each stage
-says where its nodes stand in the whole model, so that `join` gives the graph back: ``join(cut(whole(g), ...)) == whole(g)``.
+A value goes straight from the stage that defines it to every stage that uses it. Names of values do not change, and each stage records
+the positions of its nodes in the whole model, so that joining gives the graph back:
+``join_stages(cut_graph(canonical_graph(g), ...)) == canonical_graph(g)``.
 """
 
 import bisect
@@ -11,21 +12,27 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from stagepack.format.graph import Graph, ModuleCall, Node, Value, Weight
+from stagepack.format.graph import Graph, ModuleCall, Value, Weight
 from stagepack.format.manifest import Edge
 from stagepack.format.plan import Run, to_runs
-from stagepack.format.traversal import input_names, output_names
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import GraphAssembler
-from stagepack.partition.costs import GraphCosts
-from stagepack.partition.policies import StageAssignment
-from stagepack.partition.rematerialize import SYM_SIZE_OP, rematerialize_values
+from stagepack.partition.assignment import StageAssignment
+from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.rematerialize import StageNodes, ops_with_sym_size, rematerialize_values
 
 WeightSharing = Literal["replicate", "transmit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutStage:
-    """One stage: its graph, how many nodes at its begin are its own alone, and where the others stand in the whole graph."""
+    """One stage.
+
+    Attributes:
+        graph: its graph.
+        added: the number of leading nodes that exist only in this stage.
+        places: the positions of its other nodes in the whole graph, as runs.
+    """
 
     graph: Graph
     added: int
@@ -34,118 +41,146 @@ class CutStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The stages in order, and the values that cross a boundary: inputs of the model first, then in the order of their making."""
+    """A graph that is divided into stages.
+
+    Attributes:
+        stages: the stages in order.
+        edges: the values that cross a boundary: inputs of the model first, then in the order of their definition.
+    """
 
     stages: tuple[CutStage, ...]
     edges: tuple[Edge, ...]
 
 
-def cut_graph(graph: Graph, assignment: StageAssignment, costs: GraphCosts, shared: WeightSharing = "replicate") -> Cut:
-    """Cut a whole graph into the stages that a function of `policy` assigned.
+def cut_graph(costed: CostedGraph, assignment: StageAssignment, shared: WeightSharing = "replicate") -> Cut:
+    """Cut the graph of a whole model into stages.
 
-    `shared` says what becomes of a weight that several stages use: every one of them holds it, or the first one holds it and
-    sends it to the others at each call.
+    Args:
+        costed: the graph with its costs.
+        assignment: the stage of each node.
+        shared: how stages get a weight that several of them use: each holds it ("replicate"), or the first one holds it and sends it
+            to the others at each call ("transmit").
+
+    Returns:
+        The stages, and the edges between them.
     """
-    stage_of, count = assignment
-    if SYM_SIZE_OP not in graph.ops:
-        graph = replace(graph, ops=(*graph.ops, SYM_SIZE_OP))
-    parts = rematerialize_values(graph, stage_of, count, costs)
-    nodes = [[*part.added, *(graph.nodes[number] for number in part.nodes)] for part in parts]
-    weights = _weights(graph, nodes)
+    analysis = costed.analysis
+    graph = replace(analysis.graph, ops=ops_with_sym_size(analysis.graph))
+    stages = rematerialize_values(costed, assignment.stage_of, assignment.stage_count)
+    stage_weights = _stage_weights(analysis, stages)
     if shared == "transmit":
-        _send_shared(graph, stage_of, weights)
-    edges = tuple(_edges(graph, nodes, weights))
-    values = {value.name: value for value in (*graph.inputs, *_made(graph))}
-    values |= {w.value: Value(name=w.value, dtype=w.dtype, shape=w.shape) for w in graph.weights}
-    stages = []
-    for number, part in enumerate(parts):
-        stage = GraphAssembler(graph.symbols).graph(
+        stage_weights = _without_received_weights(analysis, assignment.stage_of, stage_weights)
+    edges = tuple(_edges(analysis, stages, stage_weights))
+    values = {**analysis.values, **{weight.value: _value_of(weight) for weight in graph.weights}}
+    cut_stages = []
+    for stage_number, (stage, weights) in enumerate(zip(stages, stage_weights, strict=True)):
+        stage_graph = GraphAssembler(graph.symbols).graph(
             graph,
-            nodes[number],
-            inputs=[values[edge.name] for edge in edges if number in edge.consumers],
-            weights=weights[number],
-            outputs=[edge.name for edge in edges if edge.producer == number],
+            [*stage.added, *(graph.nodes[node_number] for node_number in stage.node_numbers)],
+            inputs=[values[edge.name] for edge in edges if stage_number in edge.consumers],
+            weights=weights,
+            outputs=[edge.name for edge in edges if edge.producer == stage_number],
         )
-        calls = tuple(call for call in graph.calls if _has_some(part.nodes, call))
-        stages.append(CutStage(graph=replace(stage, calls=calls), added=len(part.added), places=to_runs(part.nodes)))
-    return Cut(stages=tuple(stages), edges=edges)
+        calls = tuple(call for call in graph.calls if _has_node_of(stage.node_numbers, call))
+        cut_stages.append(
+            CutStage(
+                graph=replace(stage_graph, calls=calls), added=len(stage.added), places=to_runs(stage.node_numbers)
+            )
+        )
+    return Cut(stages=tuple(cut_stages), edges=edges)
 
 
-def _has_some(nodes: Sequence[int], call: ModuleCall) -> bool:
-    """Whether there are some of a call's nodes among these, which ascend."""
-    first = int(call.first)
-    at = bisect.bisect_left(nodes, first)
-    return at < len(nodes) and nodes[at] < first + call.nodes
+def _has_node_of(node_numbers: Sequence[int], call: ModuleCall) -> bool:
+    """Whether a module call has one of these nodes, whose numbers ascend."""
+    first_node = int(call.first)
+    index = bisect.bisect_left(node_numbers, first_node)
+    return index < len(node_numbers) and node_numbers[index] < first_node + call.nodes
 
 
-def _made(graph: Graph) -> Iterator[Value]:
-    for node in graph.nodes:
-        yield from (value for value in node.outputs if value is not None)
+def _value_of(weight: Weight) -> Value:
+    """A weight as a value that is sent."""
+    return Value(name=weight.value, dtype=weight.dtype, shape=weight.shape)
 
 
-def _weights(graph: Graph, nodes: Sequence[Sequence[Node]]) -> list[list[Weight]]:
-    """The weights of each stage in the order of their first use.
+def _stage_weights(analysis: GraphAnalysis, stages: Sequence[StageNodes]) -> list[list[Weight]]:
+    """The weights of each stage, in the order of their first use.
 
-    One that nobody uses goes to the first stage that uses its bytes by another weight, else a weight of its module, or of the nearest
-    module around it.
+    A weight that no node uses goes to the first stage that uses its bytes by another weight, else a weight of its module, or of the
+    nearest enclosing module.
     """
-    weights = {weight.value: weight for weight in graph.weights}
-    stages: list[list[Weight]] = []
-    home: dict[tuple[str, str], int] = {}
-    for number, part in enumerate(nodes):
-        used = dict.fromkeys(name for node in part for name in input_names(node) if name in weights)
-        stages.append([weights[name] for name in used])
-        for name in used:
-            for place in _places(weights[name]):
-                home.setdefault(place, number)
-    used_somewhere = {weight.value for stage in stages for weight in stage}
-    for weight in graph.weights:
-        if weight.value not in used_somewhere:
-            stages[next((home[place] for place in _places(weight) if place in home), 0)].append(weight)
-    return stages
+    weights = {weight.value: weight for weight in analysis.graph.weights}
+    stage_weights: list[list[Weight]] = []
+    first_stages: dict[tuple[str, str], int] = {}
+    for stage_number, stage in enumerate(stages):
+        used_weights = [weights[name] for name in stage.input_names(analysis) if name in weights]
+        stage_weights.append(used_weights)
+        for weight in used_weights:
+            for owner in _owners(weight):
+                first_stages.setdefault(owner, stage_number)
+    used_names = {weight.value for used_weights in stage_weights for weight in used_weights}
+    for weight in analysis.graph.weights:
+        if weight.value not in used_names:
+            stage_number = next((first_stages[owner] for owner in _owners(weight) if owner in first_stages), 0)
+            stage_weights[stage_number].append(weight)
+    return stage_weights
 
 
-def _places(weight: Weight) -> Iterator[tuple[str, str]]:
-    """Yield where a weight lies: in a stored tensor, and in the modules that hold it, the innermost first."""
+def _owners(weight: Weight) -> Iterator[tuple[str, str]]:
+    """Yield the stored tensor of a weight, and the modules that have the weight, from the innermost to the model."""
     yield "stored", weight.stored
-    parts = weight.names[0].split(".")[:-1]
-    yield from (("module", ".".join(parts[:length])) for length in range(len(parts), -1, -1))
+    path = weight.names[0].split(".")[:-1]
+    yield from (("module", ".".join(path[:length])) for length in range(len(path), -1, -1))
 
 
-def _send_shared(graph: Graph, stage_of: Sequence[int], weights: Sequence[list[Weight]]) -> None:
-    """Leave a weight that nodes of several stages use in the first of them alone; copies of nodes hold what they need."""
-    users: dict[str, set[int]] = {weight.value: set() for weight in graph.weights}
-    for node, stage in zip(graph.nodes, stage_of, strict=True):
-        for name in input_names(node):
-            if name in users:
-                users[name].add(stage)
-    home: dict[str, int] = {}
-    for number, held in enumerate(weights):
-        held[:] = [w for w in held if number not in users[w.value] or number == home.setdefault(w.value, number)]
+def _without_received_weights(
+    analysis: GraphAnalysis, stage_of: Sequence[int], stage_weights: Sequence[Sequence[Weight]]
+) -> list[list[Weight]]:
+    """The weights of each stage, when only the first of the stages whose nodes use a weight holds it.
+
+    Nodes that are computed again need their weights in their stage.
+    """
+    user_stages = {
+        weight.value: {stage_of[node_number] for node_number in analysis.users.get(weight.value, ())}
+        for weight in analysis.graph.weights
+    }
+    first_stages: dict[str, int] = {}
+    kept_weights: list[list[Weight]] = []
+    for stage_number, weights in enumerate(stage_weights):
+        kept_weights.append(
+            [
+                weight
+                for weight in weights
+                if stage_number not in user_stages[weight.value]
+                or stage_number == first_stages.setdefault(weight.value, stage_number)
+            ]
+        )
+    return kept_weights
 
 
-def _edges(graph: Graph, nodes: Sequence[Sequence[Node]], weights: Sequence[Sequence[Weight]]) -> Iterator[Edge]:
-    users: dict[str, list[int]] = {}
-    made_in: dict[str, int] = {}
-    for number, (part, held) in enumerate(zip(nodes, weights, strict=True)):
-        have = {name for node in part for name in output_names(node)} | {weight.value for weight in held}
-        for name in have:
-            made_in.setdefault(name, number)
-        for name in dict.fromkeys(name for node in part for name in input_names(node)):
-            if name not in have:
-                users.setdefault(name, []).append(number)
-    sent = [
-        *_made(graph),
-        *(Value(name=w.value, dtype=w.dtype, shape=w.shape) for w in graph.weights),
-    ]
+def _edges(
+    analysis: GraphAnalysis, stages: Sequence[StageNodes], stage_weights: Sequence[Sequence[Weight]]
+) -> Iterator[Edge]:
+    """Yield the edges: inputs of the model, values that nodes define, weights."""
+    graph = analysis.graph
+    consumers: dict[str, list[int]] = {}
+    producers: dict[str, int] = {}
+    for stage_number, (stage, weights) in enumerate(zip(stages, stage_weights, strict=True)):
+        present = stage.output_names(analysis) | {weight.value for weight in weights}
+        for name in present:
+            producers.setdefault(name, stage_number)
+        for name in stage.input_names(analysis):
+            if name not in present:
+                consumers.setdefault(name, []).append(stage_number)
     for value in graph.inputs:
-        yield _edge(value, None, users.get(value.name, []))
-    for value in sent:
-        if value.name in users or value.name in graph.outputs:
-            yield _edge(value, made_in[value.name], users.get(value.name, []))
+        yield _edge(value, None, consumers.get(value.name, []))
+    sent_names = {*consumers, *graph.outputs}
+    node_values = (value for node in graph.nodes for value in node.outputs if value is not None)
+    for value in (*node_values, *map(_value_of, graph.weights)):
+        if value.name in sent_names:
+            yield _edge(value, producers[value.name], consumers.get(value.name, []))
 
 
-def _edge(value: Value, producer: int | None, consumers: list[int]) -> Edge:
+def _edge(value: Value, producer: int | None, consumers: Sequence[int]) -> Edge:
     return Edge(
         name=value.name,
         dtype=value.dtype,

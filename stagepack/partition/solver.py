@@ -1,8 +1,8 @@
-"""Split a row of items into consecutive parts so that the slowest part is as fast as possible.
+"""Split a sequence of items into consecutive parts so that the slowest part is as fast as possible.
 
-Exact, by dynamic programming over all places to split at: about ``items ** 2 / parts`` steps of vector arithmetic. Of the
-splits with the fastest slowest part the one with the least sum of squares is taken, so that the other parts are even too.
-Times are in picoseconds, memory in bytes.
+Exact, by dynamic programming over all split positions: about ``items ** 2 / parts`` steps of vector arithmetic. Of the splits with the
+fastest slowest part, the one with the least sum of squares is taken, so that the other parts are even too. Times are in picoseconds,
+memory in bytes.
 """
 
 import math
@@ -12,209 +12,203 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-_COARSE = 16
-_PICOSECONDS_PER_BYTE_SENT = 40  # 25 GB/s: PCIe 4.0 x16, as it is measured
-_PICOSECONDS_PER_VALUE_SENT = 5_000_000
+from stagepack.partition.cost_sequence import CostSequence, SharedCost
 
-_Vector = NDArray[np.int64]
+_COARSE_STEP = 16
+# Rounding must leave out no split that is as good as the bound.
+_ROUNDING = 1 + 1e-9
+
+_Integers = NDArray[np.int64]
+_Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedCost:
-    """What a part needs once when one of its items uses it.
+def split_sequence(
+    sequence: CostSequence,
+    speeds: Sequence[float],
+    memory_limits: Sequence[int | None],
+    *,
+    longest_time: float | None = None,
+) -> list[int] | None:
+    """Find the split whose slowest part is fastest.
 
-    Attributes:
-        cost: what that costs: picoseconds for what is sent, bytes for what is held.
-        uses: the items that use it, ascending.
-        maker: the item that makes it; a part with this item need not receive it. -1 for what comes from outside.
+    Args:
+        sequence: the items; it has at least ``len(speeds) - 1`` split positions.
+        speeds: speed of the device of each part, relative to the reference device.
+        memory_limits: bytes of memory of the device of each part; None for no limit.
+        longest_time: picoseconds; splits with a slower part may be ignored. None for no bound.
+
+    Returns:
+        The items in front of which the sequence is split, ``len(speeds) - 1`` of them; no part is empty. None when no split fits into
+        the memory, or when `longest_time` excludes all splits.
     """
-
-    cost: int
-    uses: tuple[int, ...]
-    maker: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostSequence:
-    """The items, in order.
-
-    Attributes:
-        times: of each item on a device of speed 1.
-        sent: what a part receives when it uses it and does not make it.
-        held: what a part holds in memory when it uses it.
-        working: memory in use while an item runs, beside what is held.
-        places: where it may be split, ascending: before the items with these numbers.
-    """
-
-    times: Sequence[int]
-    sent: Sequence[SharedCost]
-    held: Sequence[SharedCost]
-    working: Sequence[int]
-    places: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartCost:
-    """What the items from `start` to `end` (excluded) cost: their own time, that of receiving, and the memory."""
-
-    time: int
-    receiving: int
-    held: int
-    memory: int
-
-    def time_on(self, speed: float) -> float:
-        """Picoseconds on a device of that speed, what it takes to receive included."""
-        return self.time / speed + self.receiving
-
-
-def transfer_time(count: int) -> int:
-    """How long so many bytes take from one device to another once they are under way, in picoseconds."""
-    return count * _PICOSECONDS_PER_BYTE_SENT
-
-
-def sending_time(count: int) -> int:
-    """How long it takes to send a value of so many bytes, in picoseconds."""
-    return _PICOSECONDS_PER_VALUE_SENT + transfer_time(count)
-
-
-def part_cost(row: CostSequence, start: int, end: int) -> PartCost:
-    """The cost of one part."""
-    received = (shared for shared in row.sent if shared.maker < start)
-    held = sum(shared.cost for shared in row.held if any(start <= use < end for use in shared.uses))
-    return PartCost(
-        time=sum(row.times[start:end]),
-        receiving=sum(shared.cost for shared in received if any(start <= use < end for use in shared.uses)),
-        held=held,
-        memory=held + max(row.working[start:end], default=0),
-    )
-
-
-def split_sequence(row: CostSequence, speeds: Sequence[float], limits: Sequence[int | None]) -> list[int] | None:
-    """Where to split into ``len(speeds)`` parts, none of them empty: before the items with these numbers.
-
-    Part number i runs on a device of speed ``speeds[i]`` with ``limits[i]`` bytes of memory. None when no split fits into the
-    memory. There must be at least as many places, and one, as parts.
-    """
-    ceilings = np.array([math.inf if limit is None else limit for limit in limits])[:, None]
-    speed = np.array(speeds, dtype=np.float64)[:, None]
-
-    def cost(parts: "_Parts") -> NDArray[np.float64]:
-        return np.where(parts.memory <= ceilings, parts.time / speed + parts.receiving, np.inf)
-
-    table = _Table(row, len(speeds))
-    # The best of the splits at every 16th place alone bounds how long a part of the best split can be.
-    fastest = max(speeds) * (1 + 1e-9)  # a hair more, so that rounding leaves nothing out
-    coarse = _Table(replace(row, places=row.places[::_COARSE]), len(speeds))
-    bound = coarse.best(cost, np.maximum)[0]
-    slowest = table.best(cost, np.maximum, bound * fastest)[0]
+    fastest = max(speeds) * _ROUNDING
+    cost = _time_function(speeds, memory_limits)
+    has_limits = any(limit is not None for limit in memory_limits)
+    if longest_time is None:
+        # The best split at every 16th position bounds how long a part of the best split can be.
+        coarse = replace(sequence, split_positions=sequence.split_positions[::_COARSE_STEP])
+        longest_time = _PartTable(coarse, len(speeds), has_limits=has_limits).best(cost, np.maximum)[0]
+    table = _PartTable(sequence, len(speeds), has_limits=has_limits)
+    slowest = table.best(cost, np.maximum, longest_time * fastest)[0]
     if slowest == math.inf:
         return None
 
-    def unevenness(parts: "_Parts") -> NDArray[np.float64]:
-        found = cost(parts)
-        return np.where(found <= slowest, (found / slowest) ** 2, np.inf)
+    def squared_time(parts: _Parts) -> _Floats:
+        times = cost(parts)
+        return np.where(times <= slowest, (times / slowest) ** 2, np.inf)
 
-    return table.best(unevenness, np.add, slowest * fastest)[1]
+    return table.best(squared_time, np.add, slowest * fastest)[1]
 
 
-def split_with_least_excess(row: CostSequence, limits: Sequence[int | None]) -> list[int]:
-    """Where to split so that the part that exceeds its memory most exceeds it by as few bytes as possible."""
-    ceilings = np.array([math.inf if limit is None else limit for limit in limits])[:, None]
-    return _Table(row, len(limits)).best(lambda parts: np.maximum(parts.memory - ceilings, 0.0), np.maximum)[1]
+def split_with_least_excess(sequence: CostSequence, memory_limits: Sequence[int | None]) -> list[int]:
+    """Find the split whose part that exceeds its memory limit most exceeds it by as few bytes as possible.
+
+    Args:
+        sequence: the items; it has at least ``len(memory_limits) - 1`` split positions.
+        memory_limits: bytes of memory of the device of each part; None for no limit.
+
+    Returns:
+        The items in front of which the sequence is split; no part is empty.
+    """
+    ceilings = _column([math.inf if limit is None else limit for limit in memory_limits])
+    table = _PartTable(sequence, len(memory_limits), has_limits=True)
+    return table.best(lambda parts: np.maximum(parts.memory_bytes - ceilings, 0.0), np.maximum)[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts that begin at one place, by where they end."""
+    """The parts that begin at one split position, by where they end: vectors ``[end]``."""
 
-    time: _Vector
-    receiving: _Vector
-    memory: _Vector
+    compute_times: _Integers
+    receiving_times: _Integers
+    memory_bytes: _Integers
 
 
-class _Table:
-    """All parts of a row."""
+# The costs of parts: a matrix ``[part number, end]``, or ``[1, end]`` when they do not depend on the number of the part.
+_CostFunction = Callable[[_Parts], _Floats]
 
-    def __init__(self, row: CostSequence, parts: int) -> None:
-        self.row = row
-        self.parts = parts
-        self.ends = np.array([0, *row.places, len(row.times)], dtype=np.int64)
-        self.times = np.concatenate([[0], np.cumsum(np.array(row.times, dtype=np.int64))])[
-            self.ends
-        ]  # up to each place
+
+def _time_function(speeds: Sequence[float], memory_limits: Sequence[int | None]) -> _CostFunction:
+    """The times of parts, infinite for parts that exceed their memory limit."""
+    speed_column = _column(speeds)
+    if all(limit is None for limit in memory_limits):
+        return lambda parts: parts.compute_times / speed_column + parts.receiving_times
+    ceilings = _column([math.inf if limit is None else limit for limit in memory_limits])
+
+    def times(parts: _Parts) -> _Floats:
+        return np.where(
+            parts.memory_bytes <= ceilings, parts.compute_times / speed_column + parts.receiving_times, np.inf
+        )
+
+    return times
+
+
+def _column(numbers: Sequence[float]) -> _Floats:
+    """One row for each part, or a single row when all are equal."""
+    return np.array(numbers[:1] if len(set(numbers)) == 1 else numbers, dtype=np.float64)[:, None]
+
+
+class _PartTable:
+    """All parts of a sequence."""
+
+    def __init__(self, sequence: CostSequence, part_count: int, *, has_limits: bool) -> None:
+        """Without `has_limits` the memory of parts is not computed."""
+        self._sequence = sequence
+        self._part_count = part_count
+        self._has_limits = has_limits
+        self._ends = np.array([0, *sequence.split_positions, len(sequence.times)], dtype=np.int64)
+        # The time of all items in front of each split position.
+        self._times_before = np.concatenate([[0], np.cumsum(np.array(sequence.times, dtype=np.int64))])[self._ends]
 
     def best(
-        self,
-        cost: Callable[[_Parts], NDArray[np.float64]],
-        join: Callable[..., NDArray[np.float64]],
-        longest: float = math.inf,
+        self, cost: _CostFunction, combine: Callable[..., _Floats], longest_time: float = math.inf
     ) -> tuple[float, list[int]]:
-        """The least total cost of a split, and where it splits; `join` adds the cost of one part to that of the parts after it.
+        """Find the split with the least total cost.
 
-        `cost` gives a matrix: the part's number by where it ends. Parts whose items take more than `longest` picoseconds are not
-        looked at, but that every part may have one item.
+        Args:
+            cost: the costs of parts.
+            combine: combines the cost of a part with that of the parts after it.
+            longest_time: parts whose items take more picoseconds than this are ignored, except parts of one item.
+
+        Returns:
+            The total cost, and the items in front of which the sequence is split.
         """
-        last = len(self.ends) - 1
-        least = np.full((self.parts + 1, last + 1), np.inf)  # of the parts from a number on that begin at a place
-        least[self.parts, last] = 0.0
-        choice = np.zeros((self.parts, last + 1), dtype=np.int64)
-        for place, parts in self._from_the_end(longest):
-            total = join(cost(parts), least[1:, place + 1 : place + 1 + len(parts.time)])
-            ends = total.argmin(axis=1)
-            least[:-1, place] = total[np.arange(self.parts), ends]
-            choice[:, place] = ends + place + 1
-        places = [0]
-        for part in range(self.parts - 1):
-            places.append(int(choice[part, places[-1]]))
-        return float(least[0, 0]), [int(self.ends[place]) for place in places[1:]]
+        end_count = len(self._ends)
+        # [part number, start]: the least cost of this part and all parts after it; the last row is the end of the sequence.
+        least_costs = np.full((self._part_count + 1, end_count), np.inf)
+        least_costs[self._part_count, end_count - 1] = 0.0
+        best_ends = np.zeros((self._part_count, end_count), dtype=np.int64)
+        rows = np.arange(self._part_count)
+        for start, parts in self._parts_from_the_end(longest_time):
+            later_costs = least_costs[1:, start + 1 : start + 1 + len(parts.compute_times)]
+            totals = combine(cost(parts), later_costs)
+            best = totals.argmin(axis=1)
+            least_costs[:-1, start] = totals[rows, best]
+            best_ends[:, start] = best + start + 1
+        starts = [0]
+        for part_number in range(self._part_count - 1):
+            starts.append(int(best_ends[part_number, starts[-1]]))
+        return float(least_costs[0, 0]), [int(self._ends[start]) for start in starts[1:]]
 
-    def _from_the_end(self, longest: float) -> Iterator[tuple[int, _Parts]]:
-        """Yield, for each place but the end from the last to the first, its number and the parts that begin there."""
-        row = self.row
-        items = len(row.times)
-        sent, held = _NextUse(row.sent, items), _NextUse(row.held, items)
-        working = np.array(row.working, dtype=np.int64)
-        place = len(self.ends) - 2
-        for item in reversed(range(items)):
-            sent.step(item)
-            held.step(item)
-            if self.ends[place] == item:
-                count = max(1, int(np.searchsorted(self.times[place + 1 :], self.times[place] + longest, side="right")))
-                ends = self.ends[place + 1 : place + 1 + count]
-                within = ends - item - 1
-                reach = slice(item, ends[-1])
-                memory = np.cumsum(held.costs[reach]) + np.maximum.accumulate(working[reach])
-                time = self.times[place + 1 : place + 1 + count] - self.times[place]
-                yield place, _Parts(time, np.cumsum(sent.costs[reach])[within], memory[within])
-                place -= 1
+    def _parts_from_the_end(self, longest_time: float) -> Iterator[tuple[int, _Parts]]:
+        """Yield the index of each split position from the last to the first, with the parts that begin there."""
+        item_count = len(self._sequence.times)
+        transfers = _NextUseCosts(self._sequence.transfers, item_count)
+        weights = _NextUseCosts(self._sequence.weights if self._has_limits else (), item_count)
+        working_bytes = np.array(self._sequence.working_bytes, dtype=np.int64)
+        no_memory = np.zeros(len(self._ends), dtype=np.int64)
+        # For each split position, the one after the last at which a part that begins there may end.
+        stops = np.searchsorted(self._times_before, self._times_before + longest_time, side="right")
+        start = len(self._ends) - 2
+        for item in reversed(range(item_count)):
+            transfers.step_back(item)
+            weights.step_back(item)
+            if self._ends[start] != item:
+                continue
+            ends = slice(start + 1, max(start + 2, int(stops[start])))
+            last_items = self._ends[ends] - item - 1
+            items = slice(item, item + int(last_items[-1]) + 1)
+            memory_bytes = no_memory[ends]
+            if self._has_limits:
+                working_peaks = np.maximum.accumulate(working_bytes[items])
+                memory_bytes = (np.cumsum(weights.costs[items]) + working_peaks)[last_items]
+            yield (
+                start,
+                _Parts(
+                    self._times_before[ends] - self._times_before[start],
+                    np.cumsum(transfers.costs[items])[last_items],
+                    memory_bytes,
+                ),
+            )
+            start -= 1
 
 
-class _NextUse:
-    """Costs by the item that causes them next, seen from an item that moves from the end to the begin."""
+class _NextUseCosts:
+    """Shared costs at the items that use them next, seen from an item that moves from the end of the sequence to its start."""
 
-    def __init__(self, shared: Sequence[SharedCost], count: int) -> None:
-        self.costs = np.zeros(count, dtype=np.int64)
-        self._used: list[list[int]] = [[] for _ in range(count)]
-        self._made: list[list[int]] = [[] for _ in range(count)]
-        self._sizes = [entry.cost for entry in shared]
-        self._next: list[int | None] = [None] * len(shared)
-        for number, entry in enumerate(shared):
-            for use in entry.uses:
-                self._used[use].append(number)
-            if entry.maker >= 0:
-                self._made[entry.maker].append(number)
+    def __init__(self, shared_costs: Sequence[SharedCost], item_count: int) -> None:
+        self.costs = np.zeros(item_count, dtype=np.int64)
+        self._used_at: list[list[int]] = [[] for _ in range(item_count)]
+        self._produced_at: list[list[int]] = [[] for _ in range(item_count)]
+        self._costs_by_index = [shared_cost.cost for shared_cost in shared_costs]
+        self._next_users: list[int | None] = [None] * len(shared_costs)
+        for index, shared_cost in enumerate(shared_costs):
+            for user in shared_cost.users:
+                self._used_at[user].append(index)
+            if shared_cost.producer >= 0:
+                self._produced_at[shared_cost.producer].append(index)
 
-    def step(self, item: int) -> None:
-        """Move to the item before: what it uses is used there next, and what it makes is not needed before it."""
-        for number in self._used[item]:
-            self._forget(number)
-            self._next[number] = item
-            self.costs[item] += self._sizes[number]
-        for number in self._made[item]:
-            self._forget(number)
+    def step_back(self, item: int) -> None:
+        """Move to an item: its uses come next, and what it produces need not be received."""
+        for index in self._used_at[item]:
+            self._remove(index)
+            self._next_users[index] = item
+            self.costs[item] += self._costs_by_index[index]
+        for index in self._produced_at[item]:
+            self._remove(index)
 
-    def _forget(self, number: int) -> None:
-        known = self._next[number]
-        if known is not None:
-            self.costs[known] -= self._sizes[number]
-            self._next[number] = None
+    def _remove(self, index: int) -> None:
+        next_user = self._next_users[index]
+        if next_user is not None:
+            self.costs[next_user] -= self._costs_by_index[index]
+            self._next_users[index] = None

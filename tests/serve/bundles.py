@@ -73,9 +73,6 @@ class Strided(torch.nn.Module):
 class Counting(torch.nn.Module):
     """Adds up what it is given, in each of two stages."""
 
-    first: torch.Tensor
-    second: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("first", torch.zeros(3))
@@ -90,8 +87,6 @@ class Counting(torch.nn.Module):
 
 class Alias(torch.nn.Module):
     """Gives out what it keeps, as it is and as a view."""
-
-    total: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,20 +22,18 @@ from stagepack.format.manifest import Manifest, Producer, Stage
 from stagepack.format.signature import Signature
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.validate import check_graph
-from stagepack.graph.aliasing import colocation_groups
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.joining import join_stages
-from stagepack.partition.costs import GraphCosts, graph_costs
+from stagepack.partition.assignment import assign_by_modules, assign_by_positions, assign_consecutive
+from stagepack.partition.balance import balance_stages
+from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import Cut, cut_graph
 from stagepack.partition.cut_options import CutOptions
-from stagepack.partition.planner import balance_stages, plan_for_assignment
-from stagepack.partition.policies import (
-    PolicyNode,
-    assign_by_modules,
-    assign_by_policy,
-    assign_by_positions,
-    assign_consecutive,
-)
+from stagepack.partition.node_order import execution_order
+from stagepack.partition.planner import plan_for_assignment
+from stagepack.partition.policies import PolicyNode, assign_by_policy
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 from tests.zoo.rows.build import Lambda
@@ -74,9 +72,10 @@ def graphs(draw: st.DrawFn, weighted: bool = False) -> Graph:
     )
 
 
-def costs(graph: Graph) -> GraphCosts:
-    """The costs of a graph whose weights have a byte an element."""
-    return graph_costs(graph, {weight.stored: weight.shape[0] for weight in graph.weights})
+def with_costs(graph: Graph) -> CostedGraph:
+    """A graph whose weights have a byte for each element, with its costs."""
+    costs = graph_costs(graph, {weight.stored: weight.shape[0] for weight in graph.weights})
+    return CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
 
 
 def joined(result: Cut, graph: Graph) -> Graph:
@@ -106,7 +105,7 @@ def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObj
     asked = [data.draw(st.integers(0, 3)) for _ in graph.nodes]
     stages = None
     with contextlib.suppress(CutError):  # a cycle
-        stages = assign_by_policy(graph, lambda node: asked[node.index])
+        stages = assign_by_policy(GraphAnalysis(graph), lambda node: asked[node.index])
     flows = [
         (asked[int(leaf.name[1:])], asked[number])
         for number, node in enumerate(graph.nodes)
@@ -117,7 +116,7 @@ def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObj
         assert any(before > after for before, after in flows)
         return
     for shared in ("replicate", "transmit"):
-        result = cut_graph(graph, stages, costs(graph), shared)
+        result = cut_graph(with_costs(graph), stages, shared)
         for number, stage in enumerate(result.stages):
             assert list(check_graph(stage.graph, str(number))) == []
         assert joined(result, graph) == canonical_graph(graph)
@@ -133,9 +132,10 @@ def test_the_plan_is_the_best_of_all_cuts(graph: Graph, stages: int, data: st.Da
     speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=stages, max_size=stages))
     memory = data.draw(st.just([]) | st.lists(st.integers(5, 90), min_size=stages, max_size=stages))
     filled = min(stages, len(graph.nodes))
+    costed = with_costs(graph)
 
     def slowest(positions: Sequence[int]) -> float:
-        plan = plan_for_assignment(graph, costs(graph), assign_consecutive(graph, positions))
+        plan = plan_for_assignment(costed, assign_consecutive(execution_order(graph), positions))
         if any(stage.memory > limit for stage, limit in zip(plan.stages, memory, strict=False)):
             return math.inf
         return max(
@@ -146,9 +146,9 @@ def test_the_plan_is_the_best_of_all_cuts(graph: Graph, stages: int, data: st.Da
     best = min(slowest(positions) for positions in every)
     if best == math.inf:
         with pytest.raises(CutError, match=r"no cut fits: in the nearest one, stage \d needs \d+ bytes.* more than"):
-            balance_stages(graph, costs(graph), stages, memory=memory, speeds=speeds)
+            balance_stages(costed, stages, memory=memory, speeds=speeds)
         return
-    positions = balance_stages(graph, costs(graph), stages, memory=memory, speeds=speeds)
+    positions = balance_stages(costed, stages, memory=memory, speeds=speeds)
     assert positions[filled - 1 :] == [len(graph.nodes)] * (stages - filled)
     assert slowest(positions[: filled - 1]) == pytest.approx(best, rel=1e-12)
 
@@ -188,7 +188,7 @@ def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
     [
         (["layers.9"], "no operator comes from a module 'layers.9'"),
         (["a"], "'a' starts the model"),
-        (["b", "b"], "start at the same place"),
+        (["b", "b"], "start at the same operator"),
     ],
 )
 def test_split_at_says_what_is_wrong(names: list[str], message: str, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_empty_stages_are_refused(positions: list[int]) -> None:
         scopes=(Scope(path=""),),
     )
     with pytest.raises(CutError, match="a stage would be empty"):
-        assign_by_positions(graph, positions)
+        assign_by_positions(GraphAnalysis(graph), execution_order(graph), positions)
 
 
 def test_marks_in_the_models_code_are_cuts(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_one_way_to_cut() -> None:
         ({"stages": 1, "memory": "24GiB"}, r"memory: expected a list, found '24GiB'"),
         ({"stages": 1, "speeds": 2}, r"speeds: expected a list, found 2"),
         ({"stages": 1, "speeds": [float("inf")]}, "speeds: expected numbers from"),
-        ({"speeds": [1]}, "give stages=N too"),
+        ({"speeds": [1]}, "pass stages=N too"),
         ({"shared": "both"}, "shared: expected 'replicate' or 'transmit', found 'both'"),
     ],
 )
@@ -332,7 +332,8 @@ def test_an_activation_is_bound_until_its_last_write() -> None:
     from stagepack.linearize import linearize_program
 
     graph = linearize_program(named("aliasing-activation-written-in-place")[0].capture().program, {}, None).graph
-    (bond,) = colocation_groups(graph)
-    names = [graph.ops[graph.nodes[number].op].name for number in bond.nodes]
+    analysis = GraphAnalysis(graph)
+    (group,) = analysis.colocation_groups
+    names = [graph.ops[graph.nodes[number].op].name for number in group.nodes]
     assert names == ["aten.linear.default", "aten.slice.Tensor", "aten.linear.default", "aten.mul_.Tensor"]
-    assert assign_by_modules(graph, ["c"]).stage_of == [0, 0, 0, 0, 1, 1]
+    assert assign_by_modules(analysis, execution_order(graph), ["c"]).stage_of == [0, 0, 0, 0, 1, 1]

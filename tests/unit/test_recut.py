@@ -96,11 +96,11 @@ def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([[[0, 3]], [[4, 1]]], "1 nodes stand in no stage, the first is 3"),
-        ([[[0, 3]], [[2, 3]]], "node 2 stands in stage 0 and in stage 1"),
-        ([[[0, 3]], [[3, 9]]], "stage 1 has 9 nodes from 3 on, the model has 5"),
+        ([[[0, 3]], [[4, 1]]], "1 nodes are in no stage, the first is node 3"),
+        ([[[0, 3]], [[2, 3]]], "node 2 is in stage 0 and in stage 1"),
+        ([[[0, 3]], [[3, 9]]], "stage 1 has 9 nodes from node 3 on, but the model has 5 nodes"),
         ([[[0, 3]], [[3, -1]]], "stage 1 has -1 nodes"),
-        ([[[2, 3]], [[0, 2]]], "node 2 of stage 0 needs '.*', which node 1 of stage 1 makes"),
+        ([[[2, 3]], [[0, 2]]], "node 2 of stage 0 uses '.*', which node 1 of stage 1 defines"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(stages: list[list[list[int]]], message: str, tmp_path: Path) -> None:

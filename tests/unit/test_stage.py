@@ -17,8 +17,6 @@ from stagepack_loaders.torch.stage import TorchStage
 class Tied(nn.Module):
     """A weight with two names, and a counter."""
 
-    count: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)

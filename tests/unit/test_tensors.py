@@ -236,9 +236,6 @@ def test_what_cannot_be_stored_is_refused_by_name(tensor: torch.Tensor, says: st
 class Tied(torch.nn.Module):
     """A model whose first and last layer are one tensor, and whose state is a view of a wider buffer."""
 
-    wide: torch.Tensor
-    row: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(6, 4)
@@ -274,5 +271,5 @@ def test_a_loaded_model_shares_what_the_model_shares(tmp_path: Path) -> None:
 
 
 def test_a_cut_between_two_views_of_written_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CutError, match="'wide' is written, so all that touches it must stay in one stage"):
+    with pytest.raises(CutError, match="'wide' is written, so all operators that touch it must stay in one stage"):
         stagepack.export(Tied(), (torch.arange(6),), out=tmp_path / "m.stagepack", split_at=["head"])

@@ -14,7 +14,7 @@ from stagepack.format.graph import Cost, Graph
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import input_names, output_names
-from stagepack.graph.aliasing import colocation_groups
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.joining import join_stages
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.operator_costs import cost_source, estimated_operators
@@ -143,11 +143,11 @@ def uncounted_operators(bundle: Bundle) -> set[str]:
 
 def even(graph: Graph, *, stages: int) -> list[int]:
     """A stage for each node: parts of as equal length as state, which must not be torn, allows."""
-    found = colocation_groups(graph)
+    groups = GraphAnalysis(graph).colocation_groups
     places = [
         place
         for place in range(len(graph.nodes) + 1)
-        if not any(bond.nodes[0] < place <= bond.nodes[-1] for bond in found)
+        if not any(group.nodes[0] < place <= group.nodes[-1] for group in groups)
     ]
     wanted = [len(graph.nodes) * number / stages for number in range(1, stages)]
     cuts = [min(places, key=lambda place: abs(place - target)) for target in wanted]

@@ -127,7 +127,10 @@ class Builder:
             dict[int, tuple[int, int]]
         ] = []  # of each region: its inputs that are sizes of others of its inputs
         for number, region in enumerate(regions):
-            names, given = region.taken(graph, region.first.start), region.given(graph, region.first.start)
+            names, given = (
+                region.input_names(graph, region.first_call.start),
+                region.output_names(graph, region.first_call.start),
+            )
             self.sizes.append(self._sizes(names))
             body = _Body(self, self._less_sizes(number, names), short=True)
             for place, (tensor, dim) in self.sizes[number].items():
@@ -168,8 +171,8 @@ class Builder:
 
     def _region_call(self, call: RegionCallSite) -> _RegionCall:
         region = self.functions[call.region]
-        taken = self._less_sizes(call.region, region.taken(self.graph, call.start))
-        return _RegionCall(call.region, taken, region.given(self.graph, call.start))
+        taken = self._less_sizes(call.region, region.input_names(self.graph, call.start))
+        return _RegionCall(call.region, taken, region.output_names(self.graph, call.start))
 
     def module(
         self, inputs: Sequence[str], steps: Sequence[Step], result: Argument, context: int | None, name: str

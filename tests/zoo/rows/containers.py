@@ -158,7 +158,7 @@ def model_output_with_a_cache() -> Model:
     return _llama(), Inputs(kwargs={"input_ids": torch.randint(0, 64, (2, 6)), "use_cache": True})
 
 
-def _registered_cache(model: Any) -> None:
+def _registered_cache(model: torch.nn.Module) -> None:
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 
     register_cache_pytrees_for_model(model)

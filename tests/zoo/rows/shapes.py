@@ -106,7 +106,7 @@ def bounded_by_a_table() -> Model:
         length = ids.shape[1]
         return self.b(self.a(self.words(ids) + self.places[:length])) @ self.places[:length].t()
 
-    held: dict[str, Any] = {"words": torch.nn.Embedding(9, 4), "places": torch.nn.Parameter(torch.randn(12, 4))}
+    held = {"words": torch.nn.Embedding(9, 4), "places": torch.nn.Parameter(torch.randn(12, 4))}
     ids = torch.randint(0, 9, (2, 5))
     return Lambda(run, **linears("ab"), **held), given(ids, dynamic=({0: BATCH, 1: Dim("length", min=2, max=12)},))
 

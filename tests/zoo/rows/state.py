@@ -130,9 +130,6 @@ def position_from_a_counter() -> Model:
 class CachedLayer(torch.nn.Module):
     """Attention over all that the calls so far have put into the layer's cache."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value = linear(), linear(), linear()
@@ -149,8 +146,6 @@ class CachedLayer(torch.nn.Module):
 
 class CachedDecoder(torch.nn.Module):
     """Layers with a cache each, and the position counted in a buffer."""
-
-    position: torch.Tensor
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
@@ -387,11 +382,7 @@ def static_cache_decoder() -> Model:
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        **sizes,  # type: ignore[arg-type]
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-    )
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2)
     config._attn_implementation = "sdpa"
     model = transformers.LlamaForCausalLM(config).eval()
     cache = {"batch_size": 1, "max_cache_len": 40, "device": "cpu"}

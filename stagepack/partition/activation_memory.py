@@ -1,0 +1,44 @@
+"""The memory of the values that are alive while each node runs."""
+
+import itertools
+
+from stagepack.graph.analysis import GraphAnalysis
+from stagepack.partition.costs import GraphCosts
+from stagepack.partition.node_order import NodeOrder
+
+
+def activation_bytes(analysis: GraphAnalysis, costs: GraphCosts, order: NodeOrder) -> list[int]:
+    """Compute the memory of the values that are alive while each node runs.
+
+    Values that may share memory count once, with the largest of them; weights do not count.
+
+    Args:
+        analysis: of a whole model.
+        costs: of the same graph.
+        order: the order in which the nodes run.
+
+    Returns:
+        Bytes for each position of `order`.
+    """
+    graph, representative = analysis.graph, analysis.alias_classes.representative
+    births = [(0, value.name) for value in graph.inputs]
+    last_uses: dict[str, int] = {}
+    for position, node_number in enumerate(order.node_numbers):
+        births += ((position, name) for name in analysis.node_outputs[node_number])
+        for name in analysis.node_inputs[node_number]:
+            last_uses[name] = position
+    last_uses |= dict.fromkeys(graph.outputs, len(graph.nodes))
+    first_position: dict[str, int] = {}
+    last_position: dict[str, int] = {}
+    memory_bytes: dict[str, int] = {}
+    for position, name in births:
+        memory = representative(name)
+        if memory not in costs.weight_bytes:
+            first_position.setdefault(memory, position)
+            last_position[memory] = max(last_uses.get(name, position), last_position.get(memory, 0))
+            memory_bytes[memory] = max(costs.value_bytes[name], memory_bytes.get(memory, 0))
+    changes = [0] * (len(graph.nodes) + 2)
+    for memory, position in first_position.items():
+        changes[position] += memory_bytes[memory]
+        changes[last_position[memory] + 1] -= memory_bytes[memory]
+    return list(itertools.accumulate(changes[: len(graph.nodes)]))

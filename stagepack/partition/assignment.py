@@ -1,0 +1,199 @@
+"""The stage of each node, from a plan, from split positions, or from names of modules. No value flows to an earlier stage."""
+
+import bisect
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from stagepack.errors import CutError
+from stagepack.format.plan import Plan
+from stagepack.format.traversal import is_random
+from stagepack.graph.analysis import GraphAnalysis
+from stagepack.partition.node_order import NodeOrder
+
+
+class StageAssignment(NamedTuple):
+    """The stage of each node.
+
+    Attributes:
+        stage_of: the number of the stage of each node.
+        stage_count: the number of stages; the last ones may be empty.
+    """
+
+    stage_of: list[int]
+    stage_count: int
+
+
+def assign_consecutive(order: NodeOrder, split_positions: Sequence[int]) -> StageAssignment:
+    """Split an order of nodes into consecutive stages, which may be empty.
+
+    Args:
+        order: the order of the nodes.
+        split_positions: the positions in `order` at which a stage starts, ascending.
+
+    Returns:
+        The stage of each node; there is one stage more than split positions.
+    """
+    stage_of = [bisect.bisect_right(split_positions, position) for position in order.positions]
+    return StageAssignment(stage_of, len(split_positions) + 1)
+
+
+def assign_by_positions(analysis: GraphAnalysis, order: NodeOrder, split_positions: Iterable[int]) -> StageAssignment:
+    """Split an order of nodes into consecutive stages that are not empty.
+
+    Args:
+        analysis: of a whole model.
+        order: the order of its nodes.
+        split_positions: the positions in `order` at which a stage starts.
+
+    Returns:
+        The stage of each node.
+
+    Raises:
+        CutError: a stage would be empty, or a colocation group would be split.
+    """
+    positions = sorted(split_positions)
+    node_count = len(analysis.graph.nodes)
+    ends = [0, *positions, node_count]
+    if positions and any(start >= end for start, end in itertools.pairwise(ends)):
+        raise CutError(
+            f"a stage would be empty: the model is split before operators {positions} of {node_count}: "
+            "remove splits at the start or the end of the model, and duplicate ones"
+        )
+    assignment = assign_consecutive(order, positions)
+    refuse_split_groups(analysis, assignment.stage_of)
+    return assignment
+
+
+def assign_by_modules(analysis: GraphAnalysis, order: NodeOrder, module_paths: Sequence[str]) -> StageAssignment:
+    """Start a stage at the first node of each named module.
+
+    Args:
+        analysis: of a whole model.
+        order: the order of its nodes.
+        module_paths: paths of modules, such as ``layers.8``.
+
+    Returns:
+        The stage of each node.
+
+    Raises:
+        CutError: no node comes from a module of this path, two modules start at the same node, a stage would be empty, or a
+            colocation group would be split.
+    """
+    first_positions = _first_positions(analysis, order)
+    starts: dict[int, str] = {}
+    for path in module_paths:
+        if path not in first_positions:
+            close = difflib.get_close_matches(path, first_positions, n=3) or sorted(first_positions)[:3]
+            raise CutError(
+                f"split_at: no operator comes from a module {path!r}: close names are {', '.join(map(repr, close))}"
+            )
+        position = first_positions[path]
+        if position in starts:
+            raise CutError(f"split_at: {starts[position]!r} and {path!r} start at the same operator: name one of them")
+        if position == 0:
+            raise CutError(f"split_at: {path!r} starts the model, so the stage before it would be empty: remove it")
+        starts[position] = path
+    return assign_by_positions(analysis, order, starts)
+
+
+def _first_positions(analysis: GraphAnalysis, order: NodeOrder) -> dict[str, int]:
+    """The position of the first node of each module, by its path."""
+    graph = analysis.graph
+    first_positions: dict[str, int] = {}
+    for position, node_number in enumerate(order.node_numbers):
+        components = graph.scopes[graph.nodes[node_number].scope].path.split(".")
+        for length in range(1, len(components) + 1):
+            first_positions.setdefault(".".join(components[:length]), position)
+    return first_positions
+
+
+def assign_by_plan(analysis: GraphAnalysis, plan: Plan) -> StageAssignment:
+    """Assign to each stage the nodes that a plan lists for it.
+
+    Args:
+        analysis: of a whole model.
+        plan: a plan of the same model.
+
+    Returns:
+        The stage of each node.
+
+    Raises:
+        CutError: the plan is of another model, a node is in no stage or in two, a value would flow to an earlier stage, or a
+            colocation group would be split.
+    """
+    stage_of = _planned_stages(plan, len(analysis.graph.nodes))
+    for node_number, required_node, value_name in node_dependencies(analysis):
+        if stage_of[required_node] > stage_of[node_number]:
+            raise CutError(
+                f"plan: node {node_number} of stage {stage_of[node_number]} uses {value_name!r}, which node {required_node} of "
+                f"stage {stage_of[required_node]} defines: values flow to later stages only"
+            )
+    refuse_split_groups(analysis, stage_of)
+    return StageAssignment(stage_of, len(plan.stages))
+
+
+def _planned_stages(plan: Plan, node_count: int) -> list[int]:
+    stage_of: dict[int, int] = {}
+    for stage_number, stage in enumerate(plan.stages):
+        for first, count in stage.nodes:
+            if first < 0 or count < 1 or first + count > node_count:
+                raise CutError(
+                    f"plan: stage {stage_number} has {count} nodes from node {first} on, but the model has {node_count} nodes: "
+                    "is the plan of another model?"
+                )
+            for node_number in range(first, first + count):
+                if node_number in stage_of:
+                    raise CutError(
+                        f"plan: node {node_number} is in stage {stage_of[node_number]} and in stage {stage_number}"
+                    )
+                stage_of[node_number] = stage_number
+    missing = [node_number for node_number in range(node_count) if node_number not in stage_of]
+    if missing:
+        raise CutError(f"plan: {len(missing)} nodes are in no stage, the first is node {missing[0]}")
+    return [stage_of[node_number] for node_number in range(node_count)]
+
+
+def node_dependencies(analysis: GraphAnalysis) -> Iterator[tuple[int, int, str]]:
+    """Yield the nodes that must not run after a node.
+
+    Random numbers count as values: all are drawn from one generator, so their order is part of the model.
+
+    Args:
+        analysis: of a whole model.
+
+    Yields:
+        A node, a node that it depends on, and the name of the value that it uses of it.
+    """
+    graph = analysis.graph
+    last_random_node: int | None = None
+    for node_number, used_names in enumerate(analysis.node_inputs):
+        for name in used_names:
+            if name in analysis.producers:
+                yield node_number, analysis.producers[name], name
+        if is_random(graph, graph.nodes[node_number]):
+            if last_random_node is not None:
+                yield node_number, last_random_node, "random numbers"
+            last_random_node = node_number
+
+
+def refuse_split_groups(analysis: GraphAnalysis, stage_of: Sequence[int]) -> None:
+    """Check that each colocation group is in one stage.
+
+    Args:
+        analysis: of a whole model.
+        stage_of: the stage of each node.
+
+    Raises:
+        CutError: a group is in several stages.
+    """
+    graph = analysis.graph
+    for group in analysis.colocation_groups:
+        scopes = {stage_of[number]: graph.scopes[graph.nodes[number].scope].path for number in group.nodes}
+        if len(scopes) > 1:
+            found = ", ".join(f"stage {stage_number} (in {path!r})" for stage_number, path in sorted(scopes.items()))
+            raise CutError(
+                f"{group.name!r} is written, so all operators that touch it must stay in one stage, but this cut puts them "
+                f"into {found}: move the cut"
+            )

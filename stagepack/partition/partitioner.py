@@ -1,0 +1,78 @@
+"""A graph and cut options -> the cut, and its plan."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from stagepack.format.graph import Graph
+from stagepack.format.plan import Plan
+from stagepack.graph.analysis import GraphAnalysis
+from stagepack.graph.repeat_search import find_repeats
+from stagepack.graph.repeats import repeat_interiors
+from stagepack.partition.assignment import (
+    StageAssignment,
+    assign_by_modules,
+    assign_by_plan,
+    assign_by_positions,
+    assign_consecutive,
+)
+from stagepack.partition.balance import balance_stages
+from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.costs import GraphCosts
+from stagepack.partition.cut import Cut, cut_graph
+from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.node_order import NodeOrder, late_state_order
+from stagepack.partition.planner import plan_for_assignment
+from stagepack.partition.policies import assign_by_policy
+
+
+def partition_graph(
+    graph: Graph, costs: GraphCosts, options: CutOptions, split_positions: Sequence[int] = ()
+) -> tuple[Cut, Plan]:
+    """Cut a graph as the caller asks.
+
+    Args:
+        graph: the graph of a whole model, of `canonical_graph`.
+        costs: of the same graph.
+        options: where to cut.
+        split_positions: the numbers of the nodes in front of which the model's own code has a split marker.
+
+    Returns:
+        The cut, and its plan.
+
+    Raises:
+        CutError: the graph cannot be cut so.
+    """
+    costed = CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
+    assignment = _assign(costed, options, split_positions)
+    plan = plan_for_assignment(costed, assignment, memory=options.memory_bytes, speeds=options.speeds)
+    shared = options.shared if options.plan is None else options.plan.shared
+    return cut_graph(costed, assignment, shared), replace(plan, shared=shared)
+
+
+def _assign(costed: CostedGraph, options: CutOptions, split_positions: Sequence[int]) -> StageAssignment:
+    analysis = costed.analysis
+    if options.plan is not None:
+        return assign_by_plan(analysis, options.plan)
+    if options.policy is not None:
+        return assign_by_policy(analysis, options.policy)
+    order = late_state_order(analysis)
+    if options.split_at:
+        return assign_by_modules(analysis, order, options.split_at)
+    if options.stages is None:
+        return assign_by_positions(analysis, order, [order.position_in_front_of(node) for node in split_positions])
+    starts = balance_stages(
+        costed,
+        options.stages,
+        order=order,
+        memory=options.memory_bytes,
+        speeds=options.speeds,
+        repeat_interiors=_repeat_interiors(analysis, order),
+    )
+    return assign_consecutive(order, starts)
+
+
+def _repeat_interiors(analysis: GraphAnalysis, order: NodeOrder) -> list[set[int]]:
+    """The positions inside of the repeats of a graph whose nodes are in this order."""
+    ordered = analysis if order.is_execution_order else GraphAnalysis(order.apply(analysis.graph))
+    return repeat_interiors(find_repeats(ordered).repeats)

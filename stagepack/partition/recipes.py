@@ -1,0 +1,188 @@
+"""Values that are cheaper to compute again where they are used than to send: masks, rotary tables, position ids.
+
+What is written in place is computed again as a whole, with all nodes of its colocation group.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.example_sizes import example_sizes, value_bytes
+from stagepack.format.graph import Graph, Node, Value
+from stagepack.format.shapes import symbol_names
+from stagepack.format.traversal import input_names, output_names
+from stagepack.graph.analysis import GraphAnalysis
+from stagepack.partition.costs import GraphCosts, memory_time, transfer_time
+
+# Prefixes of operators that return uninitialized memory.
+_UNINITIALIZED = ("empty", "new_empty", "resize")
+_PURE_NAMESPACES = ("aten", "prims")
+# Nodes that are computed again for one value, at most.
+_MOST_NODES = 64
+# Sizes that may change count as at least this.
+_LARGE_SIZE = 512
+# Bytes of weights that a second stage may hold for one value, at most; and no more than the value has at the example's sizes.
+_MOST_DUPLICATED_BYTES = 2**20
+# A node with more FLOPs for each byte of its results is not cheap, however small its result.
+_CHEAP_FLOPS_PER_BYTE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How to compute a value from inputs of the model, weights and symbolic scalars.
+
+    Attributes:
+        nodes: the numbers of the nodes to compute again.
+        inputs: the inputs of the model that these nodes use.
+        weights: the values of the weights that they use.
+    """
+
+    nodes: frozenset[int] = frozenset()
+    inputs: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
+
+
+def recomputation_recipes(analysis: GraphAnalysis, costs: GraphCosts) -> dict[str, Recipe]:
+    """Find the values that are cheaper to compute again than to send.
+
+    Costs are compared at large sizes of the dimensions that may change: examples are small, and a mask outgrows what it is made of.
+    A value that is made of weights and sizes alone is the same in every call, so it is never sent. Kernels are chosen by more than
+    values: a view of a parameter requires a gradient (``at::matmul`` asks for it), which a value that was sent does not.
+
+    Args:
+        analysis: of the graph of a whole model.
+        costs: of the same graph.
+
+    Returns:
+        The recipe of each such value, by its name; symbolic scalars have none.
+    """
+    return _RecipeSearch(analysis, costs).run()
+
+
+class _RecipeSearch:
+    def __init__(self, analysis: GraphAnalysis, costs: GraphCosts) -> None:
+        graph, classes = analysis.graph, analysis.alias_classes
+        self._analysis = analysis
+        self._costs = costs
+        self._large_costs = _LargeCosts(analysis, costs)
+        self._unknown_sizes = {symbol.name for symbol in graph.symbols if symbol.example is None}
+        self._scalars = {value.name for value in analysis.values.values() if value.dtype in SCALAR_DTYPES}
+        # Of all values that can be computed again, whether that is cheaper or not.
+        recipes = {value.name: Recipe(inputs=frozenset({value.name})) for value in graph.inputs}
+        recipes |= {weight.value: Recipe(weights=frozenset({weight.value})) for weight in graph.weights}
+        self._recipes = {name: recipe for name, recipe in recipes.items() if not classes.is_written(name)}
+
+    def run(self) -> dict[str, Recipe]:
+        """The recipes of the values that are cheaper to compute again."""
+        cheaper: dict[str, Recipe] = {}
+        for node_numbers in _node_groups(self._analysis):
+            recipe = self._recipe(node_numbers)
+            if recipe is not None:
+                for name in (name for number in node_numbers for name in self._analysis.node_outputs[number]):
+                    self._recipes[name] = recipe
+                    if name not in self._scalars and self._is_cheaper(name, recipe):
+                        cheaper[name] = recipe
+        return cheaper
+
+    def _recipe(self, node_numbers: Sequence[int]) -> Recipe | None:
+        """How to compute the results of nodes that are computed together; None when they should not be computed again."""
+        graph = self._analysis.graph
+        nodes = [graph.nodes[number] for number in node_numbers]
+        results = [value for node in nodes for value in node.outputs if value is not None]
+        result_names = {value.name for value in results}
+        used_names = [
+            name
+            for number in node_numbers
+            for name in self._analysis.node_inputs[number]
+            if name not in self._scalars and name not in result_names
+        ]
+        if not all(name in self._recipes for name in used_names) or not all(_is_pure(graph, node) for node in nodes):
+            return None
+        if self._has_unknown_size(results):
+            return None
+        result_bytes = sum(self._costs.value_bytes[name] for name in result_names)
+        if sum(node.cost.flops for node in nodes) > _CHEAP_FLOPS_PER_BYTE * result_bytes:
+            return None
+        sources = [self._recipes[name] for name in dict.fromkeys(used_names)]
+        all_nodes = frozenset(node_numbers).union(*(source.nodes for source in sources))
+        if len(all_nodes) > _MOST_NODES:
+            return None
+        return Recipe(
+            nodes=all_nodes,
+            inputs=frozenset[str]().union(*(source.inputs for source in sources)),
+            weights=frozenset[str]().union(*(source.weights for source in sources)),
+        )
+
+    def _has_unknown_size(self, values: Sequence[Value]) -> bool:
+        """Whether a size depends on data, so that it would have to be computed from the data."""
+        names = (name for value in values for dim in value.shape for name in symbol_names(dim))
+        return bool(self._unknown_sizes) and not self._unknown_sizes.isdisjoint(names)
+
+    def _is_cheaper(self, name: str, recipe: Recipe) -> bool:
+        if not recipe.inputs:
+            return True
+        duplicated_bytes = sum(self._costs.weight_bytes[weight] for weight in recipe.weights)
+        if duplicated_bytes > min(self._costs.value_bytes[name], _MOST_DUPLICATED_BYTES):
+            return False
+        return self._large_costs.recipe_time(recipe) < transfer_time(self._large_costs.bytes_by_name[name])
+
+
+def _node_groups(analysis: GraphAnalysis) -> list[tuple[int, ...]]:
+    """The nodes in order, each alone, but colocation groups as one, at the position of their last node.
+
+    Nodes of several groups, and of groups for weights and inputs of the model, are left out.
+    """
+    graph, groups = analysis.graph, analysis.colocation_groups
+    outside_names = {weight.names[0] for weight in graph.weights} | {value.name for value in graph.inputs}
+    group_counts = Counter(node_number for group in groups for node_number in group.nodes)
+    by_last_node: dict[int, tuple[int, ...]] = {
+        node_number: (node_number,) for node_number in range(len(graph.nodes)) if node_number not in group_counts
+    }
+    for group in groups:
+        if group.name not in outside_names and all(group_counts[node_number] == 1 for node_number in group.nodes):
+            by_last_node[group.nodes[-1]] = group.nodes
+    return [by_last_node[node_number] for node_number in sorted(by_last_node)]
+
+
+def _is_pure(graph: Graph, node: Node) -> bool:
+    """Whether a node returns the same tensors whenever and wherever it runs, and only writes values of its colocation group."""
+    op = graph.ops[node.op]
+    namespace, _, name = op.name.partition(".")
+    if namespace not in _PURE_NAMESPACES or op.random or name.startswith(_UNINITIALIZED):
+        return False
+    return all(value is None or value.dtype not in SCALAR_DTYPES for value in node.outputs)
+
+
+class _LargeCosts:
+    """Costs where the dimensions that may change are large.
+
+    Attributes:
+        bytes_by_name: bytes of all inputs, weights and values.
+    """
+
+    def __init__(self, analysis: GraphAnalysis, costs: GraphCosts) -> None:
+        symbols = analysis.graph.symbols
+        sizes = {name: max(size, _LARGE_SIZE) for name, size in example_sizes(symbols).items()}
+        for symbol in symbols:
+            if symbol.max is not None:
+                sizes[symbol.name] = min(sizes[symbol.name], symbol.max)
+        self._graph = analysis.graph
+        self._moved_bytes: dict[int, int] = {}
+        self.bytes_by_name: Mapping[str, int] = {
+            **{name: value_bytes(value, sizes) for name, value in analysis.values.items()},
+            **costs.weight_bytes,
+        }
+
+    def recipe_time(self, recipe: Recipe) -> int:
+        """Picoseconds to compute a value: its nodes move memory, and the inputs and weights that they use count as sent."""
+        fetched_bytes = sum(self.bytes_by_name[name] for name in recipe.inputs | recipe.weights)
+        return memory_time(sum(map(self._node_bytes, recipe.nodes))) + transfer_time(fetched_bytes)
+
+    def _node_bytes(self, node_number: int) -> int:
+        """Bytes that a node reads and writes."""
+        if node_number not in self._moved_bytes:
+            node = self._graph.nodes[node_number]
+            names = (*input_names(node), *output_names(node))
+            self._moved_bytes[node_number] = sum(self.bytes_by_name[name] for name in names)
+        return self._moved_bytes[node_number]
