@@ -1,4 +1,4 @@
-"""The errors of stagepack: one class for each reaction that is open to a caller.
+"""The errors of stagepack: one class for each thing that a caller can do about it.
 
 All of them derive from `StagepackError`. A message says what was expected, what was found, where, and what to do. Errors in the content
 of a bundle list every broken rule of ``schema/SPEC.md`` in `FormatError.problems`.
@@ -74,7 +74,7 @@ class NotABundleError(StagepackError):
 
 
 class FileNotListedError(StagepackError):
-    """The bundle does not have the file that was asked for; `Bundle.files` has the names of its files."""
+    """The manifest does not list a file of this name. Choose one of `Bundle.files`."""
 
 
 class VersionError(StagepackError):

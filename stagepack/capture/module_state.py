@@ -1,6 +1,6 @@
 """Keep a module as it was while code of its author runs: its attributes, its buffers and the random state of torch.
 
-Only what changed is written back. A container of another class than the built-in ones may refuse its own methods, such as ``update`` of
+Only changed parts are written back. A container of another class than the built-in ones may refuse its own methods, such as ``update`` of
 the configuration of a diffusers model, so containers are read and written by the methods of the built-in class that they derive from.
 """
 
@@ -119,7 +119,7 @@ def _restore_set(container: set[Any], members: frozenset[Any]) -> None:
 
 
 def _are_same(items: Any, other_items: Any) -> bool:
-    """Whether two collections hold the same objects in the same order. Equality is not asked for: of tensors it is a tensor."""
+    """Whether two collections hold the same objects in the same order. ``==`` would compare tensors by element."""
     return len(items) == len(other_items) and all(a is b for a, b in zip(items, other_items, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Capture a model of transformers by transformers' own exporter, which patches what ``torch.export`` cannot trace."""
+"""Capture a model of transformers by transformers' own exporter, which patches code that ``torch.export`` cannot trace."""
 
 import inspect
 from collections.abc import Mapping
