@@ -48,7 +48,7 @@ class _Commands(click.Group):
             sys.exit(failure.exit_code)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for summaries in _COMMAND_GROUPS.values() for name in summaries]
+        return [command_name for summaries in _COMMAND_GROUPS.values() for command_name in summaries]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
@@ -59,7 +59,7 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, summaries in _COMMAND_GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name.ljust(7), summary) for name, summary in summaries.items()])
+                formatter.write_dl([(command_name.ljust(7), summary) for command_name, summary in summaries.items()])
 
 
 @click.group(

@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 
-def subcommand(name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Command]:
+def subcommand(command_name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator that makes a function a subcommand.
 
     Args:
-        name: the name of the subcommand.
+        command_name: the name of the subcommand.
         examples: command lines that the help shows below the docstring of the function.
     """
 
@@ -19,6 +19,6 @@ def subcommand(name: str, *, examples: Sequence[str]) -> Callable[[Callable[...,
         # click keeps the line breaks of a paragraph that starts with \b. Four spaces make it a code block in Markdown.
         lines = "\n".join(f"    {example}" for example in examples)
         description = f"{inspect.cleandoc(function.__doc__ or '')}\n\nExamples:\n\n\b\n{lines}"
-        return click.command(name, help=description)(function)
+        return click.command(command_name, help=description)(function)
 
     return declare

@@ -16,6 +16,7 @@ from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import PathType
 from stagepack.cli.run_options import custom_namespaces, json_option, replay
+from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
 if TYPE_CHECKING:
@@ -80,23 +81,26 @@ def command(
         next_step("replaying the example")
         namespaces = custom_namespaces(bundle)
         difference = replay(bundle, allow_ops=namespaces).largest
-        conversion = add_onnx(bundle, allow_ops=namespaces, progress=next_step) if with_onnx else None
-    seconds = time.perf_counter() - start
-    if conversion is not None:
-        bundle = conversion.bundle
-    onnx_fields: dict[str, Any] = {} if conversion is None else {"onnx": conversion_facts(conversion)}
+        onnx_fields: dict[str, Any] = {}
+        if with_onnx:
+            conversion = add_onnx(bundle, allow_ops=namespaces, progress=next_step)
+            bundle, onnx_fields = conversion.bundle, {"onnx": conversion_facts(conversion)}
+    seconds = round(time.perf_counter() - start, 3)
+    run_fields = {"captured_by": capture.method, "difference": finite(difference), "seconds": seconds}
+    facts = bundle_facts(bundle) | onnx_fields | run_fields
     if as_json:
-        run_fields = {
-            "captured_by": capture.method,
-            "difference": finite(difference),
-            "seconds": round(seconds, 3),
-        }
-        print_json(bundle_facts(bundle) | onnx_fields | run_fields)
+        print_json(facts)
     else:
-        print_line(f"captured {source} ({capture.method})")
-        print_written(bundle, out, seconds)
-        print_line(f"replayed the example: largest difference from the model {difference:g}")
-        if onnx_fields:
-            print_conversion(onnx_fields["onnx"])
+        _print_export(source, bundle, out, facts)
     if finite(difference) is None:
         fail(f"{out}: the bundle returns other shapes or types than the model")
+
+
+def _print_export(source: str, bundle: Bundle, out: str, facts: dict[str, Any]) -> None:
+    """Print for people what was exported."""
+    print_line(f"captured {source} ({facts['captured_by']})")
+    print_written(bundle, out, facts["seconds"])
+    difference = "the shapes or types differ" if facts["difference"] is None else f"{facts['difference']:g}"
+    print_line(f"replayed the example: largest difference from the model {difference}")
+    if "onnx" in facts:
+        print_conversion(facts["onnx"])

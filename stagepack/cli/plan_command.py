@@ -13,7 +13,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.cut_facts import ASSUMED_DEVICES, cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
-from stagepack.cli.output import print_json, print_line, print_table, progress
+from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
@@ -163,13 +163,14 @@ def _print_plan(facts: dict[str, Any]) -> None:
     bubble = ", ".join(f"{count}: {share:.0%}" for count, share in facts["bubble"].items())
     print_line(f"bubble by number of microbatches: {bubble}")
     if facts["sizes"]:
-        print_line("example sizes: " + ", ".join(f"{name} = {size}" for name, size in facts["sizes"].items()))
+        print_line("example sizes: " + ", ".join(f"{symbol} = {size}" for symbol, size in facts["sizes"].items()))
     print_line(f"assumed: {ASSUMED_DEVICES}")
     if facts["estimated_operators"]:
         operators = ", ".join(
-            f"{name} ({count} node{'s' if count > 1 else ''})" for name, count in facts["estimated_operators"].items()
+            f"{operator} ({count_of('node', node_count)})"
+            for operator, node_count in facts["estimated_operators"].items()
         )
-        print_line(f"cost estimated from shapes, since no formula is known: {operators}")
+        print_line(f"operators without a cost formula, estimated from shapes: {operators}")
 
 
 def _of_limit(limit: int | None) -> str:

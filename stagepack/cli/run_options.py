@@ -164,8 +164,9 @@ def limit_option(
     )
 
 
-def _integer_if_whole(number: float) -> float:
-    return int(number) if number.is_integer() else number
+def _integer_if_whole(quantity: float) -> float:
+    """Return 60 for 60.0, which the help shows without decimals."""
+    return int(quantity) if quantity.is_integer() else quantity
 
 
 def import_modules(module_names: Iterable[str]) -> None:

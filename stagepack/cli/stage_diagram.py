@@ -1,7 +1,7 @@
 """The graph of the stages as text for Graphviz and Mermaid."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from stagepack.cli.quantities import format_bytes
@@ -33,10 +33,13 @@ def arrows(facts: dict[str, Any]) -> Iterator[Arrow]:
         for consumer in edge["consumers"]:
             edges_between.setdefault((source, f"stage{consumer}"), []).append(edge)
     for (source, target), edges in edges_between.items():
-        label = ", ".join(edge["name"] for edge in edges[:_MAX_LABEL_NAMES])
-        if len(edges) > _MAX_LABEL_NAMES:
-            label += f" and {len(edges) - _MAX_LABEL_NAMES} more"
-        yield Arrow(source, target, label, sum(edge["bytes"] for edge in edges))
+        yield Arrow(source, target, edges_label(edges), sum(edge["bytes"] for edge in edges))
+
+
+def edges_label(edges: Sequence[dict[str, Any]]) -> str:
+    """Return the names of the first edges, and how many more there are."""
+    label = ", ".join(edge["name"] for edge in edges[:_MAX_LABEL_NAMES])
+    return label if len(edges) <= _MAX_LABEL_NAMES else f"{label} and {len(edges) - _MAX_LABEL_NAMES} more"
 
 
 def graphviz_lines(facts: dict[str, Any]) -> Iterator[str]:

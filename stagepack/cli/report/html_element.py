@@ -14,7 +14,7 @@ def html_element(tag: str, *children: Child | Iterable[Child], **attributes: obj
     In the names of attributes ``_`` is written as ``-``, and a trailing ``_`` is dropped: ``class_`` is `class`.
     """
     parent = Element(
-        tag, {name.rstrip("_").replace("_", "-"): _attribute_text(value) for name, value in attributes.items()}
+        tag, {key.rstrip("_").replace("_", "-"): _attribute_text(value) for key, value in attributes.items()}
     )
     for child_or_children in children:
         for child in [child_or_children] if isinstance(child_or_children, str | Element) else child_or_children:

@@ -6,7 +6,7 @@ from xml.etree.ElementTree import Element
 
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.report.html_element import html_element
-from stagepack.cli.stage_diagram import arrows
+from stagepack.cli.stage_diagram import arrows, edges_label
 
 _STAGE_WIDTH, _STAGE_HEIGHT = 116, 52
 _STAGE_GAP = 104
@@ -50,24 +50,24 @@ def column_chart(shares: Sequence[float], title: str) -> Element:
     columns = [
         html_element(
             "rect",
-            html_element("title", f"{number}: {share:.1%}"),
-            x=26 + number * _CHART_STEP,
+            html_element("title", f"{column_number}: {share:.1%}"),
+            x=26 + column_number * _CHART_STEP,
             y=10 + _CHART_HEIGHT * (1 - share),
             width=_CHART_STEP - 4,
             height=max(_CHART_HEIGHT * share, 1),
         )
-        for number, share in enumerate(shares, start=1)
+        for column_number, share in enumerate(shares, start=1)
     ]
     column_labels = [
         html_element(
             "text",
-            str(number),
-            x=26 + number * _CHART_STEP + 8,
+            str(column_number),
+            x=26 + column_number * _CHART_STEP + 8,
             y=_CHART_HEIGHT + 26,
             text_anchor="middle",
             class_="soft",
         )
-        for number in (1, *range(4, len(shares) + 1, 4))
+        for column_number in (1, *range(4, len(shares) + 1, 4))
     ]
     size = {"width": 36 + _CHART_STEP * (len(shares) + 1), "height": _CHART_HEIGHT + 34}
     return html_element(
@@ -111,10 +111,12 @@ def _connections(facts: dict[str, Any]) -> Iterator[_Connection]:
             title=f"{arrow.label}: {format_bytes(arrow.byte_count)}",
             byte_count=arrow.byte_count,
         )
-    for edge in facts["edges"]:
-        if edge["result"] and edge["producer"] is not None:
-            title = f"{edge['name']}: {format_bytes(edge['bytes'])}"
-            yield _Connection(edge["producer"], stage_count, is_skip=False, title=title, byte_count=edge["bytes"])
+    for producer in range(stage_count):
+        results = [edge for edge in facts["edges"] if edge["result"] and edge["producer"] == producer]
+        if results:
+            byte_count = sum(edge["bytes"] for edge in results)
+            title = f"{edges_label(results)}: {format_bytes(byte_count)}"
+            yield _Connection(producer, stage_count, is_skip=False, title=title, byte_count=byte_count)
 
 
 def _left_of(position: int) -> int:
