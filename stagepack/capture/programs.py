@@ -1,5 +1,6 @@
 """A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``."""
 
+import logging
 import os
 import zipfile
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from stagepack.capture.error_location import with_location
 from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
-from stagepack.capture.torch_messages import format_torch_error, suppress_stderr
+from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
 from stagepack.errors import CaptureError
 
 
@@ -91,7 +92,12 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
     """
     if not zipfile.is_zipfile(path):
         raise CaptureError(f"{path}: expected a .pt2 file that torch.export.save wrote")
+    log_records: list[logging.LogRecord] = []
     try:
-        return torch.export.load(os.fspath(path))
+        with hold_log_records("torch.export") as log_records:
+            return torch.export.load(os.fspath(path))
     except Exception as error:
-        raise CaptureError(f"{path}: torch.export.load cannot read it: {format_torch_error(error)}") from error
+        # From torch 2.15 on, the error only refers to the log, which has the cause.
+        logged = (record.exc_info[1] for record in log_records if record.exc_info)
+        cause = next(filter(None, logged), error)
+        raise CaptureError(f"{path}: torch.export.load cannot read it: {format_torch_error(cause)}") from error

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import logging
 import sys
 from collections.abc import Iterator
 
@@ -31,3 +32,22 @@ def suppress_stderr() -> Iterator[None]:
     with contextlib.redirect_stderr(io.StringIO()) as buffer:
         yield
     sys.stderr.write(buffer.getvalue())
+
+
+@contextlib.contextmanager
+def hold_log_records(logger_name: str) -> Iterator[list[logging.LogRecord]]:
+    """Delay what a logger reports, and drop it on failure; the records are in the list that the ``with`` statement binds."""
+    logger = logging.getLogger(logger_name)
+    records: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield records
+    finally:
+        logger.removeFilter(hold)
+    for record in records:
+        logger.handle(record)
