@@ -152,8 +152,8 @@ def _stage_entry(graph_file: str, stage: CutStage, file_of_tensor: Mapping[str, 
         flops=sum(node.cost.flops for node in graph.nodes),
         namespaces=tuple(sorted({operator_namespace(op.name) for op in graph.ops} - ALLOWED_NAMESPACES)),
         state=GraphAnalysis(graph).written_weight_names,
-        added=stage.added,
-        places=stage.places,
+        added=stage.added_count,
+        places=stage.node_runs,
     )
 
 

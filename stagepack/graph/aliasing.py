@@ -90,7 +90,7 @@ def colocation_groups(
     """
     outside_values = {weight.value: weight.names[0] for weight in graph.weights}
     outside_values |= {value.name: value.name for value in graph.inputs}
-    outside_names = {classes.representative(value_name): name for value_name, name in outside_values.items()}
+    outside_names = {classes.representative(value_name): label for value_name, label in outside_values.items()}
     members: dict[str, list[int]] = {root: [] for root in classes.writers}
     for node_number, value_names in enumerate(touched_values if members else ()):
         for root in {classes.representative(value_name) for value_name in value_names} & members.keys():
@@ -118,7 +118,7 @@ def impurity_reason(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str])
     defined: set[str] = set()
     input_labels: dict[str, str] = {}
     for node in nodes:
-        input_labels |= {name: name for name in input_names(node) if name not in defined}
+        input_labels |= {value_name: value_name for value_name in input_names(node) if value_name not in defined}
         defined.update(output_names(node))
     weights = [weight for weight in graph.weights if weight.value in input_labels]
     input_labels |= {weight.value: weight.names[0] for weight in weights}
@@ -205,7 +205,9 @@ class _MemoryWrites:
         training = _TRAINING_PARAMETERS.get(op.name)
         if training is not None and {training, *_RUNNING_STATISTICS} <= {*op.parameters}:
             parameters += _RUNNING_STATISTICS if parameter_argument(node, op, training) else ()
-        value_names = [name for parameter in parameters for name in parameter_value_names(node, op, parameter)]
+        value_names: list[str] = []
+        for parameter in parameters:
+            value_names += parameter_value_names(node, op, parameter)
         if self._graph.subgraphs and any(map(self._subgraph_writes_input, subgraph_indices(node))):
             value_names += input_names(node)
         return value_names

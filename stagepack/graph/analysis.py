@@ -1,6 +1,7 @@
 """What the nodes of a graph use and define, computed once for a graph and passed to all that need it."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,21 +49,25 @@ class GraphAnalysis:
     @cached_property
     def producers(self) -> Mapping[str, int]:
         """The number of the node that defines each value; inputs of the graph and weights have none."""
-        return {name: node_number for node_number, names in enumerate(self.node_outputs) for name in names}
+        return {
+            value_name: node_number for node_number, outputs in enumerate(self.node_outputs) for value_name in outputs
+        }
 
     @cached_property
     def users(self) -> Mapping[str, tuple[int, ...]]:
         """The numbers of the nodes that use each value, ascending; a value that no node uses is missing."""
         users: dict[str, list[int]] = {}
-        for node_number, names in enumerate(self.node_inputs):
-            for name in names:
-                users.setdefault(name, []).append(node_number)
-        return {name: tuple(node_numbers) for name, node_numbers in users.items()}
+        for node_number, inputs in enumerate(self.node_inputs):
+            for value_name in inputs:
+                users.setdefault(value_name, []).append(node_number)
+        return {value_name: tuple(node_numbers) for value_name, node_numbers in users.items()}
 
     @cached_property
     def last_uses(self) -> Mapping[str, int]:
         """The number of the last node that uses each value; for an output of the graph, the number of nodes."""
-        last_uses = {name: node_number for node_number, names in enumerate(self.node_inputs) for name in names}
+        last_uses = {
+            value_name: node_number for node_number, inputs in enumerate(self.node_inputs) for value_name in inputs
+        }
         return last_uses | dict.fromkeys(self.graph.outputs, len(self.graph.nodes))
 
     @cached_property
@@ -81,3 +86,29 @@ class GraphAnalysis:
         """The names in the model of the weights that nodes write, in the order of the weight table."""
         classes = self.alias_classes
         return tuple(weight.names[0] for weight in self.graph.weights if classes.is_written(weight.value))
+
+    def used_by(self, node_numbers: Iterable[int]) -> dict[str, None]:
+        """Return the distinct names of the values that nodes use, in the order of first use.
+
+        Args:
+            node_numbers: the numbers of the nodes.
+
+        Returns:
+            The names, as the keys of a dict; values that these nodes define are among them.
+        """
+        return dict.fromkeys(
+            itertools.chain.from_iterable(self.node_inputs[node_number] for node_number in node_numbers)
+        )
+
+    def defined_by(self, node_numbers: Iterable[int]) -> dict[str, None]:
+        """Return the names of the values that nodes define, in the order of the nodes.
+
+        Args:
+            node_numbers: the numbers of the nodes.
+
+        Returns:
+            The names, as the keys of a dict.
+        """
+        return dict.fromkeys(
+            itertools.chain.from_iterable(self.node_outputs[node_number] for node_number in node_numbers)
+        )

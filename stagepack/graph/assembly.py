@@ -28,8 +28,8 @@ def canonical_graph(graph: Graph) -> Graph:
     Returns:
         The graph with its tables and weights in the order of first use; weights that no node uses follow, sorted by name.
     """
-    used_names = dict.fromkeys(name for node in graph.nodes for name in input_names(node))
-    ranks = {name: rank for rank, name in enumerate(used_names)}
+    used_names = dict.fromkeys(value_name for node in graph.nodes for value_name in input_names(node))
+    ranks = {value_name: rank for rank, value_name in enumerate(used_names)}
     weights = sorted(graph.weights, key=lambda weight: (ranks.get(weight.value, len(ranks)), weight.names))
     canonical = GraphAssembler(graph.symbols).graph(graph, graph.nodes, graph.inputs, weights, graph.outputs)
     return replace(canonical, symbols=graph.symbols, calls=sort_module_calls(graph.calls))
@@ -133,7 +133,7 @@ class GraphAssembler:
             *(value for subgraph in self._subgraphs for value in subgraph.inputs),
         )
         dims = (dim for value in values for dim in (*value.shape, *(() if value.expr is None else (value.expr,))))
-        return {name for dim in dims for name in symbol_names(dim)}
+        return {symbol_name for dim in dims for symbol_name in symbol_names(dim)}
 
     def _copy_context(self, source: Graph, context_index: int) -> int:
         context = source.contexts[context_index]

@@ -65,7 +65,7 @@ class _RegionRuns:
     def hole_texts(self, start: int) -> tuple[str, ...]:
         """The texts for the holes in the call of a run."""
         run_index = self.starts.index(start)
-        return tuple(texts[run_index] for texts in self.templates.hole_texts)
+        return tuple(run_texts[run_index] for run_texts in self.templates.hole_texts)
 
     def renaming(self, items: Sequence[_Item], names_in: Callable[[_Item], Iterable[str]]) -> Callable[[str], str]:
         """A function that renames the item of one run to the templates for all runs.
@@ -74,7 +74,9 @@ class _RegionRuns:
             items: the item of each run, equal up to names.
             names_in: lists the names in an item, in the order in which they are renamed.
         """
-        return rename_in_order([self.templates.template(names) for names in zip(*map(names_in, items), strict=True)])
+        return rename_in_order(
+            [self.templates.template(run_names) for run_names in zip(*map(names_in, items), strict=True)]
+        )
 
 
 class _Folding:
@@ -146,16 +148,16 @@ class _Folding:
         scopes: dict[Scope, int] = {}
         nodes: list[Node | RegionCall] = []
         for node_number, called in self._body_items(first, first + runs.repeat.length, runs):
-            run_numbers = [node_number - first + start for start in runs.starts]
+            run_nodes = [node_number - first + start for start in runs.starts]
             if called is not None:
-                columns = zip(*(called.hole_texts(number) for number in run_numbers), strict=True)
+                columns = zip(*(called.hole_texts(node) for node in run_nodes), strict=True)
                 nodes.append(RegionCall(called.region_index, tuple(map(runs.templates.template, columns))))
                 continue
-            run_nodes = [graph.nodes[number] for number in run_numbers]
-            paths = tuple(graph.scopes[node.scope].path for node in run_nodes)
-            scope = Scope(path=runs.templates.template(paths), type=graph.scopes[run_nodes[0].scope].type)
-            node = rename_node(run_nodes[0], runs.renaming(run_nodes, names_in_node))
-            nodes.append(replace(node, scope=scopes.setdefault(scope, len(scopes))))
+            equal_nodes = [graph.nodes[node] for node in run_nodes]
+            paths = tuple(graph.scopes[node.scope].path for node in equal_nodes)
+            scope = Scope(path=runs.templates.template(paths), type=graph.scopes[equal_nodes[0].scope].type)
+            template_node = rename_node(equal_nodes[0], runs.renaming(equal_nodes, names_in_node))
+            nodes.append(replace(template_node, scope=scopes.setdefault(scope, len(scopes))))
         weights = [
             rename_weight(column[0], runs.renaming(column, names_in_weight)) for column in self._own_weights(runs)
         ]
@@ -181,16 +183,15 @@ class _Folding:
         """The weights that each run has for itself: for each, the weight of every run."""
         rows = []
         for start in runs.starts:
-            node_inputs = self._analysis.node_inputs[start : start + runs.repeat.length]
-            used_names = dict.fromkeys(name for names in node_inputs for name in names)
-            rows.append([name for name in used_names if name in self._weights])
+            used_names = self._analysis.used_by(range(start, start + runs.repeat.length))
+            rows.append([value_name for value_name in used_names if value_name in self._weights])
         columns = [
             column
             for column in zip(*rows, strict=True)
             if len(set(column)) == len(column) and self._declared_weights.isdisjoint(column)
         ]
         self._declared_weights.update(*columns)
-        return [tuple(self._weights[name] for name in column) for column in columns]
+        return [tuple(self._weights[value_name] for value_name in column) for column in columns]
 
 
 def _module_calls_by_first_node(calls: Iterable[ModuleCall], positions: Sequence[int]) -> list[list[ModuleCall]]:

@@ -1,5 +1,6 @@
 """The nodes of a graph as numbers that are equal for nodes which differ in names alone."""
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -26,12 +27,13 @@ class NodeTokens:
         self._graph = graph
         self._token_of_encoding: dict[bytes, int] = {}
         self._types = dict(self._value_types())
-        self._names: list[list[str]] = []
+        # For each node, its names in the order of `_encode_node`.
+        self._node_names: list[list[str]] = []
         self.tokens: list[int] = []
         for node in graph.nodes:
-            names: list[str] = []
-            self.tokens.append(self._token(self._encode_node(node, names)))
-            self._names.append(names)
+            node_names: list[str] = []
+            self.tokens.append(self._token(self._encode_node(node, node_names)))
+            self._node_names.append(node_names)
 
     def equality_key(self, start: int, end: int) -> object:
         """Return a key that is equal for runs of nodes that are equal up to names.
@@ -44,7 +46,8 @@ class NodeTokens:
             The tokens of the nodes, and which of the names in them are the same name.
         """
         index_of: dict[str, int] = {}
-        indices = [index_of.setdefault(name, len(index_of)) for names in self._names[start:end] for name in names]
+        run_names = itertools.chain.from_iterable(self._node_names[start:end])
+        indices = [index_of.setdefault(run_name, len(index_of)) for run_name in run_names]
         return tuple(self.tokens[start:end]), tuple(indices)
 
     def _token(self, encoding: bytes) -> int:
@@ -54,16 +57,16 @@ class NodeTokens:
         """Yield each value and weight with the token of its type, and the names of the symbols in it."""
         node_values = (value for node in self._graph.nodes for value in node.outputs if value is not None)
         for value in (*self._graph.inputs, *node_values):
-            names: list[str] = []
-            token = self._token(_encode(_without_names(value, names)))
-            yield value.name, (token, names[1:])
+            value_names: list[str] = []
+            token = self._token(_encode(_without_names(value, value_names)))
+            yield value.name, (token, value_names[1:])
         for weight in self._graph.weights:
             base = None if weight.base is None else ""
             nameless = replace(weight, value="", names=("",) * len(weight.names), base=base)
             yield weight.value, (self._token(_encode(nameless)), [])
 
-    def _encode_node(self, node: Node, names: list[str]) -> bytes:
-        """Encode a node without its names, which are appended to `names`: of values used, with the symbols of their types, first."""
+    def _encode_node(self, node: Node, node_names: list[str]) -> bytes:
+        """Encode a node without its names, which are appended to `node_names`: of values used, with the symbols of their types, first."""
         used_types: list[int] = []
 
         def without_name(leaf: Argument) -> Argument:
@@ -71,16 +74,16 @@ class NodeTokens:
                 return leaf
             type_token, symbols = self._types[leaf.name]
             used_types.append(type_token)
-            names.extend((leaf.name, *symbols))
+            node_names.extend((leaf.name, *symbols))
             return ValueArg("")
 
         nameless = map_node_arguments(node, without_name)
-        outputs = tuple([None if value is None else _without_names(value, names) for value in node.outputs])
+        outputs = tuple([None if value is None else _without_names(value, node_names) for value in node.outputs])
         nameless = replace(nameless, outputs=outputs, scope=0)
         return _encode((nameless, used_types, self._graph.scopes[node.scope].type))
 
 
-def _without_names(value: Value, names: list[str]) -> Value:
-    """A value without its names, which are appended to `names`, its own name first."""
-    names.extend(names_in_value(value))
+def _without_names(value: Value, removed_names: list[str]) -> Value:
+    """A value without its names, which are appended to `removed_names`, its own name first."""
+    removed_names.extend(names_in_value(value))
     return rename_value(value, lambda _: "")

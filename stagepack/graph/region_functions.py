@@ -135,10 +135,10 @@ class _Bodies:
                 yield start
                 start += 1
             else:
-                texts = (
+                call_texts = (
                     item.holes if hole_texts is None else tuple(fill_template(hole, hole_texts) for hole in item.holes)
                 )
-                yield RegionCallSite(start, item.region, texts)
+                yield RegionCallSite(start, item.region, call_texts)
                 start += self.lengths[item.region]
 
 
@@ -146,9 +146,9 @@ def _inputs(graph: Graph, start: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield the first use of each value that a run of nodes does not define: the offset of the node, and the index of the value."""
     known_names: set[str] = set()
     for offset in range(length):
-        for index, name in enumerate(input_names(graph.nodes[start + offset])):
-            if name not in known_names:
-                known_names.add(name)
+        for index, value_name in enumerate(input_names(graph.nodes[start + offset])):
+            if value_name not in known_names:
+                known_names.add(value_name)
                 yield offset, index
         known_names.update(output_names(graph.nodes[start + offset]))
 
@@ -156,6 +156,6 @@ def _inputs(graph: Graph, start: int, length: int) -> Iterator[tuple[int, int]]:
 def _outputs(analysis: GraphAnalysis, start: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield the values of a run of nodes that are used after it: the offset of the node, and the index of the value."""
     for offset in range(length):
-        for index, name in enumerate(analysis.node_outputs[start + offset]):
-            if analysis.last_uses.get(name, -1) >= start + length:
+        for index, value_name in enumerate(analysis.node_outputs[start + offset]):
+            if analysis.last_uses.get(value_name, -1) >= start + length:
                 yield offset, index

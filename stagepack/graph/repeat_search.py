@@ -180,8 +180,8 @@ class _RepeatSearch:
             (offset, output_index)
             for start in repeat.starts
             for offset in range(repeat.length)
-            for output_index, name in enumerate(analysis.node_outputs[start + offset])
-            if analysis.last_uses.get(name, 0) >= start + repeat.length
+            for output_index, value_name in enumerate(analysis.node_outputs[start + offset])
+            if analysis.last_uses.get(value_name, 0) >= start + repeat.length
         }
         first = repeat.starts[0]
         output_names = [analysis.node_outputs[first + offset][index] for offset, index in sorted(outputs)]

@@ -41,8 +41,8 @@ class TemplateBuilder:
     def _make_template(self, run_names: tuple[str, ...]) -> str:
         if len(set(run_names)) == 1:
             return escape_template(run_names[0])
-        pieces = [_PIECE.findall(name) for name in run_names]
-        is_complete = all("".join(parts) == name for parts, name in zip(pieces, run_names, strict=True))
+        pieces = [_PIECE.findall(run_name) for run_name in run_names]
+        is_complete = all("".join(parts) == run_name for parts, run_name in zip(pieces, run_names, strict=True))
         if not is_complete or len({len(parts) for parts in pieces}) > 1:
             return str(self._hole(run_names))
         return "".join(

@@ -24,19 +24,19 @@ def activation_bytes(analysis: GraphAnalysis, costs: GraphCosts, order: NodeOrde
     births = [(0, value.name) for value in graph.inputs]
     last_uses: dict[str, int] = {}
     for position, node_number in enumerate(order.node_numbers):
-        births += ((position, name) for name in analysis.node_outputs[node_number])
-        for name in analysis.node_inputs[node_number]:
-            last_uses[name] = position
+        births += ((position, value_name) for value_name in analysis.node_outputs[node_number])
+        for value_name in analysis.node_inputs[node_number]:
+            last_uses[value_name] = position
     last_uses |= dict.fromkeys(graph.outputs, len(graph.nodes))
     first_position: dict[str, int] = {}
     last_position: dict[str, int] = {}
     memory_bytes: dict[str, int] = {}
-    for position, name in births:
-        memory = representative(name)
+    for position, value_name in births:
+        memory = representative(value_name)
         if memory not in costs.weight_bytes:
             first_position.setdefault(memory, position)
-            last_position[memory] = max(last_uses.get(name, position), last_position.get(memory, 0))
-            memory_bytes[memory] = max(costs.value_bytes[name], memory_bytes.get(memory, 0))
+            last_position[memory] = max(last_uses.get(value_name, position), last_position.get(memory, 0))
+            memory_bytes[memory] = max(costs.value_bytes[value_name], memory_bytes.get(memory, 0))
     changes = [0] * (len(graph.nodes) + 2)
     for memory, position in first_position.items():
         changes[position] += memory_bytes[memory]

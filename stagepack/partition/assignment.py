@@ -169,9 +169,9 @@ def node_dependencies(analysis: GraphAnalysis) -> Iterator[tuple[int, int, str]]
     graph = analysis.graph
     last_random_node: int | None = None
     for node_number, used_names in enumerate(analysis.node_inputs):
-        for name in used_names:
-            if name in analysis.producers:
-                yield node_number, analysis.producers[name], name
+        for value_name in used_names:
+            if value_name in analysis.producers:
+                yield node_number, analysis.producers[value_name], value_name
         if is_random(graph, graph.nodes[node_number]):
             if last_random_node is not None:
                 yield node_number, last_random_node, "random numbers"
@@ -190,10 +190,10 @@ def refuse_split_groups(analysis: GraphAnalysis, stage_of: Sequence[int]) -> Non
     """
     graph = analysis.graph
     for group in analysis.colocation_groups:
-        scopes = {stage_of[number]: graph.scopes[graph.nodes[number].scope].path for number in group.nodes}
+        scopes = {stage_of[node]: graph.scopes[graph.nodes[node].scope].path for node in group.nodes}
         if len(scopes) > 1:
-            found = ", ".join(f"stage {stage_number} (in {path!r})" for stage_number, path in sorted(scopes.items()))
+            stages = ", ".join(f"stage {stage_number} (in {path!r})" for stage_number, path in sorted(scopes.items()))
             raise CutError(
                 f"{group.name!r} is written, so all operators that touch it must stay in one stage, but this cut puts them "
-                f"into {found}: move the cut"
+                f"into {stages}: move the cut"
             )

@@ -62,11 +62,11 @@ def balance_stages(
     return starts + [len(costed.graph.nodes)] * (stage_count - filled_count)
 
 
-def _check_devices(name: str, numbers: Sequence[float], stage_count: int) -> None:
-    if numbers and len(numbers) != stage_count:
-        raise CutError(f"{name}: expected {stage_count} numbers, one for each stage, found {len(numbers)}")
-    if any(number <= 0 for number in numbers):
-        raise CutError(f"{name}: expected numbers above 0, found {list(numbers)}")
+def _check_devices(option: str, device_values: Sequence[float], stage_count: int) -> None:
+    if device_values and len(device_values) != stage_count:
+        raise CutError(f"{option}: expected {stage_count} numbers, one for each stage, found {len(device_values)}")
+    if any(value <= 0 for value in device_values):
+        raise CutError(f"{option}: expected numbers above 0, found {list(device_values)}")
 
 
 def _split_between_repeats(
@@ -101,7 +101,11 @@ def _part_costs(sequence: CostSequence, starts: Sequence[int]) -> list[PartCost]
 def _memory_message(sequence: CostSequence, limits: Sequence[int | None]) -> str:
     """Which stage lacks how many bytes, in the cut that lacks least."""
     parts = _part_costs(sequence, split_with_least_excess(sequence, limits))
-    limited = [(part, limit, number) for number, (part, limit) in enumerate(zip(parts, limits, strict=True)) if limit]
+    limited = [
+        (part, limit, stage_number)
+        for stage_number, (part, limit) in enumerate(zip(parts, limits, strict=True))
+        if limit
+    ]
     part, limit, stage_number = max(limited, key=lambda entry: entry[0].memory_bytes - entry[1])
     activations = part.memory_bytes - part.weight_bytes
     return (
@@ -122,15 +126,18 @@ def cost_sequence(costed: CostedGraph, order: NodeOrder) -> CostSequence:
         An item for each node, in `order`.
     """
     analysis, costs, positions = costed.analysis, costed.costs, order.positions
-    users = {name: sorted(positions[number] for number in numbers) for name, numbers in analysis.users.items()}
+    users = {
+        value_name: sorted(positions[node_number] for node_number in node_numbers)
+        for value_name, node_numbers in analysis.users.items()
+    }
     transfers = [
         SharedCost(
-            cost=sending_time(costs.value_bytes[name]),
-            users=users[name],
-            producer=positions[analysis.producers[name]] if name in analysis.producers else -1,
+            cost=sending_time(costs.value_bytes[value_name]),
+            users=users[value_name],
+            producer=positions[analysis.producers[value_name]] if value_name in analysis.producers else -1,
         )
-        for name in analysis.values
-        if name in costed.sent_values and name in users
+        for value_name in analysis.values
+        if value_name in costed.sent_values and value_name in users
     ]
     stored_bytes: dict[str, int] = {}
     stored_users: dict[str, set[int]] = {}
@@ -145,8 +152,8 @@ def cost_sequence(costed: CostedGraph, order: NodeOrder) -> CostSequence:
         times=[costs.node_times[node_number] for node_number in order.node_numbers],
         transfers=transfers,
         weights=[
-            SharedCost(cost=stored_bytes[name], users=sorted(weight_users))
-            for name, weight_users in stored_users.items()
+            SharedCost(cost=stored_bytes[tensor_name], users=sorted(weight_users))
+            for tensor_name, weight_users in stored_users.items()
             if weight_users
         ],
         working_bytes=activation_bytes(analysis, costs, order),

@@ -30,13 +30,13 @@ class CutStage:
 
     Attributes:
         graph: its graph.
-        added: the number of leading nodes that exist only in this stage.
-        places: the positions of its other nodes in the whole graph, as runs.
+        added_count: the number of leading nodes that exist only in this stage.
+        node_runs: the numbers of its other nodes in the whole graph.
     """
 
     graph: Graph
-    added: int
-    places: tuple[Run, ...]
+    added_count: int
+    node_runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,9 @@ def cut_graph(costed: CostedGraph, assignment: StageAssignment, shared: WeightSh
         calls = tuple(call for call in graph.calls if _has_node_of(stage.node_numbers, call))
         cut_stages.append(
             CutStage(
-                graph=replace(stage_graph, calls=calls), added=len(stage.added), places=to_runs(stage.node_numbers)
+                graph=replace(stage_graph, calls=calls),
+                added_count=len(stage.added),
+                node_runs=to_runs(stage.node_numbers),
             )
         )
     return Cut(stages=tuple(cut_stages), edges=edges)
@@ -112,7 +114,7 @@ def _stage_weights(analysis: GraphAnalysis, stages: Sequence[StageNodes]) -> lis
     stage_weights: list[list[Weight]] = []
     first_stages: dict[tuple[str, str], int] = {}
     for stage_number, stage in enumerate(stages):
-        used_weights = [weights[name] for name in stage.input_names(analysis) if name in weights]
+        used_weights = [weights[value_name] for value_name in stage.input_names(analysis) if value_name in weights]
         stage_weights.append(used_weights)
         for weight in used_weights:
             for owner in _owners(weight):
@@ -166,11 +168,11 @@ def _edges(
     producers: dict[str, int] = {}
     for stage_number, (stage, weights) in enumerate(zip(stages, stage_weights, strict=True)):
         present = stage.output_names(analysis) | {weight.value for weight in weights}
-        for name in present:
-            producers.setdefault(name, stage_number)
-        for name in stage.input_names(analysis):
-            if name not in present:
-                consumers.setdefault(name, []).append(stage_number)
+        for value_name in present:
+            producers.setdefault(value_name, stage_number)
+        for value_name in stage.input_names(analysis):
+            if value_name not in present:
+                consumers.setdefault(value_name, []).append(stage_number)
     for value in graph.inputs:
         yield _edge(value, None, consumers.get(value.name, []))
     sent_names = {*consumers, *graph.outputs}

@@ -52,9 +52,9 @@ class CutOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        for option, numbers in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
-            if isinstance(numbers, str | int | float):
-                raise CutError(f"{option}: expected a list, found {numbers!r}")
+        for option, items in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
+            if isinstance(items, str | int | float):
+                raise CutError(f"{option}: expected a list, found {items!r}")
         ways = {"stages": self.stages, "split_at": self.split_at, "policy": self.policy, "plan": self.plan}
         chosen = [option for option, choice in ways.items() if choice]
         if len(chosen) > 1:
@@ -76,24 +76,24 @@ class CutOptions:
         return [parse_byte_size(size) for size in self.memory]
 
 
-def parse_byte_size(text: int | str) -> int:
+def parse_byte_size(size: int | str) -> int:
     """Parse a number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
 
     Args:
-        text: the number with its unit; a plain number counts bytes.
+        size: the number with its unit; a plain number counts bytes.
 
     Returns:
         The number of bytes, rounded down, below 2 ** 63.
 
     Raises:
-        CutError: `text` is not a number of bytes, or is 2 ** 63 bytes or more.
+        CutError: `size` is not a number of bytes, or is 2 ** 63 bytes or more.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(text))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(size))
     unit = match[2].replace("k", "K") if match else "?"
     if match is None or unit not in _BYTE_UNITS:
-        raise CutError(f"memory: expected a number of bytes such as 24GiB, 24GB or 25769803776, found {text!r}")
+        raise CutError(f"memory: expected a number of bytes such as 24GiB, 24GB or 25769803776, found {size!r}")
     scale = _BYTE_UNITS[unit]
     byte_count = int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
     if byte_count >= 2**63:
-        raise CutError(f"memory: expected fewer than 2 ** 63 bytes, found {text!r}")
+        raise CutError(f"memory: expected fewer than 2 ** 63 bytes, found {size!r}")
     return byte_count

@@ -99,10 +99,14 @@ def late_state_order(analysis: GraphAnalysis) -> NodeOrder:
     first_uses: dict[str, int] = defaultdict(lambda: node_count)
     for node_number in reversed(range(node_count)):
         used_names, defined_names = analysis.node_inputs[node_number], analysis.node_outputs[node_number]
-        touched = {classes.representative(name) for name in (*defined_names, *used_names) if classes.is_written(name)}
+        touched = {
+            classes.representative(value_name)
+            for value_name in (*defined_names, *used_names)
+            if classes.is_written(value_name)
+        }
         if touched and not is_random(analysis.graph, analysis.graph.nodes[node_number]):
-            first_use = min(first_uses[name] for name in (*defined_names, *touched))
+            first_use = min(first_uses[value_name] for value_name in (*defined_names, *touched))
             keys[node_number] = first_use if first_use < node_count else node_number
-        for name in (*used_names, *touched):
-            first_uses[name] = min(first_uses[name], keys[node_number])
+        for value_name in (*used_names, *touched):
+            first_uses[value_name] = min(first_uses[value_name], keys[node_number])
     return NodeOrder(keys)

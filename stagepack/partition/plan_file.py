@@ -29,8 +29,8 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         WriteError: the file cannot be written.
     """
     stages = ",\n  ".join(json.dumps(msgspec.to_builtins(stage)) for stage in plan.stages)
-    text = f'{{\n "stages": [\n  {stages}\n ],\n "shared": {json.dumps(plan.shared)}\n}}\n'
+    json_text = f'{{\n "stages": [\n  {stages}\n ],\n "shared": {json.dumps(plan.shared)}\n}}\n'
     try:
-        Path(path).write_text(text)
+        Path(path).write_text(json_text)
     except OSError as error:
         raise WriteError(f"{path}: could not be written: {error}") from None

@@ -47,26 +47,27 @@ def _planned_stage(
     costed: CostedGraph, node_numbers: Sequence[int], working_bytes: Sequence[int], limit: int | None, speed: float
 ) -> PlannedStage:
     analysis, costs, graph = costed.analysis, costed.costs, costed.graph
-    used_names = dict.fromkeys(name for number in node_numbers for name in analysis.node_inputs[number])
-    defined_names = {name for number in node_numbers for name in analysis.node_outputs[number]}
+    used_names, defined_names = analysis.used_by(node_numbers), analysis.defined_by(node_numbers)
     stored_bytes = {
         weight.stored: costs.weight_bytes[weight.value] for weight in graph.weights if weight.value in used_names
     }
     weight_bytes = sum(stored_bytes.values())
     received_bytes = [
-        costs.value_bytes[name] for name in used_names if name in costed.sent_values and name not in defined_names
+        costs.value_bytes[value_name]
+        for value_name in used_names
+        if value_name in costed.sent_values and value_name not in defined_names
     ]
-    nodes = [graph.nodes[number] for number in node_numbers]
+    nodes = [graph.nodes[node_number] for node_number in node_numbers]
     return PlannedStage(
         nodes=to_runs(node_numbers),
         module=graph.scopes[nodes[0].scope].path if nodes else "",
-        picoseconds=sum(costs.node_times[number] for number in node_numbers),
+        picoseconds=sum(costs.node_times[node_number] for node_number in node_numbers),
         receiving=sum(map(sending_time, received_bytes)),
         flops=sum(node.cost.flops for node in nodes),
         bytes=sum(node.cost.bytes for node in nodes),
         weight_bytes=weight_bytes,
         received=sum(received_bytes),
-        memory=weight_bytes + max((working_bytes[number] for number in node_numbers), default=0),
+        memory=weight_bytes + max((working_bytes[node_number] for node_number in node_numbers), default=0),
         memory_limit=limit,
         speed=float(speed),
     )

@@ -71,7 +71,9 @@ class _RecipeSearch:
         # Of all values that can be computed again, whether that is cheaper or not.
         recipes = {value.name: Recipe(inputs=frozenset({value.name})) for value in graph.inputs}
         recipes |= {weight.value: Recipe(weights=frozenset({weight.value})) for weight in graph.weights}
-        self._recipes = {name: recipe for name, recipe in recipes.items() if not classes.is_written(name)}
+        self._recipes = {
+            value_name: recipe for value_name, recipe in recipes.items() if not classes.is_written(value_name)
+        }
 
     def run(self) -> dict[str, Recipe]:
         """The recipes of the values that are cheaper to compute again."""
@@ -79,32 +81,26 @@ class _RecipeSearch:
         for node_numbers in _node_groups(self._analysis):
             recipe = self._recipe(node_numbers)
             if recipe is not None:
-                for name in (name for number in node_numbers for name in self._analysis.node_outputs[number]):
-                    self._recipes[name] = recipe
-                    if name not in self._scalars and self._is_cheaper(name, recipe):
-                        cheaper[name] = recipe
+                for value_name in self._analysis.defined_by(node_numbers):
+                    self._recipes[value_name] = recipe
+                    if value_name not in self._scalars and self._is_cheaper(value_name, recipe):
+                        cheaper[value_name] = recipe
         return cheaper
 
     def _recipe(self, node_numbers: Sequence[int]) -> Recipe | None:
         """How to compute the results of nodes that are computed together; None when they should not be computed again."""
         graph = self._analysis.graph
-        nodes = [graph.nodes[number] for number in node_numbers]
-        results = [value for node in nodes for value in node.outputs if value is not None]
-        result_names = {value.name for value in results}
-        used_names = [
-            name
-            for number in node_numbers
-            for name in self._analysis.node_inputs[number]
-            if name not in self._scalars and name not in result_names
-        ]
-        if not all(name in self._recipes for name in used_names) or not all(_is_pure(graph, node) for node in nodes):
+        nodes = [graph.nodes[node_number] for node_number in node_numbers]
+        result_names = self._analysis.defined_by(node_numbers)
+        source_names = self._analysis.used_by(node_numbers).keys() - result_names.keys() - self._scalars
+        if not self._recipes.keys() >= source_names or not all(_is_pure(graph, node) for node in nodes):
             return None
-        if self._has_unknown_size(results):
+        if self._has_unknown_size([self._analysis.values[value_name] for value_name in result_names]):
             return None
-        result_bytes = sum(self._costs.value_bytes[name] for name in result_names)
+        result_bytes = sum(self._costs.value_bytes[value_name] for value_name in result_names)
         if sum(node.cost.flops for node in nodes) > _CHEAP_FLOPS_PER_BYTE * result_bytes:
             return None
-        sources = [self._recipes[name] for name in dict.fromkeys(used_names)]
+        sources = [self._recipes[value_name] for value_name in source_names]
         all_nodes = frozenset(node_numbers).union(*(source.nodes for source in sources))
         if len(all_nodes) > _MOST_NODES:
             return None
@@ -116,16 +112,18 @@ class _RecipeSearch:
 
     def _has_unknown_size(self, values: Sequence[Value]) -> bool:
         """Whether a size depends on data, so that it would have to be computed from the data."""
-        names = (name for value in values for dim in value.shape for name in symbol_names(dim))
-        return bool(self._unknown_sizes) and not self._unknown_sizes.isdisjoint(names)
+        if not self._unknown_sizes:
+            return False
+        sizes = (symbol_name for value in values for dim in value.shape for symbol_name in symbol_names(dim))
+        return not self._unknown_sizes.isdisjoint(sizes)
 
-    def _is_cheaper(self, name: str, recipe: Recipe) -> bool:
+    def _is_cheaper(self, value_name: str, recipe: Recipe) -> bool:
         if not recipe.inputs:
             return True
         duplicated_bytes = sum(self._costs.weight_bytes[weight] for weight in recipe.weights)
-        if duplicated_bytes > min(self._costs.value_bytes[name], _MOST_DUPLICATED_BYTES):
+        if duplicated_bytes > min(self._costs.value_bytes[value_name], _MOST_DUPLICATED_BYTES):
             return False
-        return self._large_costs.recipe_time(recipe) < transfer_time(self._large_costs.bytes_by_name[name])
+        return self._large_costs.recipe_time(recipe) < transfer_time(self._large_costs.bytes_by_name[value_name])
 
 
 def _node_groups(analysis: GraphAnalysis) -> list[tuple[int, ...]]:
@@ -148,8 +146,8 @@ def _node_groups(analysis: GraphAnalysis) -> list[tuple[int, ...]]:
 def _is_pure(graph: Graph, node: Node) -> bool:
     """Whether a node returns the same tensors whenever and wherever it runs, and only writes values of its colocation group."""
     op = graph.ops[node.op]
-    namespace, _, name = op.name.partition(".")
-    if namespace not in _PURE_NAMESPACES or op.random or name.startswith(_UNINITIALIZED):
+    namespace, _, base_name = op.name.partition(".")
+    if namespace not in _PURE_NAMESPACES or op.random or base_name.startswith(_UNINITIALIZED):
         return False
     return all(value is None or value.dtype not in SCALAR_DTYPES for value in node.outputs)
 
@@ -163,26 +161,26 @@ class _LargeCosts:
 
     def __init__(self, analysis: GraphAnalysis, costs: GraphCosts) -> None:
         symbols = analysis.graph.symbols
-        sizes = {name: max(size, _LARGE_SIZE) for name, size in example_sizes(symbols).items()}
+        sizes = {symbol_name: max(size, _LARGE_SIZE) for symbol_name, size in example_sizes(symbols).items()}
         for symbol in symbols:
             if symbol.max is not None:
                 sizes[symbol.name] = min(sizes[symbol.name], symbol.max)
         self._graph = analysis.graph
         self._moved_bytes: dict[int, int] = {}
         self.bytes_by_name: Mapping[str, int] = {
-            **{name: value_bytes(value, sizes) for name, value in analysis.values.items()},
+            **{value_name: value_bytes(value, sizes) for value_name, value in analysis.values.items()},
             **costs.weight_bytes,
         }
 
     def recipe_time(self, recipe: Recipe) -> int:
         """Picoseconds to compute a value: its nodes move memory, and the inputs and weights that they use count as sent."""
-        fetched_bytes = sum(self.bytes_by_name[name] for name in recipe.inputs | recipe.weights)
+        fetched_bytes = sum(self.bytes_by_name[value_name] for value_name in recipe.inputs | recipe.weights)
         return memory_time(sum(map(self._node_bytes, recipe.nodes))) + transfer_time(fetched_bytes)
 
     def _node_bytes(self, node_number: int) -> int:
         """Bytes that a node reads and writes."""
         if node_number not in self._moved_bytes:
             node = self._graph.nodes[node_number]
-            names = (*input_names(node), *output_names(node))
-            self._moved_bytes[node_number] = sum(self.bytes_by_name[name] for name in names)
+            moved_values = (*input_names(node), *output_names(node))
+            self._moved_bytes[node_number] = sum(self.bytes_by_name[value_name] for value_name in moved_values)
         return self._moved_bytes[node_number]

@@ -43,9 +43,8 @@ class StageNodes:
         Returns:
             The names, as the keys of a dict.
         """
-        names = dict.fromkeys(name for node in self.added for name in input_names(node))
-        names |= dict.fromkeys(name for number in self.node_numbers for name in analysis.node_inputs[number])
-        return names
+        added_names = dict.fromkeys(value_name for node in self.added for value_name in input_names(node))
+        return added_names | analysis.used_by(self.node_numbers)
 
     def output_names(self, analysis: GraphAnalysis) -> set[str]:
         """Return the names of the values that the nodes define.
@@ -56,8 +55,8 @@ class StageNodes:
         Returns:
             The names.
         """
-        names = {name for node in self.added for name in output_names(node)}
-        return names.union(*(analysis.node_outputs[number] for number in self.node_numbers))
+        added_names = {value_name for node in self.added for value_name in output_names(node)}
+        return added_names | analysis.defined_by(self.node_numbers).keys()
 
 
 def ops_with_sym_size(graph: Graph) -> tuple[Op, ...]:
@@ -107,11 +106,11 @@ class _StageBuilder:
 
     def build(self) -> StageNodes:
         """Add what the stage computes again."""
-        for name in self._received_names():
-            if name in self._recipes:
-                self._node_numbers |= self._recipes[name].nodes
+        for value_name in self._received_names():
+            if value_name in self._recipes:
+                self._node_numbers |= self._recipes[value_name].nodes
         values = self._analysis.values
-        received = [values[name] for name in self._received_names() if name in values]
+        received = [values[value_name] for value_name in self._received_names() if value_name in values]
         tensors = [value for value in received if value.dtype not in SCALAR_DTYPES]
         for value in received:
             if value.dtype == "symint":
@@ -121,9 +120,9 @@ class _StageBuilder:
     def _received_names(self) -> list[str]:
         """The values that the nodes use and none of them defines, in the order of their definition."""
         analysis, node_numbers = self._analysis, sorted(self._node_numbers)
-        defined = {name for number in node_numbers for name in analysis.node_outputs[number]}
-        used = dict.fromkeys(name for number in node_numbers for name in analysis.node_inputs[number])
-        return sorted((name for name in used if name not in defined), key=lambda name: analysis.producers.get(name, -1))
+        defined = analysis.defined_by(node_numbers)
+        received = [value_name for value_name in analysis.used_by(node_numbers) if value_name not in defined]
+        return sorted(received, key=lambda value_name: analysis.producers.get(value_name, -1))
 
     def _compute_size(self, size: Value, tensors: Sequence[Value]) -> bool:
         """Compute a size in this stage, from the shape of a tensor or by its own node; False when the stage must receive it."""
@@ -140,7 +139,7 @@ class _StageBuilder:
             args = (ValueArg(sized_tensor.name), sized_tensor.shape.index(size.expr))
             self._added.append(Node(op=self._sym_size_index, args=args, outputs=(size,), scope=node.scope))
         elif operator_namespace(op_name) in _SCALAR_NAMESPACES and all(
-            self._compute_size(self._analysis.values[name], tensors) for name in used_names
+            self._compute_size(self._analysis.values[value_name], tensors) for value_name in used_names
         ):
             self._node_numbers.add(node_number)
         else:
@@ -167,9 +166,9 @@ def _without_unused_nodes(analysis: GraphAnalysis, stages: Sequence[StageNodes])
             kept_numbers.append(node_number)
             used.update(analysis.node_inputs[node_number])
         added = tuple(node for node in stage.added if not used.isdisjoint(output_names(node)))
-        kept = StageNodes(added=added, node_numbers=tuple(reversed(kept_numbers)))
-        kept_stages.append(kept)
-        needed_later |= kept.input_names(analysis).keys() - kept.output_names(analysis)
+        kept_stage = StageNodes(added=added, node_numbers=tuple(reversed(kept_numbers)))
+        kept_stages.append(kept_stage)
+        needed_later |= kept_stage.input_names(analysis).keys() - kept_stage.output_names(analysis)
     return kept_stages[::-1]
 
 
@@ -179,14 +178,14 @@ class _MemoryOfNodes:
     def __init__(self, analysis: GraphAnalysis) -> None:
         self._analysis = analysis
         self._members: dict[str, set[str]] = defaultdict(set)
-        for name, root in analysis.alias_classes.representatives.items():
-            self._members[root].add(name)
+        for value_name, root in analysis.alias_classes.representatives.items():
+            self._members[root].add(value_name)
 
     def results(self, node_number: int) -> set[str]:
         """The values that a node defines, and all that may share memory with what it writes."""
         graph, representatives = self._analysis.graph, self._analysis.alias_classes.representatives
         node = graph.nodes[node_number]
         op = graph.ops[node.op]
-        written = {name for parameter in op.mutates for name in parameter_value_names(node, op, parameter)}
-        shared = (self._members[representatives[name]] for name in written if name in representatives)
+        written = {value_name for parameter in op.mutates for value_name in parameter_value_names(node, op, parameter)}
+        shared = (self._members[representatives[value_name]] for value_name in written if value_name in representatives)
         return set(self._analysis.node_outputs[node_number]).union(*shared)

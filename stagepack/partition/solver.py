@@ -103,9 +103,9 @@ def _time_function(speeds: Sequence[float], memory_limits: Sequence[int | None])
     return times
 
 
-def _column(numbers: Sequence[float]) -> _Floats:
+def _column(part_values: Sequence[float]) -> _Floats:
     """One row for each part, or a single row when all are equal."""
-    return np.array(numbers[:1] if len(set(numbers)) == 1 else numbers, dtype=np.float64)[:, None]
+    return np.array(part_values[:1] if len(set(part_values)) == 1 else part_values, dtype=np.float64)[:, None]
 
 
 class _PartTable:

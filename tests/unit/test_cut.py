@@ -81,7 +81,8 @@ def with_costs(graph: Graph) -> CostedGraph:
 def joined(result: Cut, graph: Graph) -> Graph:
     """The stages of a cut put together again."""
     stages = [
-        Stage(graph="", nodes=len(stage.graph.nodes), added=stage.added, places=stage.places) for stage in result.stages
+        Stage(graph="", nodes=len(stage.graph.nodes), added=stage.added_count, places=stage.node_runs)
+        for stage in result.stages
     ]
     result_tree = SequenceTree(kind="tuple", items=tuple(map(ValueLeaf, graph.outputs)))
     manifest = Manifest(
