@@ -8,7 +8,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, bundle_argument
-from stagepack.cli.run_options import import_modules, json_option, operator_options
+from stagepack.cli.run_options import json_option, operator_options
 from stagepack.format.reader import Bundle
 
 
@@ -32,9 +32,7 @@ from stagepack.format.reader import Bundle
 )
 @operator_options
 @json_option
-def command(
-    bundle_path: str, out: str, device: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool
-) -> None:
+def command(bundle_path: str, out: str, device: str, allow_ops: tuple[str, ...], as_json: bool) -> None:
     """Compile a bundle to native code.
 
     A compilation unit is a region that the stages call several times, or a whole stage. Each distinct unit is compiled once with
@@ -42,13 +40,12 @@ def command(
     outside of the bundle, which 'stagepack load --compiled' and 'stagepack serve --compiled' take.
     """
     bundle = Bundle(bundle_path)
-    import_modules(imports)
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     with progress("importing torch") as next_step:
         from stagepack_loaders.torch.speed import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked
 
         units = compile_ahead(bundle, out, device, allow_ops=allow_ops, progress=next_step)
-    seconds = round(time.perf_counter() - start, 3)
+    seconds = round(time.perf_counter() - start_time, 3)
     facts: list[dict[str, Any]] = []
     for unit in units:
         stage_number, region_name = unit.places[0]

@@ -65,7 +65,7 @@ def command(
     that you trust.
     """
     check_output_path(out, overwrite=overwrite)
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
@@ -85,7 +85,7 @@ def command(
         if with_onnx:
             conversion = add_onnx(bundle, allow_ops=namespaces, progress=next_step)
             bundle, onnx_fields = conversion.bundle, {"onnx": conversion_facts(conversion)}
-    seconds = round(time.perf_counter() - start, 3)
+    seconds = round(time.perf_counter() - start_time, 3)
     run_fields = {"captured_by": capture.method, "difference": finite(difference), "seconds": seconds}
     facts = bundle_facts(bundle) | onnx_fields | run_fields
     if as_json:

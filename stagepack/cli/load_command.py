@@ -18,7 +18,6 @@ from stagepack.cli.run_options import (
     check_stage_number,
     compiled_option,
     device_option,
-    import_modules,
     json_option,
     operator_options,
     runtime_of_each_stage,
@@ -42,7 +41,6 @@ class _Options:
     outputs_file: Path | None
     runtimes: tuple[str, ...]
     allow_ops: tuple[str, ...]
-    imports: tuple[str, ...]
     compile_mode: str | None
     compiled_folder: str | None
     no_verify: bool
@@ -111,7 +109,6 @@ def command(bundle_path: str, **arguments: Any) -> None:
     timer.end("open")
     check_stage_number(options.stage_number, bundle)
     stage_runtimes = _check_usage(options, bundle)
-    import_modules(options.imports)
     stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer)
     facts: dict[str, Any] = {"bundle": bundle_path, "stages": stage_facts}
     if options.stage_number is None:
@@ -160,17 +157,18 @@ def _load_stages(
         if options.stage_number is None:
             prepared = prepare_all(bundle, options.devices, stage_runtimes, prepare_options)
         else:
-            number, device = options.stage_number, options.devices[0]
-            prepared = {number: prepare_stage(bundle, number, device, stage_runtimes[0], prepare_options)}
+            stage_number = options.stage_number
+            prepared_stage = prepare_stage(bundle, stage_number, options.devices[0], stage_runtimes[0], prepare_options)
+            prepared = {stage_number: prepared_stage}
         timer.end("graphs")
         compile_mode: Any = options.compile_mode or False
         ready = compile_prepared(bundle, prepared, compile_mode, options.compiled_folder)
         if options.compile_mode or options.compiled_folder:
             timer.end("compile")
         for stage_number, prepared_stage in ready.items():
-            start = time.perf_counter()
+            start_time = time.perf_counter()
             stage = prepared_stage.finish(verify=not options.no_verify)
-            facts.append(_stage_facts(bundle, stage_number, stage, time.perf_counter() - start))
+            facts.append(_stage_facts(bundle, stage_number, stage, time.perf_counter() - start_time))
             stages.append(stage)
     timer.end("weights")
     return facts, stages

@@ -8,7 +8,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.output import finite, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import bundle_argument
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.run_options import import_modules, json_option, operator_options
+from stagepack.cli.run_options import json_option, operator_options
 from stagepack.format.reader import Bundle
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @bundle_argument
 @operator_options
 @json_option
-def command(bundle_path: str, allow_ops: tuple[str, ...], imports: tuple[str, ...], as_json: bool) -> None:
+def command(bundle_path: str, allow_ops: tuple[str, ...], as_json: bool) -> None:
     """Add ONNX files to a bundle.
 
     Each stage gets an ONNX model whose initializers point into the weight files of the bundle, so weights are not copied. The model of
@@ -27,13 +27,12 @@ def command(bundle_path: str, allow_ops: tuple[str, ...], imports: tuple[str, ..
     by more than a tolerance, gets no ONNX model and runs in torch only.
     """
     bundle = Bundle(bundle_path)
-    import_modules(imports)
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     with progress("importing torch") as next_step:
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
 
         conversion = add_onnx(bundle, allow_ops=allow_ops, progress=next_step)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start_time
     stages = conversion_facts(conversion)
     if as_json:
         print_json({"bundle": bundle_path, "stages": stages, "seconds": round(seconds, 3)})

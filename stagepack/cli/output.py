@@ -43,9 +43,9 @@ def finite(difference: float) -> float | None:
     return difference if math.isfinite(difference) else None
 
 
-def printable(text: str) -> str:
+def printable(untrusted: str) -> str:
     """Escape the control characters of a text, since names in a bundle may contain any character."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in untrusted)
 
 
 def count_of(noun: str, count: int) -> str:
@@ -58,23 +58,26 @@ def print_line(line: str) -> None:
     _echo(printable(line))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(title: str, column_names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows under a title.
 
     A column whose name starts with '#' is aligned to the right. On a terminal the last column is wrapped to fit.
     """
-    cells = [[column.lstrip("#") for column in columns], *([printable(cell) for cell in row] for row in rows)]
+    cells = [
+        [column_name.lstrip("#") for column_name in column_names],
+        *([printable(cell) for cell in row] for row in rows),
+    ]
     widths = [max(map(len, column_cells)) for column_cells in zip(*cells, strict=True)]
     last_width = _last_column_width(widths)
     _echo(click.style(title, bold=True))
     for row_number, row in enumerate(cells):
         aligned = [
-            cell.rjust(width) if column.startswith("#") else cell.ljust(width)
-            for cell, width, column in zip(row[:-1], widths, columns, strict=False)
+            cell.rjust(width) if column_name.startswith("#") else cell.ljust(width)
+            for cell, width, column_name in zip(row[:-1], widths, column_names, strict=False)
         ]
         last_lines = (
             [row[-1].rjust(widths[-1])]
-            if columns[-1].startswith("#")
+            if column_names[-1].startswith("#")
             else textwrap.wrap(row[-1], last_width, break_on_hyphens=False)
         )
         prefix = "".join(f"  {cell}" for cell in aligned)

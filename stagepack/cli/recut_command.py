@@ -46,13 +46,13 @@ def command(
     if make_cut_options is None:
         raise click.UsageError("Missing a cut option: pass --stages, --split-at or --plan")
     check_output_path(out, overwrite=overwrite)
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     with progress("recutting the bundle"):
         from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
         old_bundle = Bundle(bundle_path)
         new_bundle = recut_with_options(old_bundle, out=out, cut_options=make_cut_options(), overwrite=overwrite)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start_time
     if as_json:
         print_json(bundle_facts(new_bundle) | {"seconds": round(seconds, 3)})
         return

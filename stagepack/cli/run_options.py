@@ -6,7 +6,7 @@ Runtimes are imported when they are needed.
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +88,12 @@ def compiled_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
-def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for custom operators, passed as `allow_ops` and `imports`."""
+def operator_options(function: Callable[..., Any], *, pass_imports: bool = False) -> Callable[..., Any]:
+    """Add the options for custom operators: `--allow-ops`, passed as `allow_ops`, and `--import`.
+
+    The modules are imported while the command line is parsed, since they may register the runtime that another option names. With
+    `pass_imports` their names are passed as `imports`.
+    """
     allow_option = click.option(
         "--allow-ops",
         multiple=True,
@@ -103,15 +107,24 @@ def operator_options(function: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         metavar="MODULE",
         show_default="none",
-        is_eager=True,  # it may register the runtime that another option names
-        callback=_import_first,
+        is_eager=True,
+        callback=_import_modules,
+        expose_value=pass_imports,
         help="Import this Python module first, such as one that registers custom operators or a runtime. Repeatable.",
     )
     return allow_option(import_option(function))
 
 
-def _import_first(_context: click.Context, _option: click.Parameter, module_names: tuple[str, ...]) -> tuple[str, ...]:
-    import_modules(module_names)
+def _import_modules(
+    _context: click.Context, _option: click.Parameter, module_names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Import the modules that the caller names, with the current folder on the path, as ``python -m`` does."""
+    for module_name in module_names:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
+                import_user_module(module_name)
+        except (Exception, SystemExit) as error:
+            raise Failure(f"--import {module_name}: {describe_error(error)}") from error
     return module_names
 
 
@@ -169,20 +182,6 @@ def _integer_if_whole(quantity: float) -> float:
     return int(quantity) if quantity.is_integer() else quantity
 
 
-def import_modules(module_names: Iterable[str]) -> None:
-    """Import the modules that the caller names, with the current folder on the path, as ``python -m`` does.
-
-    Raises:
-        Failure: a module cannot be imported.
-    """
-    for module_name in module_names:
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
-                import_user_module(module_name)
-        except (Exception, SystemExit) as error:
-            raise Failure(f"--import {module_name}: {describe_error(error)}") from error
-
-
 def check_stage_number(stage_number: int | None, bundle: Bundle) -> None:
     """Refuse a `--stage` that the bundle does not have.
 
@@ -212,9 +211,9 @@ def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
     Raises:
         UsageError: one of the runtimes does not compile stages.
     """
-    if not all(find_runtime(name).compiles for name in runtimes):
-        able = " or ".join(runtime.name for runtime in registered_runtimes() if runtime.compiles)
-        raise click.UsageError(f"{flag} requires the runtime {able} for all stages: leave out --runtime")
+    if not all(find_runtime(runtime_name).compiles for runtime_name in runtimes):
+        compiling_runtimes = " or ".join(runtime.name for runtime in registered_runtimes() if runtime.compiles)
+        raise click.UsageError(f"{flag} requires the runtime {compiling_runtimes} for all stages: leave out --runtime")
 
 
 def custom_namespaces(bundle: Bundle) -> list[str]:

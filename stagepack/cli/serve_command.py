@@ -19,7 +19,6 @@ from stagepack.cli.run_options import (
     compiled_option,
     default_model_name,
     device_option,
-    import_modules,
     json_option,
     limit_option,
     operator_options,
@@ -42,7 +41,6 @@ class _Options:
     devices: tuple[str, ...]
     runtimes: tuple[str, ...]
     allow_ops: tuple[str, ...]
-    imports: tuple[str, ...]
     compiled_folder: str | None
     host: str
     http_port: int
@@ -176,7 +174,6 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
-    import_modules(options.imports)
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.served_models import ServedModels  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, serve  # noqa: PLC0415 - the same

@@ -25,10 +25,10 @@ class Arrow(NamedTuple):
     byte_count: int
 
 
-def arrows(facts: dict[str, Any]) -> Iterator[Arrow]:
+def arrows(cut_facts: dict[str, Any]) -> Iterator[Arrow]:
     """Yield an arrow for each pair of stages that edges connect, from the facts of a cut."""
     edges_between: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for edge in facts["edges"]:
+    for edge in cut_facts["edges"]:
         source = "input" if edge["producer"] is None else f"stage{edge['producer']}"
         for consumer in edge["consumers"]:
             edges_between.setdefault((source, f"stage{consumer}"), []).append(edge)
@@ -42,23 +42,23 @@ def edges_label(edges: Sequence[dict[str, Any]]) -> str:
     return label if len(edges) <= _MAX_LABEL_NAMES else f"{label} and {len(edges) - _MAX_LABEL_NAMES} more"
 
 
-def graphviz_lines(facts: dict[str, Any]) -> Iterator[str]:
+def graphviz_lines(cut_facts: dict[str, Any]) -> Iterator[str]:
     """Yield the graph in the DOT language (https://graphviz.org/doc/info/lang.html)."""
     yield from ("digraph stages {", "  rankdir=LR;", "  node [shape=box];", "  input [shape=plaintext];")
-    for stage in facts["stages"]:
+    for stage in cut_facts["stages"]:
         yield f"  stage{stage['stage']} [label={json.dumps(_stage_label(stage, chr(10)))}];"
-    for arrow in arrows(facts):
+    for arrow in arrows(cut_facts):
         label = json.dumps(f"{arrow.label}\n{format_bytes(arrow.byte_count)}")
         yield f"  {arrow.source} -> {arrow.target} [label={label}];"
     yield "}"
 
 
-def mermaid_lines(facts: dict[str, Any]) -> Iterator[str]:
+def mermaid_lines(cut_facts: dict[str, Any]) -> Iterator[str]:
     """Yield the graph as a Mermaid flowchart (https://mermaid.js.org/syntax/flowchart.html)."""
     yield from ("flowchart LR", "  input([input])")
-    for stage in facts["stages"]:
+    for stage in cut_facts["stages"]:
         yield f'  stage{stage["stage"]}["{_escape_quotes(_stage_label(stage, "<br/>"))}"]'
-    for arrow in arrows(facts):
+    for arrow in arrows(cut_facts):
         label = f"{_escape_quotes(arrow.label)}<br/>{format_bytes(arrow.byte_count)}"
         yield f'  {arrow.source} -->|"{label}"| {arrow.target}'
 

@@ -1,5 +1,6 @@
 """`stagepack triton`."""
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from stagepack.cli.run_options import (
     batching_text,
     default_model_name,
     device_option,
-    import_modules,
     json_option,
     limit_option,
     operator_options,
@@ -83,10 +83,10 @@ class _Options:
 @click.option(
     "--backend",
     type=click.Choice(["python", "onnxruntime"]),
-    show_default="that of the runtime's name, otherwise python",
+    show_default="the one named like the runtime, otherwise python",
     help="Triton backend that runs the stages.",
 )
-@operator_options
+@functools.partial(operator_options, pass_imports=True)
 @limit_option(
     "--max-batch",
     "max_batch_size",
@@ -133,7 +133,6 @@ def command(bundle_path: str, **arguments: Any) -> None:
     if options.backend not in (None, "python", options.runtime):
         raise click.UsageError(f"--backend {options.backend} requires --runtime {options.backend}")
     bundle = Bundle(bundle_path)
-    import_modules(options.imports)
     with explain_missing_packages("triton"):
         from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked
 

@@ -9,7 +9,6 @@ from stagepack.cli.failures import fail
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import bundle_argument
 from stagepack.cli.run_options import (
-    import_modules,
     json_option,
     operator_options,
     replay,
@@ -37,7 +36,6 @@ def command(
     with_run: bool,
     runtimes: tuple[str, ...],
     allow_ops: tuple[str, ...],
-    imports: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Check a bundle against its digests and the format rules.
@@ -52,14 +50,13 @@ def command(
         raise click.UsageError("--runtime requires --run")
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
     bundle = _verified_bundle(bundle_path, facts if as_json else None)
-    import_modules(imports)
     difference, is_same = None, True
     if with_run:
         stage_runtimes = runtime_of_each_stage(runtimes, len(bundle.stages))
         with progress("replaying the example"):
             difference, is_within = replay(bundle, runtimes=stage_runtimes, allow_ops=allow_ops)
         is_same = finite(difference) is not None and (
-            is_within or all(find_runtime(name).exact for name in stage_runtimes)
+            is_within or all(find_runtime(runtime_name).exact for runtime_name in stage_runtimes)
         )
     if as_json:
         facts |= {"ok": is_same, "digest": bundle.digest, "files": len(bundle.files) + 1}

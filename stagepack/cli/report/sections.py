@@ -15,22 +15,22 @@ from stagepack.format.shapes import format_shape
 _MAX_MICROBATCHES = 32
 
 
-def summary_section(facts: dict[str, Any], costs: dict[str, Any]) -> Element:
+def summary_section(bundle_facts: dict[str, Any], cut_facts: dict[str, Any]) -> Element:
     """Return the format, the size and the origin of a bundle, and the assumptions behind its costs."""
-    producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
-    sizes = ", ".join(f"{symbol} = {size}" for symbol, size in costs["sizes"].items())
-    stages = count_of("stage", len(costs["stages"]))
+    producer = f"stagepack {bundle_facts['producer']['stagepack']}, torch {bundle_facts['producer']['torch']}"
+    sizes = ", ".join(f"{symbol} = {size}" for symbol, size in cut_facts["sizes"].items())
+    stages = count_of("stage", len(cut_facts["stages"]))
     paragraphs: list[list[Child]] = [
-        [f"Format {facts['version']}, {format_bytes(facts['bytes'])}, {stages}, written by {producer}."],
-        ["sha256 ", html_element("code", facts["digest"])],
+        [f"Format {bundle_facts['version']}, {format_bytes(bundle_facts['bytes'])}, {stages}, written by {producer}."],
+        ["sha256 ", html_element("code", bundle_facts["digest"])],
         ["Costs are estimates for one call" + (f" with {sizes}" if sizes else "") + f". Assumed: {ASSUMED_DEVICES}."],
     ]
     return html_element("div", [html_element("p", paragraph) for paragraph in paragraphs])
 
 
-def stage_table(costs: dict[str, Any]) -> Element:
+def stage_table(cut_facts: dict[str, Any]) -> Element:
     """Return the stages with their costs, drawn as bars relative to the largest of all stages."""
-    stages = costs["stages"]
+    stages = cut_facts["stages"]
     cost_columns = (
         ("weights", "weight_bytes", format_bytes),
         ("compute", "flops", format_flops),
@@ -54,10 +54,10 @@ def stage_table(costs: dict[str, Any]) -> Element:
     return _table(["#stage", "starts at", "#nodes", "weights", "compute", "memory", "time"], rows)
 
 
-def edge_table(costs: dict[str, Any]) -> Element:
+def edge_table(cut_facts: dict[str, Any]) -> Element:
     """Return the edges with their sizes in one call."""
     rows = []
-    for edge in costs["edges"]:
+    for edge in cut_facts["edges"]:
         targets = [f"stage {consumer}" for consumer in edge["consumers"]] + (["result"] if edge["result"] else [])
         source = "input" if edge["producer"] is None else f"stage {edge['producer']}"
         target = (", ".join(targets) or "(unused)") + (" (skip)" if edge["skips"] else "")
@@ -66,15 +66,15 @@ def edge_table(costs: dict[str, Any]) -> Element:
     return _table(["name", "value", "from", "to", "#bytes"], rows)
 
 
-def balance_section(costs: dict[str, Any], stage_times: Sequence[float]) -> Element:
+def balance_section(cut_facts: dict[str, Any], stage_times: Sequence[float]) -> Element:
     """Return the balance of the stages, the transfer between them, and a chart of the pipeline bubble."""
     bubble_shares = [bubble_share(stage_times, count) for count in range(1, _MAX_MICROBATCHES + 1)]
     title = f"Share of the time that devices are idle, for 1 to {_MAX_MICROBATCHES} microbatches"
-    rows = [[_number_cell(count), _number_cell(f"{share:.1%}")] for count, share in costs["bubble"].items()]
+    rows = [[_number_cell(count), _number_cell(f"{share:.1%}")] for count, share in cut_facts["bubble"].items()]
     bubble_table = _table(["#microbatches", "#idle"], rows)
     bubble_table.set("class", "narrow")
-    balance = html_element("strong", f"{costs['slowest_over_mean']:.2f}")
-    transfer = html_element("strong", format_bytes(costs["traffic"]))
+    balance = html_element("strong", f"{cut_facts['slowest_over_mean']:.2f}")
+    transfer = html_element("strong", format_bytes(cut_facts["traffic"]))
     return html_element(
         "div",
         html_element("p", "Time of the slowest stage divided by the mean: ", balance, "."),
@@ -120,11 +120,13 @@ def scrollable(content: Element) -> Element:
     return html_element("div", content, class_="wide")
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Element]]) -> Element:
+def _table(column_names: Sequence[str], rows: Sequence[Sequence[Element]]) -> Element:
     """Return a table; a column whose name starts with '#' is aligned to the right."""
     heads = [
-        html_element("th", column.lstrip("#"), scope="col", **({"class_": "number"} if column.startswith("#") else {}))
-        for column in columns
+        html_element(
+            "th", column_name.lstrip("#"), scope="col", **({"class_": "number"} if column_name.startswith("#") else {})
+        )
+        for column_name in column_names
     ]
     return html_element(
         "table",

@@ -75,13 +75,13 @@ def column_chart(shares: Sequence[float], title: str) -> Element:
     )
 
 
-def pipeline_drawing(facts: dict[str, Any]) -> Element:
+def pipeline_drawing(cut_facts: dict[str, Any]) -> Element:
     """Return the stages in a row, and an arrow for the values from each stage to each other stage.
 
     Arrows that skip stages are above the stages and in another color; those from the input and to the result are below.
     """
-    stages = facts["stages"]
-    connections = list(_connections(facts))
+    stages = cut_facts["stages"]
+    connections = list(_connections(cut_facts))
     height_above = max((connection.arc_height for connection in connections if connection.is_skip), default=0)
     height_below = max((connection.arc_height for connection in connections if not connection.is_skip), default=0)
     top = height_above + 16
@@ -100,10 +100,10 @@ def pipeline_drawing(facts: dict[str, Any]) -> Element:
     )
 
 
-def _connections(facts: dict[str, Any]) -> Iterator[_Connection]:
-    stage_count = len(facts["stages"])
+def _connections(cut_facts: dict[str, Any]) -> Iterator[_Connection]:
+    stage_count = len(cut_facts["stages"])
     positions = {"input": -1} | {f"stage{stage_number}": stage_number for stage_number in range(stage_count)}
-    for arrow in arrows(facts):
+    for arrow in arrows(cut_facts):
         yield _Connection(
             source=positions[arrow.source],
             target=positions[arrow.target],
@@ -112,7 +112,7 @@ def _connections(facts: dict[str, Any]) -> Iterator[_Connection]:
             byte_count=arrow.byte_count,
         )
     for producer in range(stage_count):
-        results = [edge for edge in facts["edges"] if edge["result"] and edge["producer"] == producer]
+        results = [edge for edge in cut_facts["edges"] if edge["result"] and edge["producer"] == producer]
         if results:
             byte_count = sum(edge["bytes"] for edge in results)
             title = f"{edges_label(results)}: {format_bytes(byte_count)}"
