@@ -49,5 +49,7 @@ def test_a_stage_that_is_not_there_is_refused_with_the_range(number: int, sound:
     with pytest.raises(IndexError, match=f"expected a stage from 0 to 2, found {number}"):
         stagepack.load_stage(sound, number)
     for command in ("load", "inspect"):
-        command_fails(command, str(sound), "--stage", str(number), says=f"--stage: expected 0 to 2, found {number}")
+        command_fails(
+            command, str(sound), "--stage", str(number), says=f"--stage: expected a stage from 0 to 2, found {number}"
+        )
     assert run("load", str(sound), "--stage", "one").exit_code == 2

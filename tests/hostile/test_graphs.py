@@ -247,7 +247,7 @@ ATTACKS = [
     case(
         "namespaces hidden from the caller",
         put("ops", GELU, "name", value="mylib.evil.default"),
-        "the manifest gives the namespaces none",
+        "the manifest lists the namespaces none",
     ),
     *(
         case(
@@ -273,29 +273,35 @@ ATTACKS = [
         OperatorError,
         Seen.LOAD,
     ),
-    case("operator twice", put("ops", GELU, "name", value="aten.linear.default"), "'aten.linear.default' stands twice"),
+    case(
+        "operator twice",
+        put("ops", GELU, "name", value="aten.linear.default"),
+        "duplicate operator 'aten.linear.default'",
+    ),
     case("operator number", put("nodes", 0, "op", value=9), "op 9 is not in the table"),
     case("operator number below 0", put("nodes", 0, "op", value=-1), "op -1 is not in the table"),
     case("scope number", put("nodes", 0, "scope", value=99), "scope 99 is not in the table"),
     case("context number", put("nodes", 0, "context", value=0), "context 0 is not in the table"),
-    case("value made nowhere", put("nodes", 1, "args", value=[["value", "ghost"]]), "uses 'ghost', which is not made"),
+    case(
+        "value made nowhere", put("nodes", 1, "args", value=[["value", "ghost"]]), "uses 'ghost', which is not defined"
+    ),
     case(
         "value used before it is made",
         put("nodes", 0, "args", value=[["value", "gelu_2"]]),
         "uses 'gelu_2', which is not",
     ),
-    case("value made twice", rename("gelu_2"), "'gelu_2' is made twice"),
-    case("value that shadows a weight", rename("w1"), "'w1' is made twice"),
-    case("output made nowhere", put("outputs", value=["ghost"]), "'ghost' is made nowhere"),
+    case("value made twice", rename("gelu_2"), "'gelu_2' is defined twice"),
+    case("value that shadows a weight", rename("w1"), "'w1' is defined twice"),
+    case("output made nowhere", put("outputs", value=["ghost"]), "'ghost' is not defined"),
     case(
-        "other outputs than the manifest", put("outputs", value=["linear_1"]), "the manifest gives the outputs gelu_2"
+        "other outputs than the manifest", put("outputs", value=["linear_1"]), "the manifest lists the outputs gelu_2"
     ),
     case(
         "more nodes than the manifest",
         graph(lambda fields: fields["nodes"].append({"op": LINEAR})),
         "the manifest counts 2 nodes, the graph has 3",
     ),
-    case("graph of another stage", graph_of_another_stage, "the manifest gives the inputs embedding_0"),
+    case("graph of another stage", graph_of_another_stage, "the manifest lists the inputs embedding_0"),
     case(
         "other dtype than the edge", put("inputs", 0, "dtype", value="float64"), "embedding_0 has another dtype, shape"
     ),
@@ -304,11 +310,11 @@ ATTACKS = [
     case("dtype that is a function", argument(["dtype", "load"]), "no dtype 'load'", OperatorError, Seen.LOAD),
     case("layout that is a module", argument(["layout", "os"]), "no layout 'os'", OperatorError, Seen.LOAD),
     case("format that is a class", argument(["memory_format", "hub"]), "format 'hub'", OperatorError, Seen.LOAD),
-    case("dtype with a dot", argument(["dtype", "os.system"]), "'os.system' is not a name of its kind"),
+    case("dtype with a dot", argument(["dtype", "os.system"]), "'os.system' is not the name of a dtype"),
     case(
         "device that torch lacks", argument(["device", "gpu"]), "stage-1.msgpack: device 'gpu'", DeviceError, Seen.LOAD
     ),
-    case("device with code", argument(["device", "cpu\nx"]), "is not a name of its kind"),
+    case("device with code", argument(["device", "cpu\nx"]), "is not the name of a dtype"),
     case("kind of argument", argument(["pickle", "x"]), "Invalid value 'pickle'"),
     case("number over 64 bits", argument(2**63), "out of range|<= 9223372036854775807"),
     case("autocast of a module", context(autocast(dtype="hub")), "no dtype 'hub'", OperatorError, Seen.LOAD),
@@ -319,10 +325,10 @@ ATTACKS = [
     case(
         "context inside itself",
         context({"grad": False}, {"parent": 1, "grad": True}),
-        "parent does not stand before it",
+        "the parent is not an earlier context",
     ),
-    case("context of nothing", context({}), "not one of grad and autocast"),
-    case("context of both", context({"grad": True} | autocast()), "not one of grad and autocast"),
+    case("context of nothing", context({}), "not exactly one of grad and autocast"),
+    case("context of both", context({"grad": True} | autocast()), "not exactly one of grad and autocast"),
     case(
         "contexts too deep",
         context({"grad": True}, *({"parent": number, "grad": True} for number in range(64))),
@@ -330,7 +336,7 @@ ATTACKS = [
         LimitError,
     ),
     case("arguments too deep", argument(deep(65)), "arguments are nested deeper than 64", LimitError),
-    case("subgraph that is not there", argument(["subgraph", 0]), "calls subgraph 0, which does not stand before it"),
+    case("subgraph that is not there", argument(["subgraph", 0]), "calls subgraph 0, which is not defined before it"),
     case("subgraph below 0", argument(["subgraph", -1]), "calls subgraph -1"),
     case("subgraph in itself", put("subgraphs", value=[subgraph(0, 0)]), "subgraph 0 node 0: calls subgraph 0"),
     case("subgraphs in a ring", put("subgraphs", value=[subgraph(0, 1), subgraph(1, 0)]), "node 0: calls subgraph 1"),

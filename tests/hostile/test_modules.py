@@ -88,5 +88,5 @@ def test_the_answer_stays_the_same(case: Case, tmp_path: Path) -> None:
 def test_calls_nested_too_deep_are_refused(editor: BundleEditor) -> None:
     calls = [{"path": "a" * (number + 1), "first": "0", "nodes": 1} for number in range(65)]
     editor.edit_graph(0, lambda fields: fields.update(calls=calls))
-    with pytest.raises(LimitError, match="calls of modules are nested deeper than 64"):
+    with pytest.raises(LimitError, match="module calls are nested deeper than 64"):
         stagepack.load_stage(editor.path, 0, modules=True)

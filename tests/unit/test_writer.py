@@ -168,7 +168,7 @@ def finish(out: Path, described: Manifest) -> None:
 
 
 def test_a_manifest_that_no_reader_takes_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="the result holds 'ghost', which no edge carries"):
+    with pytest.raises(FormatError, match="the result has the value 'ghost', which no edge carries"):
         finish(tmp_path / "m.stagepack", manifest(ValueLeaf("ghost")))
     with pytest.raises(LimitError, match=f"nested deeper than {limits.NESTING_DEPTH}"):
         finish(tmp_path / "m.stagepack", manifest(nested(limits.NESTING_DEPTH + 1)))

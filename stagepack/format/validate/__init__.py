@@ -1,6 +1,6 @@
-"""The rules of the format: what a manifest and a graph must hold beyond their types.
+"""The rules of the format: the requirements on a manifest and a graph beyond their types.
 
-Each check cites the number of its rule in ``schema/SPEC.md`` and reports every problem, not the first.
+Each check cites the number of its rule in ``schema/SPEC.md``, and yields every problem and not only the first.
 """
 
 from stagepack.format.validate.folded import check_folded as check_folded

@@ -1,10 +1,11 @@
-"""The rules on regions and their calls, before they are unfolded (SPEC F1 to F4)."""
+"""The rules on regions and region calls, which are checked before a graph is unfolded (SPEC F1 to F4)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.folded import FoldedGraph, Region
+from stagepack.format.folded import FoldedGraph, Region, RegionCall
 from stagepack.format.graph import Argument, Node
 from stagepack.format.renaming import names_in_region
 from stagepack.format.template import Hole, TemplateError, parse_template
@@ -14,85 +15,125 @@ from stagepack.format.validate.problems import BrokenRule
 from stagepack.format.validate.signature import check_depth
 
 
-def check_folded(folded: FoldedGraph, where: str) -> Iterator[Problem]:
-    """Yield the rules F that a graph breaks as its file holds it; `where` is the name of the file.
+@dataclass(frozen=True, slots=True)
+class _RegionFacts:
+    """Facts about a region that the checks of its callers need.
 
-    When there are none it can be unfolded, in memory within the limits.
+    Attributes:
+        hole_count: the number of texts that a region call must have.
+        depth: the number of nested region calls, itself included.
+        item_count: the nodes, arguments and names that one region call unfolds to.
     """
-    for rule, place, message in _folded(folded):
-        yield Problem(rule=rule, where=f"{where}: {place}", message=message)
+
+    hole_count: int
+    depth: int
+    item_count: int
 
 
-def _folded(folded: FoldedGraph) -> Iterator[BrokenRule]:
-    holes: list[int] = []
-    depths: list[int] = []
-    sizes: list[int] = []
+def check_folded(folded: FoldedGraph, file_name: str) -> Iterator[Problem]:
+    """Yield the problems of the regions of a graph. If there are none, `unfold_graph` needs bounded memory.
+
+    Args:
+        folded: the graph as its file stores it.
+        file_name: the name of the graph file.
+    """
+    for rule, location, message in _check(folded):
+        yield Problem(rule=rule, where=f"{file_name}: {location}", message=message)
+
+
+def _check(folded: FoldedGraph) -> Iterator[BrokenRule]:
+    facts: list[_RegionFacts] = []
     called: set[int] = set()
-    for number, region in enumerate(folded.regions):
-        where = f"region {number}"
-        holes.append(0)
-        for template in dict.fromkeys(names_in_region(region)):
-            try:
-                used = [part.text_index for part in parse_template(template) if isinstance(part, Hole)]
-            except TemplateError as error:
-                yield "F2", where, str(error)
-            else:
-                holes[number] = max([holes[number], *(hole + 1 for hole in used)])
-        if any(isinstance(item, Node) and not 0 <= item.scope < len(region.scopes) for item in region.nodes):
-            yield "G4", where, "the scope of a node is not in the table of the region"
-        signatures = (call.signature for call in region.calls if call.signature is not None)
-        for signature in signatures:
-            yield from check_depth(signature, where)
-        yield from _calls(region, holes[:number], where)
-        inner = [call.region for call in region.nodes if not isinstance(call, Node) and 0 <= call.region < number]
-        called.update(inner)
-        depths.append(1 + max((depths[index] for index in inner), default=0))
-        sizes.append(_size(region) + sum(sizes[index] for index in inner))
-        if depths[number] > limits.NESTING_DEPTH:
-            yield "L2", where, f"calls of regions are nested deeper than {limits.NESTING_DEPTH}"
-    yield from _calls(folded, holes, "nodes")
-    outer = [call.region for call in folded.nodes if not isinstance(call, Node) and 0 <= call.region < len(sizes)]
-    if sum(sizes[index] for index in outer) > limits.UNFOLDED_ITEMS:
-        yield (
-            "L1",
-            "nodes",
-            f"unfolded, the calls of regions have more than {limits.UNFOLDED_ITEMS} nodes, arguments and names",
+    for region_index, region in enumerate(folded.regions):
+        location = f"region {region_index}"
+        yield from _check_region(region, location)
+        yield from _check_calls(region, facts, location)
+        nested = _called_regions(region, len(facts))
+        called.update(nested)
+        facts.append(
+            _RegionFacts(
+                hole_count=_hole_count(region),
+                depth=1 + max((facts[index].depth for index in nested), default=0),
+                item_count=_item_count(region) + sum(facts[index].item_count for index in nested),
+            )
         )
-    for number in sorted(set(range(len(folded.regions))).difference(called, outer)):
-        yield "F4", f"region {number}", "nothing calls it"
-    numbers = (node.scope for body in folded.subgraphs for node in body.nodes)
-    if folded.regions and not all(0 <= number < len(folded.scopes) for number in (*numbers, *_scopes(folded))):
+        if facts[-1].depth > limits.NESTING_DEPTH:
+            yield "L2", location, f"region calls are nested deeper than {limits.NESTING_DEPTH}"
+    yield from _check_calls(folded, facts, "nodes")
+    outer = _called_regions(folded, len(facts))
+    if sum(facts[index].item_count for index in outer) > limits.UNFOLDED_ITEMS:
+        yield "L1", "nodes", f"the region calls unfold to more than {limits.UNFOLDED_ITEMS} nodes, arguments and names"
+    for region_index in sorted(set(range(len(facts))).difference(called, outer)):
+        yield "F4", f"region {region_index}", "no region call calls it"
+    if folded.regions and not all(0 <= index < len(folded.scopes) for index in _scope_indices(folded)):
         yield "G4", "nodes", "the scope of a node is not in the table"
 
 
-def _scopes(folded: FoldedGraph) -> Iterator[int]:
-    return (item.scope for item in folded.nodes if isinstance(item, Node))
+def _check_region(region: Region, location: str) -> Iterator[BrokenRule]:
+    """Yield the problems of a region by itself."""
+    for template in dict.fromkeys(names_in_region(region)):
+        try:
+            parse_template(template)
+        except TemplateError as error:
+            yield "F2", location, str(error)
+    if any(isinstance(item, Node) and not 0 <= item.scope < len(region.scopes) for item in region.nodes):
+        yield "G4", location, "the scope of a node is not in the table of the region"
+    for call in region.calls:
+        if call.signature is not None:
+            yield from check_depth(call.signature, location)
 
 
-def _calls(body: FoldedGraph | Region, holes: list[int], where: str) -> Iterator[BrokenRule]:
-    """The rules on the calls of a body, which may call regions as many as there are `holes`."""
+def _check_calls(
+    body: FoldedGraph | Region, callable_regions: Sequence[_RegionFacts], location: str
+) -> Iterator[BrokenRule]:
+    """Yield the problems of the region calls of a graph or a region, which may call the first regions only."""
     for call in body.nodes:
         if isinstance(call, Node):
             continue
-        if not 0 <= call.region < len(holes):
-            yield "F1", where, f"calls region {call.region}, which does not stand before it"
-        elif len(call.holes) != holes[call.region]:
-            expected = holes[call.region]
-            yield "F3", where, f"region {call.region} has {expected} holes, a call gives {len(call.holes)} texts"
+        if not 0 <= call.region < len(callable_regions):
+            yield "F1", location, f"a region call names region {call.region}, which is not defined before it"
+        elif len(call.holes) != callable_regions[call.region].hole_count:
+            expected = callable_regions[call.region].hole_count
+            yield "F3", location, f"expected {expected} texts for region {call.region}, found {len(call.holes)}"
 
 
-def _size(region: Region) -> int:
-    """How much a call of a region adds to the graph: nodes, arguments, names."""
+def _called_regions(body: FoldedGraph | Region, region_count: int) -> list[int]:
+    """The indices of the called regions, with repeats; indices that are not below `region_count` are left out."""
+    return [item.region for item in body.nodes if isinstance(item, RegionCall) and 0 <= item.region < region_count]
+
+
+def _hole_count(region: Region) -> int:
+    """One more than the largest index of a hole; templates that cannot be parsed are left out."""
+    hole_count = 0
+    for template in dict.fromkeys(names_in_region(region)):
+        try:
+            parts = parse_template(template)
+        except TemplateError:
+            continue
+        hole_count = max([hole_count, *(part.text_index + 1 for part in parts if isinstance(part, Hole))])
+    return hole_count
+
+
+def _scope_indices(folded: FoldedGraph) -> Iterator[int]:
+    """Yield the scope indices of the nodes that no region has."""
+    for subgraph in folded.subgraphs:
+        yield from (node.scope for node in subgraph.nodes)
+    yield from (item.scope for item in folded.nodes if isinstance(item, Node))
+
+
+def _item_count(region: Region) -> int:
+    """The nodes, arguments and names that one call of a region adds to the graph, without those of nested region calls."""
     nodes = [item for item in region.nodes if isinstance(item, Node)]
-    given = (argument for node in nodes for argument in (*node.args, *(argument for _, argument in node.kwargs)))
+    arguments = (argument for node in nodes for argument in (*node.args, *(argument for _, argument in node.kwargs)))
     signatures = (call.signature for call in region.calls if call.signature is not None)
-    trees = sum(_count_tree(tree) for signature in signatures for tree in signature.trees)
-    return len(region.nodes) + sum(map(_count, given)) + sum(1 for _ in names_in_region(region)) + trees
+    tree_count = sum(_tree_size(tree) for signature in signatures for tree in signature.trees)
+    name_count = sum(1 for _ in names_in_region(region))
+    return len(region.nodes) + sum(map(_argument_size, arguments)) + name_count + tree_count
 
 
-def _count_tree(tree: Tree) -> int:
-    return 1 + sum(map(_count_tree, child_trees(tree)))
+def _tree_size(tree: Tree) -> int:
+    return 1 + sum(map(_tree_size, child_trees(tree)))
 
 
-def _count(argument: Argument) -> int:
-    return 1 + sum(map(_count, child_arguments(argument)))
+def _argument_size(argument: Argument) -> int:
+    return 1 + sum(map(_argument_size, child_arguments(argument)))

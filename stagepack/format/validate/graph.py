@@ -1,11 +1,9 @@
-"""The rules on a graph (SPEC G1 to G15)."""
+"""The rules on a graph (SPEC G1 to G13, G15)."""
 
-import math
 from collections.abc import Iterator
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import (
     Argument,
     Context,
@@ -25,240 +23,219 @@ from stagepack.format.graph import (
     TupleArg,
     Value,
     ValueArg,
-    Weight,
 )
 from stagepack.format.operators import is_denied_operator, is_operator_name
 from stagepack.format.traversal import child_arguments, sort_module_calls, subgraph_indices
-from stagepack.format.validate.names import DECIMAL_PATTERN, WORD_PATTERN, is_identifier, is_tensor_name
+from stagepack.format.validate.graph_weights import check_graph_weights
+from stagepack.format.validate.names import DECIMAL_PATTERN, WORD_PATTERN, is_identifier
 from stagepack.format.validate.problems import BrokenRule
 from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
 
-_TRAINABLE = ("float", "bfloat", "complex")  # how the names of dtypes begin that have gradients
+
+def check_graph(graph: Graph, file_name: str) -> Iterator[Problem]:
+    """Yield the problems of a graph by itself: the rules G, S and T.
+
+    Args:
+        graph: the unfolded graph.
+        file_name: the name of the graph file.
+    """
+    for rule, location, message in _check(graph):
+        yield Problem(rule=rule, where=f"{file_name}: {location}", message=message)
 
 
-def check_graph(graph: Graph, where: str) -> Iterator[Problem]:
-    """Yield the rules G and S that a graph breaks; `where` is the name of its file."""
-    for rule, place, message in _graph(graph):
-        yield Problem(rule=rule, where=f"{where}: {place}", message=message)
-
-
-def _graph(graph: Graph) -> Iterator[BrokenRule]:
+def _check(graph: Graph) -> Iterator[BrokenRule]:
     yield from check_symbols(graph.symbols)
     symbols = {symbol.name for symbol in graph.symbols}
-    yield from _ops(graph.ops)
-    yield from _contexts(graph.contexts)
-    for number, scope in enumerate(graph.scopes):
+    yield from _check_ops(graph.ops)
+    yield from _check_contexts(graph.contexts)
+    for index, scope in enumerate(graph.scopes):
         if max(len(scope.path), len(scope.type)) > limits.NAME_CHARACTERS:
-            yield "L1", f"scope {number}", "the name is too long"
-    made: set[str] = set()
+            yield "L1", f"scope {index}", "the name is too long"
+    defined: set[str] = set()
     for value in graph.inputs:
-        yield from _made(value, symbols, made, "input")
-    yield from _weights(graph.weights, made)
-    for number, subgraph in enumerate(graph.subgraphs):
-        yield from _body(graph, subgraph, symbols, set(), number, f"subgraph {number} ")
-    yield from _subgraph_depths(graph)
-    yield from _body(graph, graph, symbols, made, len(graph.subgraphs), "")
+        yield from _check_definition(value, symbols, defined, "input")
+    yield from check_graph_weights(graph.weights, defined)
+    for index, subgraph in enumerate(graph.subgraphs):
+        yield from _check_body(graph, subgraph, symbols, set(), index, f"subgraph {index} ")
+    yield from _check_subgraph_depths(graph)
+    yield from _check_body(graph, graph, symbols, defined, len(graph.subgraphs), "")
     for name in graph.outputs:
-        if name not in made:
-            yield "G3", "outputs", f"{name[:80]!r} is made nowhere"
-    yield from _calls(graph.calls)
+        if name not in defined:
+            yield "G3", "outputs", f"{name[:80]!r} is not defined"
+    yield from _check_module_calls(graph.calls)
 
 
-def _calls(calls: tuple[ModuleCall, ...]) -> Iterator[BrokenRule]:
-    """The rules on the calls of modules."""
+def _check_module_calls(calls: tuple[ModuleCall, ...]) -> Iterator[BrokenRule]:
     seen: set[str] = set()
-    open_: list[int] = []  # where calls around this one end
-    sound = True
+    nesting_checkable = True
     for call in calls:
-        where = f"call of {call.path[:80]!r}"
+        location = _call_location(call)
         if max(len(call.path), len(call.type)) > limits.NAME_CHARACTERS:
-            yield "L1", where, "the name is too long"
+            yield "L1", location, "the name is too long"
         if not all(call.path.split(".")) or call.path in seen:
-            yield "G15", where, "the path has an empty part, or stands twice"
+            yield "G15", location, "the path has an empty part, or is a duplicate"
         seen.add(call.path)
         if not DECIMAL_PATTERN.fullmatch(call.first) or call.nodes < 1:
-            sound = False
-            yield "G15", where, f"{call.first[:80]!r} is not the place of a node, or it has {call.nodes} nodes"
+            nesting_checkable = False
+            yield "G15", location, f"{call.first[:80]!r} is not the position of a node, or it has {call.nodes} nodes"
         if call.signature is not None:
-            deep = list(check_depth(call.signature, where))
-            yield from deep or check_signature(call.signature, where)
-    for call in sort_module_calls(calls) if sound else ():
+            depth_problems = list(check_depth(call.signature, location))
+            yield from depth_problems or check_signature(call.signature, location)
+    if nesting_checkable:
+        yield from _check_call_nesting(calls)
+
+
+def _check_call_nesting(calls: tuple[ModuleCall, ...]) -> Iterator[BrokenRule]:
+    enclosing_ends: list[int] = []
+    for call in sort_module_calls(calls):
         first, end = int(call.first), int(call.first) + call.nodes
-        while open_ and open_[-1] <= first:
-            open_.pop()
-        if open_ and open_[-1] < end:
-            yield "G15", f"call of {call.path[:80]!r}", "another call ends in the middle of it"
-        open_.append(end)
-        if len(open_) > limits.NESTING_DEPTH:
-            yield "L2", f"call of {call.path[:80]!r}", f"calls of modules are nested deeper than {limits.NESTING_DEPTH}"
+        while enclosing_ends and enclosing_ends[-1] <= first:
+            enclosing_ends.pop()
+        if enclosing_ends and enclosing_ends[-1] < end:
+            yield "G15", _call_location(call), "it overlaps another module call, and neither contains the other"
+        enclosing_ends.append(end)
+        if len(enclosing_ends) > limits.NESTING_DEPTH:
+            yield "L2", _call_location(call), f"module calls are nested deeper than {limits.NESTING_DEPTH}"
             break
 
 
-def _contexts(contexts: tuple[Context, ...]) -> Iterator[BrokenRule]:
+def _call_location(call: ModuleCall) -> str:
+    return f"call of {call.path[:80]!r}"
+
+
+def _check_contexts(contexts: tuple[Context, ...]) -> Iterator[BrokenRule]:
     depths: list[int] = []
-    for number, context in enumerate(contexts):
-        where = f"context {number}"
-        before = context.parent is None or 0 <= context.parent < number
-        if not before or (context.grad is None) == (context.autocast is None):
-            yield "G5", where, "the parent does not stand before it, or it is not one of grad and autocast"
+    for index, context in enumerate(contexts):
+        location = f"context {index}"
+        parent_exists = context.parent is None or 0 <= context.parent < index
+        if not parent_exists or (context.grad is None) == (context.autocast is None):
+            yield (
+                "G5",
+                location,
+                "the parent is not an earlier context, or not exactly one of grad and autocast is given",
+            )
         words = () if context.autocast is None else (context.autocast.dtype, context.autocast.device or "own")
         if not all(WORD_PATTERN.fullmatch(word) for word in words):
-            yield "G13", where, "the dtype or the device of autocast is not a name"
-        depths.append(1 + (depths[context.parent] if before and context.parent is not None else 0))
+            yield "G13", location, "the dtype or the device of autocast is not a name"
+        depths.append(1 + (depths[context.parent] if parent_exists and context.parent is not None else 0))
         if depths[-1] > limits.NESTING_DEPTH:
-            yield "L2", where, f"contexts are nested deeper than {limits.NESTING_DEPTH}"
+            yield "L2", location, f"contexts are nested deeper than {limits.NESTING_DEPTH}"
 
 
-def _subgraph_depths(graph: Graph) -> Iterator[BrokenRule]:
-    """The depth of subgraphs that call subgraphs; an index that is not one is told elsewhere."""
+def _check_subgraph_depths(graph: Graph) -> Iterator[BrokenRule]:
+    """Yield the problems of the nesting of subgraphs. G6 reports the indices that do not exist."""
     depths: list[int] = []
-    for number, subgraph in enumerate(graph.subgraphs):
-        called = (index for node in subgraph.nodes for index in subgraph_indices(node) if 0 <= index < number)
-        depths.append(1 + max((depths[index] for index in called), default=0))
+    for index, subgraph in enumerate(graph.subgraphs):
+        called = (callee for node in subgraph.nodes for callee in subgraph_indices(node) if 0 <= callee < index)
+        depths.append(1 + max((depths[callee] for callee in called), default=0))
         if depths[-1] > limits.NESTING_DEPTH:
-            yield "L2", f"subgraph {number}", f"calls of subgraphs are nested deeper than {limits.NESTING_DEPTH}"
+            yield "L2", f"subgraph {index}", f"calls of subgraphs are nested deeper than {limits.NESTING_DEPTH}"
 
 
-def _ops(ops: tuple[Op, ...]) -> Iterator[BrokenRule]:
+def _check_ops(ops: tuple[Op, ...]) -> Iterator[BrokenRule]:
     seen: set[str] = set()
-    for number, op in enumerate(ops):
+    for index, op in enumerate(ops):
         if op.name in seen:
-            yield "G12", f"op {number}", f"{op.name[:80]!r} stands twice"
+            yield "G12", f"op {index}", f"duplicate operator {op.name[:80]!r}"
         seen.add(op.name)
-        yield from _op(op, f"op {number}")
+        yield from _check_op(op, f"op {index}")
 
 
-def _op(op: Op, where: str) -> Iterator[BrokenRule]:
+def _check_op(op: Op, location: str) -> Iterator[BrokenRule]:
     if not is_operator_name(op.name) or len(op.name) > limits.NAME_CHARACTERS:
-        yield "G10", where, f"{op.name[:80]!r} is not the name of an operator"
+        yield "G10", location, f"{op.name[:80]!r} is not the name of an operator"
     elif is_denied_operator(op.name):
-        yield "G11", where, f"{op.name} is not allowed in a bundle"
-    known = set(op.parameters)
-    if len(known) != len(op.parameters) or not known.issuperset(
-        (*op.mutates, *(parameter for _, parameter in op.aliases))
-    ):
-        yield "G12", where, f"{op.name[:80]}: a parameter stands twice, or mutates and aliases name one that it lacks"
+        yield "G11", location, f"{op.name} is not allowed in a bundle"
+    parameters = set(op.parameters)
+    named = (*op.mutates, *(parameter for _, parameter in op.aliases))
+    if len(parameters) != len(op.parameters) or not parameters.issuperset(named):
+        yield "G12", location, f"{op.name[:80]}: duplicate parameter, or mutates or aliases name an unknown one"
     if any(index < 0 for index, _ in op.aliases):
-        yield "G12", where, f"{op.name[:80]}: aliases name a result below 0"
+        yield "G12", location, f"{op.name[:80]}: aliases name a negative result"
 
 
-def _weights(weights: tuple[Weight, ...], made: set[str]) -> Iterator[BrokenRule]:
-    seen: set[str] = set()
-    for weight in weights:
-        where = f"weight {weight.value[:80]}"
-        if not is_identifier(weight.value):
-            yield "G1", where, "the name is not an identifier"
-        if weight.value in made:
-            yield "G2", where, "the name is made twice"
-        made.add(weight.value)
-        if not weight.names or len(set(weight.names)) != len(weight.names) or seen.intersection(weight.names):
-            yield "G9", where, "it has no name, or one that stands twice"
-        seen.update(weight.names)
-        if not all(map(is_tensor_name, weight.names if weight.base is None else (*weight.names, weight.base))):
-            yield "G9", where, "a name is empty, too long, or one that weight files use for themselves"
-        if weight.dtype not in ITEM_SIZE or (weight.trainable and not weight.dtype.startswith(_TRAINABLE)):
-            yield "G9", where, f"{weight.dtype[:80]!r} is not a dtype of stored tensors, or not one that can be trained"
-        yield from _layout(weight, where)
-
-
-def _layout(weight: Weight, where: str) -> Iterator[BrokenRule]:
-    """The rules on shape, strides and offset."""
-    numbers = (*weight.shape, *(weight.strides or ()), weight.offset)
-    if len(weight.shape) > limits.RANK or not all(0 <= number <= limits.TENSOR_ELEMENTS for number in numbers):
-        yield "G9", where, "too many dimensions, or a number of its layout is not one"
-    elif (
-        math.prod(size or 1 for size in weight.shape) > limits.TENSOR_ELEMENTS
-    ):  # also of none: torch multiplies up to the zero
-        yield "G9", where, f"more than {limits.TENSOR_ELEMENTS} elements"
-    elif len(weight.shape if weight.strides is None else weight.strides) != len(weight.shape):
-        yield "G9", where, "the strides do not fit the shape"
-    elif weight.base is None and (weight.offset or not _is_dense(weight)):
-        yield "G9", where, "a tensor with bytes of its own has an offset, or strides that leave gaps or overlap"
-    elif weight.base is not None and (weight.strides is None or weight.zeros):
-        yield "G9", where, "a view has no strides, or no bytes"
-
-
-def _is_dense(weight: Weight) -> bool:
-    """Whether the elements lie side by side in memory, in whatever order of the dimensions."""
-    reach = 1
-    for stride, size in sorted(zip(weight.strides or (), weight.shape, strict=False)):
-        if size > 1 and stride != reach:
-            return 0 in weight.shape
-        reach *= size
-    return True
-
-
-def _made(value: Value, symbols: set[str], made: set[str], where: str) -> Iterator[BrokenRule]:
+def _check_definition(value: Value, symbols: set[str], defined: set[str], location: str) -> Iterator[BrokenRule]:
+    """Yield the problems of a value that an input or a node defines, and add its name to `defined`."""
     if not is_identifier(value.name):
-        yield "G1", where, f"{value.name[:80]!r} is not an identifier"
-    if value.name in made:
-        yield "G2", where, f"{value.name[:80]!r} is made twice"
-    made.add(value.name)
+        yield "G1", location, f"{value.name[:80]!r} is not an identifier"
+    if value.name in defined:
+        yield "G2", location, f"{value.name[:80]!r} is defined twice"
+    defined.add(value.name)
     yield from check_type(value, symbols, "G7", f"value {value.name[:80]}")
 
 
-def _body(
-    graph: Graph, body: Graph | Subgraph, symbols: set[str], made: set[str], callable_below: int, prefix: str
+def _check_body(
+    graph: Graph, body: Graph | Subgraph, symbols: set[str], defined: set[str], callable_below: int, prefix: str
 ) -> Iterator[BrokenRule]:
-    """The rules on the nodes of a graph or a subgraph; it may call subgraphs below an index."""
+    """Yield the problems of the nodes of a graph or a subgraph.
+
+    Args:
+        graph: the graph that has the tables.
+        body: the graph itself or one of its subgraphs.
+        symbols: the names of the declared symbols.
+        defined: the names of the values that are defined before the first node; names are added.
+        callable_below: subgraphs with a smaller index may be called.
+        prefix: the beginning of each location.
+    """
     if isinstance(body, Subgraph):
         for value in body.inputs:
-            yield from _made(value, symbols, made, f"{prefix}input")
-    for number, node in enumerate(body.nodes):
-        where = f"{prefix}node {number}"
-        yield from _tables(graph, node, where)
+            yield from _check_definition(value, symbols, defined, f"{prefix}input")
+    for index, node in enumerate(body.nodes):
+        location = f"{prefix}node {index}"
+        yield from _check_indices(graph, node, location)
         for argument in (*node.args, *(argument for _, argument in node.kwargs)):
-            if type(argument) is not ValueArg or argument.name not in made:  # most are known values: graphs are large
-                yield from _argument(argument, made, callable_below, where)
+            # Graphs are large and most arguments are defined values: this saves a generator for each of them.
+            if type(argument) is not ValueArg or argument.name not in defined:
+                yield from _check_argument(argument, defined, callable_below, location)
         for name, _ in node.kwargs:
             if not is_identifier(name):
-                yield "G1", where, f"the argument name {name[:80]!r} is not an identifier"
-        yield from _call(node, where)
+                yield "G1", location, f"the argument name {name[:80]!r} is not an identifier"
+        yield from _check_node(node, location)
         for output in node.outputs:
             if output is not None:
-                yield from _made(output, symbols, made, where)
+                yield from _check_definition(output, symbols, defined, location)
     if isinstance(body, Subgraph):
-        yield from _argument(body.result, made, callable_below, f"{prefix}result")
+        yield from _check_argument(body.result, defined, callable_below, f"{prefix}result")
 
 
-def _tables(graph: Graph, node: Node, where: str) -> Iterator[BrokenRule]:
+def _check_indices(graph: Graph, node: Node, location: str) -> Iterator[BrokenRule]:
     if not 0 <= node.op < len(graph.ops):
-        yield "G4", where, f"op {node.op} is not in the table"
+        yield "G4", location, f"op {node.op} is not in the table"
     if not 0 <= node.scope < len(graph.scopes):
-        yield "G4", where, f"scope {node.scope} is not in the table"
+        yield "G4", location, f"scope {node.scope} is not in the table"
     if node.context is not None and not 0 <= node.context < len(graph.contexts):
-        yield "G4", where, f"context {node.context} is not in the table"
+        yield "G4", location, f"context {node.context} is not in the table"
 
 
-def _call(node: Node, where: str) -> Iterator[BrokenRule]:
+def _check_node(node: Node, location: str) -> Iterator[BrokenRule]:
     if not node.unpack and len(node.outputs) > 1:
-        yield "G8", where, "several outputs of an operator that returns no sequence"
+        yield "G8", location, "several outputs without unpack"
     if node.kwargs and len({name for name, _ in node.kwargs}) != len(node.kwargs):
-        yield "G8", where, "an argument stands twice"
+        yield "G8", location, "duplicate keyword argument"
     if min(node.cost.flops, node.cost.bytes) < 0:
-        yield "G8", where, "a cost is negative"
+        yield "G8", location, "a cost is negative"
 
 
-def _argument(
-    argument: Argument, made: set[str], callable_below: int, where: str, depth: int = 0
+def _check_argument(
+    argument: Argument, defined: set[str], callable_below: int, location: str, depth: int = 0
 ) -> Iterator[BrokenRule]:
     if depth > limits.NESTING_DEPTH:
-        yield "L2", where, f"arguments are nested deeper than {limits.NESTING_DEPTH}"
+        yield "L2", location, f"arguments are nested deeper than {limits.NESTING_DEPTH}"
     elif isinstance(argument, ValueArg):
-        if argument.name not in made:
-            yield "G3", where, f"uses {argument.name[:80]!r}, which is not made before it"
+        if argument.name not in defined:
+            yield "G3", location, f"uses {argument.name[:80]!r}, which is not defined before it"
     elif isinstance(argument, ListArg | TupleArg | DictArg | SliceArg):
         if isinstance(argument, DictArg) and len({key for key, _ in argument.items}) != len(argument.items):
-            yield "G8", where, "a key of a dict stands twice"
-        for part in child_arguments(argument):
-            yield from _argument(part, made, callable_below, where, depth + 1)
+            yield "G8", location, "duplicate key in a dict"
+        for child in child_arguments(argument):
+            yield from _check_argument(child, defined, callable_below, location, depth + 1)
     elif isinstance(argument, SubgraphArg):
         if not 0 <= argument.index < callable_below:
-            yield "G6", where, f"calls subgraph {argument.index}, which does not stand before it"
+            yield "G6", location, f"calls subgraph {argument.index}, which is not defined before it"
     elif (
         isinstance(argument, DtypeArg | LayoutArg | MemoryFormatArg | DeviceArg)
         and argument.name is not None
         and not WORD_PATTERN.fullmatch(argument.name)
     ):
-        yield "G13", where, f"{argument.name[:80]!r} is not a name of its kind"
+        yield "G13", location, f"{argument.name[:80]!r} is not the name of a dtype, device, layout or memory format"

@@ -1,4 +1,4 @@
-"""Where the ONNX file of a stage breaks rules (SPEC O3 to O5)."""
+"""The rules on the ONNX file of a stage beyond its form (SPEC O3 to O5)."""
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from stagepack.format.onnx import (
     STATE_PREFIX,
     WRITTEN_PREFIX,
     OnnxModel,
+    OnnxTensor,
     OnnxValue,
     onnx_element_type,
 )
@@ -24,51 +25,57 @@ def check_onnx(
     model: OnnxModel,
     stage: Stage,
     values: Mapping[str, Edge | Weight],
-    stored: Mapping[str, Sequence[StoredTensor]],
-    where: str,
+    tensors_of_file: Mapping[str, Sequence[StoredTensor]],
+    file_name: str,
 ) -> Iterator[Problem]:
-    """Yield the rules that the ONNX file of a stage breaks.
+    """Yield the problems of the ONNX file of a stage.
 
     Args:
-        model: what the file holds.
-        stage: what the manifest says of the stage.
-        values: the edges by name, and the weights that the stage writes, by their name after ``state.`` and ``next.``.
-        stored: the tensors of the files that the ONNX file may refer to, by the name of the file.
-        where: the name of the ONNX file.
+        model: the parsed file.
+        stage: the manifest entry of the stage.
+        values: the edges by name; and the weights that calls write, by their names with the prefixes ``state.`` and ``next.``.
+        tensors_of_file: the tensors of each weight file that the ONNX file may refer to, by file name and in the order of the file.
+        file_name: the name of the ONNX file.
     """
-    for message in _boundary(model, stage, values):
-        yield Problem(rule="O3", where=where, message=message)
+    for message in _boundary_differences(model, stage, values):
+        yield Problem(rule="O3", where=file_name, message=message)
     for tensor in model.tensors:
-        held = stored.get(tensor.location, ())
-        place = bisect.bisect_right(held, tensor.offset, key=lambda one: one.start) - 1
-        if place < 0 or tensor.offset + tensor.length > held[place].end:
+        if not _is_inside_one(tensor, tensors_of_file.get(tensor.location, ())):
             message = (
-                f"{tensor.name[:80]!r} does not lie in one tensor of the stage's weight files: {tensor.location[:80]!r}"
+                f"expected {tensor.name[:80]!r} inside one tensor of the stage's weight files, "
+                f"found bytes {tensor.offset} to {tensor.offset + tensor.length} of {tensor.location[:80]!r}"
             )
-            yield Problem(rule="O4", where=where, message=message)
+            yield Problem(rule="O4", where=file_name, message=message)
     for domain, name in sorted(model.operators):
         if domain not in ("", "ai.onnx"):
-            message = f"the operator {name[:80]!r} is of the domain {domain[:80]!r}, which is not that of ONNX"
-            yield Problem(rule="O5", where=where, message=message)
+            message = f"expected operators of ONNX, found {name[:80]!r} of the domain {domain[:80]!r}"
+            yield Problem(rule="O5", where=file_name, message=message)
 
 
-def _boundary(model: OnnxModel, stage: Stage, values: Mapping[str, Edge | Weight]) -> Iterator[str]:
-    """What is wrong with the inputs and outputs."""
-    given = [*stage.inputs, *(STATE_PREFIX + name for name in stage.state)]
-    made = [*stage.outputs, *(NEXT_STATE_PREFIX + name for name in stage.state)]
+def _is_inside_one(tensor: OnnxTensor, stored_tensors: Sequence[StoredTensor]) -> bool:
+    """Whether the bytes of a tensor are a part of one of the stored tensors."""
+    index = bisect.bisect_right(stored_tensors, tensor.offset, key=lambda stored: stored.start) - 1
+    return index >= 0 and tensor.offset + tensor.length <= stored_tensors[index].end
+
+
+def _boundary_differences(model: OnnxModel, stage: Stage, values: Mapping[str, Edge | Weight]) -> Iterator[str]:
+    expected_inputs = [*stage.inputs, *(STATE_PREFIX + name for name in stage.state)]
+    required_outputs = [*stage.outputs, *(NEXT_STATE_PREFIX + name for name in stage.state)]
     inputs, outputs = [value.name for value in model.inputs], [value.name for value in model.outputs]
-    if inputs != given:
-        yield f"expected the inputs {format_names(given)}, found {format_names(inputs)}"
-    written = {WRITTEN_PREFIX + name for name in stage.inputs}
-    if outputs[: len(made)] != made or len(set(outputs)) < len(outputs) or not written.issuperset(outputs[len(made) :]):
-        yield f"expected the outputs {format_names(made)}, found {format_names(outputs)}"
+    if inputs != expected_inputs:
+        yield f"expected the inputs {format_names(expected_inputs)}, found {format_names(inputs)}"
+    further_outputs = outputs[len(required_outputs) :]
+    allowed = {WRITTEN_PREFIX + name for name in stage.inputs}.issuperset(further_outputs)
+    if outputs[: len(required_outputs)] != required_outputs or len(set(outputs)) < len(outputs) or not allowed:
+        yield f"expected the outputs {format_names(required_outputs)}, found {format_names(outputs)}"
     for value in (*model.inputs, *model.outputs):
         expected = values.get(value.name.removeprefix(WRITTEN_PREFIX))
-        if expected is not None and not _fits(value, expected):
-            yield f"{value.name[:80]!r} has another type or other sizes than what it stands for"
+        if expected is not None and not _has_type_of(value, expected):
+            yield f"{value.name[:80]!r} has another type or shape than its edge or weight"
 
 
-def _fits(value: OnnxValue, expected: Edge | Weight) -> bool:
-    pair = (2,) if expected.dtype in COMPLEX_PART_DTYPES else ()
+def _has_type_of(value: OnnxValue, expected: Edge | Weight) -> bool:
     shape = tuple(dim if isinstance(dim, int) else format_dim(dim) for dim in expected.shape)
-    return value.element_type == onnx_element_type(expected.dtype) and value.shape == shape + pair
+    if expected.dtype in COMPLEX_PART_DTYPES:
+        shape = (*shape, 2)
+    return value.element_type == onnx_element_type(expected.dtype) and value.shape == shape

@@ -1,4 +1,4 @@
-"""Faults that a check finds, and the error made of them."""
+"""Broken rules, and the error that reports them."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -6,22 +6,22 @@ from collections.abc import Iterable, Sequence
 from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
 
-# rule, where, message
+# A problem in one file: the number of the rule, the location in the file, and a message.
 BrokenRule = tuple[str, str, str]
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:
-    """Raise one error with all the problems, if there are any; of very many the first ones.
+    """Raise one error with all problems, if there are any. Of very many problems, the first `limits.REPORTED_PROBLEMS` are reported.
 
     Raises:
-        LimitError: every problem is a limit.
-        FormatError: any other rule is broken.
+        LimitError: all broken rules are limits (L1, L2).
+        FormatError: another rule is broken.
     """
-    found = list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
-    if found:
-        raise (LimitError if all(problem.rule.startswith("L") for problem in found) else FormatError)(found)
+    reported = list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
+    if reported:
+        raise (LimitError if all(problem.rule.startswith("L") for problem in reported) else FormatError)(reported)
 
 
 def format_names(names: Sequence[object]) -> str:
-    """The first of some names, for a message."""
+    """Return the first names of a sequence as text, for a message."""
     return ", ".join(str(name)[:80] for name in names[:9]) or "none"

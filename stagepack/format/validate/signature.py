@@ -1,4 +1,4 @@
-"""The rules on a signature, of the model or of a call of a module (SPEC T1 and T4)."""
+"""The rules on a signature, of the model or of a module call (SPEC T1 and T4)."""
 
 from collections.abc import Iterator
 
@@ -8,40 +8,45 @@ from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, chil
 from stagepack.format.validate.problems import BrokenRule, format_names
 
 
-def check_depth(signature: Signature, where: str) -> Iterator[BrokenRule]:
-    """Yield a rule that is broken when containers are nested too deep for the other checks."""
+def check_depth(signature: Signature, location: str) -> Iterator[BrokenRule]:
+    """Yield a problem if the containers of a signature are nested too deep (L2). `check_signature` must not be called then."""
     if any(_too_deep(tree) for tree in signature.trees):
-        yield "L2", where, f"containers are nested deeper than {limits.NESTING_DEPTH}"
+        yield "L2", location, f"containers are nested deeper than {limits.NESTING_DEPTH}"
 
 
-def check_signature(signature: Signature, where: str) -> Iterator[BrokenRule]:
-    """Yield the rules that a signature breaks which is not nested too deep."""
+def check_signature(signature: Signature, location: str) -> Iterator[BrokenRule]:
+    """Yield the problems of a signature.
+
+    Args:
+        signature: a signature that `check_depth` finds no problem in.
+        location: its location in the file.
+    """
     names = [parameter.name for parameter in signature.parameters]
     if len(set(names)) != len(names) or any(len(name) > limits.NAME_CHARACTERS for name in names):
-        yield "T1", where, "a parameter stands twice, or its name is too long"
+        yield "T1", location, "duplicate parameter, or a name that is too long"
     positional = [parameter.positional for parameter in signature.parameters]
     if positional != sorted(positional, reverse=True):
-        yield "T1", where, "a positional parameter follows one that is not"
+        yield "T1", location, "a positional parameter follows one that is not positional"
     if any(not parameter.positional and not parameter.keyword for parameter in signature.parameters):
-        yield "T1", where, "a parameter can be given neither by position nor by name"
+        yield "T1", location, "a parameter is neither positional nor a keyword"
     for tree in signature.trees:
-        yield from _containers(tree, where)
+        yield from _check_containers(tree, location)
 
 
-def _containers(tree: Tree, where: str) -> Iterator[BrokenRule]:
+def _check_containers(tree: Tree, location: str) -> Iterator[BrokenRule]:
     if isinstance(tree, SequenceTree) and tree.maxlen is not None:
         if tree.kind != "deque" or tree.maxlen < len(tree.items):
-            yield "T4", where, f"a {tree.kind} of {len(tree.items)} items has the maxlen {tree.maxlen}"
+            yield "T4", location, f"a {tree.kind} of {len(tree.items)} items has the maxlen {tree.maxlen}"
     elif isinstance(tree, DictTree | ObjectTree):
         keys = [key for key, _ in (tree.items if isinstance(tree, DictTree) else tree.fields)]
         if len(set(keys)) != len(keys):
-            yield "T4", where, f"a key of a container stands twice: {format_names(keys)}"
+            yield "T4", location, f"duplicate key in a container: {format_names(keys)}"
     if isinstance(tree, DictTree) and tree.factory is not None and tree.kind != "defaultdict":
-        yield "T4", where, f"a {tree.kind} has a factory"
+        yield "T4", location, f"a {tree.kind} has a factory"
     if isinstance(tree, ObjectTree) and len(tree.class_name) > limits.NAME_CHARACTERS:
-        yield "T4", where, "the name of a class is too long"
+        yield "T4", location, "the name of a class is too long"
     for child in child_trees(tree):
-        yield from _containers(child, where)
+        yield from _check_containers(child, location)
 
 
 def _too_deep(tree: Tree, depth: int = 0) -> bool:

@@ -1,64 +1,82 @@
-"""The rules on symbols, dimensions and types, which manifests and graphs share (SPEC S1 to S3)."""
+"""The rules on symbols, dimensions and types of values, in manifests and graphs (SPEC S1 to S3)."""
 
 from collections.abc import Iterator
 
 from stagepack.format import limits
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
-from stagepack.format.graph import (
-    Value,
-)
+from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import OPERATIONS, Dim, Expr, Symbol, format_range, size_in_range
 from stagepack.format.validate.names import WORD_PATTERN, is_identifier
 from stagepack.format.validate.problems import BrokenRule
 
-_OF_MANY = frozenset({"add", "mul", "max", "min"})  # operations on two numbers or more; the others take two
+# Operations of two or more operands. The others have exactly two.
+_VARIADIC_OPERATIONS = frozenset({"add", "mul", "max", "min"})
 
 
 def check_symbols(symbols: tuple[Symbol, ...]) -> Iterator[BrokenRule]:
-    """Yield what is wrong with a table of symbols."""
+    """Yield the problems of a table of symbols (S1)."""
     seen: set[str] = set()
     for symbol in symbols:
         if not is_identifier(symbol.name) or symbol.name in seen:
-            yield "S1", "symbols", f"{symbol.name[:80]!r} is not an identifier, or stands twice"
+            yield "S1", "symbols", f"{symbol.name[:80]!r} is not an identifier, or is a duplicate"
         seen.add(symbol.name)
+        location = f"symbol {symbol.name[:80]}"
         if symbol.min is not None and symbol.max is not None and symbol.min > symbol.max:
-            yield "S1", f"symbol {symbol.name[:80]}", f"min {symbol.min} is over max {symbol.max}"
+            yield "S1", location, f"min {symbol.min} is greater than max {symbol.max}"
         if symbol.example is not None and not size_in_range(symbol, symbol.example):
-            message = f"the example's {symbol.example} is not {format_range(symbol)}"
-            yield "S1", f"symbol {symbol.name[:80]}", message
+            yield "S1", location, f"expected an example of {format_range(symbol)}, found {symbol.example}"
 
 
-def check_dim(dim: Dim, symbols: set[str], where: str, depth: int = 0) -> Iterator[BrokenRule]:
-    """Yield what is wrong with a dimension."""
+def check_dim(dim: Dim, symbols: set[str], location: str, depth: int = 0) -> Iterator[BrokenRule]:
+    """Yield the problems of a dimension (S2, S3, L1, L2).
+
+    Args:
+        dim: the dimension.
+        symbols: the names of the declared symbols.
+        location: the location of the dimension in the file.
+        depth: the number of operations around the dimension.
+    """
     if isinstance(dim, str):
         if dim not in symbols:
-            yield "S2", where, f"the symbol {dim[:80]!r} is not declared"
+            yield "S2", location, f"the symbol {dim[:80]!r} is not declared"
     elif not isinstance(dim, Expr):
         if abs(dim) > limits.TENSOR_ELEMENTS:
-            yield "S2", where, f"{dim} is too large"
+            yield "S2", location, f"expected at most {limits.TENSOR_ELEMENTS}, found {dim}"
     elif depth >= limits.NESTING_DEPTH:
-        yield "L2", where, f"arithmetic is nested deeper than {limits.NESTING_DEPTH}"
+        yield "L2", location, f"arithmetic is nested deeper than {limits.NESTING_DEPTH}"
     elif len(dim.args) > limits.EXPR_TERMS:
-        yield "L1", where, f"{len(dim.args)} numbers in one operation are over the limit of {limits.EXPR_TERMS}"
-    elif dim.op not in OPERATIONS or not 2 <= len(dim.args) <= (limits.EXPR_TERMS if dim.op in _OF_MANY else 2):
-        yield "S3", where, f"{dim.op[:80]!r} of {len(dim.args)} numbers is not arithmetic"
+        yield "L1", location, f"expected at most {limits.EXPR_TERMS} operands of one operation, found {len(dim.args)}"
+    elif dim.op not in OPERATIONS or not 2 <= len(dim.args) <= _max_operands(dim.op):
+        yield "S3", location, f"{dim.op[:80]!r} of {len(dim.args)} operands is not an operation"
     else:
         for arg in dim.args:
-            yield from check_dim(arg, symbols, where, depth + 1)
+            yield from check_dim(arg, symbols, location, depth + 1)
 
 
-def check_type(value: Value | Edge, symbols: set[str], rule: str, where: str) -> Iterator[BrokenRule]:
-    """The rules on a dtype and a shape, which values and edges share."""
-    if value.dtype not in ITEM_SIZE and value.dtype not in SCALAR_DTYPES and not WORD_PATTERN.fullmatch(value.dtype):
-        yield rule, where, f"{value.dtype[:80]!r} is not a dtype"
-    if (value.dtype in SCALAR_DTYPES and value.shape) or (value.dtype != "symint" and value.expr is not None):
-        yield rule, where, f"a {value.dtype[:80]} has no shape, or no expr"
+def _max_operands(op: str) -> int:
+    return limits.EXPR_TERMS if op in _VARIADIC_OPERATIONS else 2
+
+
+def check_type(value: Value | Edge, symbols: set[str], rule: str, location: str) -> Iterator[BrokenRule]:
+    """Yield the problems of the dtype, the shape and the expr of a value or an edge.
+
+    Args:
+        value: the value or the edge.
+        symbols: the names of the declared symbols.
+        rule: the rule on the dtype: G7 for a value, M8 for an edge.
+        location: the location of the value in the file.
+    """
+    is_scalar = value.dtype in SCALAR_DTYPES
+    if value.dtype not in ITEM_SIZE and not is_scalar and not WORD_PATTERN.fullmatch(value.dtype):
+        yield rule, location, f"{value.dtype[:80]!r} is not a dtype"
+    if (is_scalar and value.shape) or (value.dtype != "symint" and value.expr is not None):
+        yield rule, location, f"a {value.dtype[:80]} has a shape or an expr"
     if len(value.shape) > limits.RANK:
-        yield "L1", where, f"{len(value.shape)} dimensions are over the limit of {limits.RANK}"
+        yield "L1", location, f"expected at most {limits.RANK} dimensions, found {len(value.shape)}"
     for dim in value.shape:
-        yield from check_dim(dim, symbols, where)
+        yield from check_dim(dim, symbols, location)
         if isinstance(dim, int) and dim < 0:
-            yield "S2", where, f"{dim} is not a size"
+            yield "S2", location, f"expected a size of at least 0, found {dim}"
     if value.expr is not None:
-        yield from check_dim(value.expr, symbols, where)
+        yield from check_dim(value.expr, symbols, location)
