@@ -25,7 +25,7 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import LinearizedProgram, linearize_program
 from stagepack.linearize.example import EXAMPLE_SEED, record_example
-from stagepack.linearize.tensors import tensor_bytes
+from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import Cut, WeightSharing
 from stagepack.partition.cut_options import CutOptions
@@ -187,7 +187,7 @@ def _linearize(capture: Capture) -> LinearizedProgram:
         capture.program,
         dimension_names(capture),
         None if capture.model is None else capture.model.forward,
-        traced=capture.calls,
+        traced_calls=capture.calls,
         # from_pretrained of transformers expects every persistent buffer in the files.
         store_zeros=is_transformers_model(capture.model),
     )

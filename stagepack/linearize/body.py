@@ -1,26 +1,19 @@
-"""The nodes of an fx graph -> nodes of ours, with the regions of grad mode and autocast opened."""
+"""The nodes of a graph module of torch -> nodes of the format."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from stagepack.errors import UnsupportedError
-from stagepack.format.codec import is_plain
 from stagepack.format.graph import (
     Argument,
-    Autocast,
-    ComplexArg,
-    Context,
     DeviceArg,
     DictArg,
-    DtypeArg,
-    LayoutArg,
     ListArg,
-    MemoryFormatArg,
     Node,
     SliceArg,
     Subgraph,
@@ -31,13 +24,17 @@ from stagepack.format.graph import (
 )
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
-from stagepack.linearize.operators import seen_aliases
+from stagepack.linearize.constants import constant_argument
+from stagepack.linearize.contexts import opened_context, opens_context
+from stagepack.linearize.operators import observed_aliases
+from stagepack.linearize.program_tensors import wrapped_tensor_name
 from stagepack.linearize.tables import Tables
-from stagepack.linearize.tensors import inner_name
+from stagepack.linearize.tensor_memory import dtype_name
+from stagepack.torch_internals import PIPE_SPLIT_OPERATOR
 
-_MARKS = ("stagepack.split_here.default", "pippy._pipe_split.default")
-_INNER = "export.access_subclass_inner_tensor.default"
-_SCALARS = {
+_SPLIT_MARKERS = ("stagepack.split_here.default", PIPE_SPLIT_OPERATOR)
+_UNWRAP_OPERATOR = "export.access_subclass_inner_tensor.default"
+_SCALAR_DTYPES = {
     torch.SymInt: "symint",
     torch.SymFloat: "symfloat",
     torch.SymBool: "symbool",
@@ -46,215 +43,208 @@ _SCALARS = {
     bool: "symbool",
 }
 
+# The value of an fx node; a list for a node that returns several.
+BoundArgument = Argument | list[Argument]
+
 
 class BodyBuilder:
-    """The nodes of one graph module, with the regions inside it opened."""
+    """Builds the nodes of one graph module. The nodes of the graph modules that run in a context of their own are among them.
 
-    def __init__(self, tables: Tables, module: GraphModule, *, inner: bool = False) -> None:
+    Attributes:
+        tables: the tables of the whole program.
+        inputs: the inputs of the graph.
+        nodes: the nodes in execution order.
+        sources: the fx node that each of the nodes was made of.
+        arguments: the values of the fx nodes.
+        result: the result of the graph module.
+    """
+
+    def __init__(self, tables: Tables, module: GraphModule, *, is_subgraph: bool = False) -> None:
         self.tables = tables
-        self.module = module
-        self.inner = inner
-        self.taken = set() if inner else {UNUSED_VALUE, *tables.weights.values()}
-        self.env: dict[FxNode, Argument | list[Argument]] = {}
-        self.wrapped: dict[
-            FxNode, str
-        ] = {}  # weights of a tensor subclass, by name: only the tensors inside are values
-        self.weight_nodes: set[FxNode] = set()
-        self.nodes: list[Node] = []
         self.inputs: list[Value] = []
-        self.sources: list[FxNode] = []  # what each of the nodes was
+        self.nodes: list[Node] = []
+        self.sources: list[FxNode] = []
+        self.arguments: dict[FxNode, BoundArgument] = {}
         self.result: Argument = None
+        self._module = module
+        self._is_subgraph = is_subgraph
+        self._taken_names = set() if is_subgraph else {UNUSED_VALUE, *tables.weight_values.values()}
+        self._weight_nodes: set[FxNode] = set()
+        # The weights of a tensor subclass by name: no value stands for them, but for the tensors that they wrap.
+        self._wrapper_weights: dict[FxNode, str] = {}
 
-    def convert(self, module: GraphModule | None = None, context: int | None = None) -> Argument:
-        """Append the nodes of a module, and return what it gives."""
-        module = module or self.module
-        for node in module.graph.nodes:
-            if node.op == "get_attr":
-                self.env[node] = self._attribute(module, node)
-            elif node.op == "call_function":
-                self._call(module, node, context)
-            elif node.op == "output":
-                self.result = self.argument(node.args[0], node)
+    def add_input(self, node: FxNode, name: str) -> str:
+        """Add an input of the graph, and return the name of its value."""
+        value = self._value(name, node.meta["val"], node)
+        self.inputs.append(value)
+        self.arguments[node] = ValueArg(value.name)
+        return value.name
+
+    def bind_weight(self, node: FxNode, weight_name: str) -> None:
+        """Let an fx node stand for a weight, by its fully qualified name."""
+        value_name = self.tables.weight_values.get(weight_name)
+        if value_name is None:
+            self._wrapper_weights[node] = weight_name
+        else:
+            self.arguments[node] = ValueArg(value_name)
+            self._weight_nodes.add(node)
+
+    def build(self) -> Argument:
+        """Append the nodes of the graph module, whose placeholders are bound already, and return its result."""
+        self.result = self._append_module(self._module, context=None)
         return self.result
 
-    def value(self, name: str, meta: object, node: FxNode) -> Value:
-        """Describe a value of torch by a name of ours."""
-        symbols = self.tables.symbols
-        if isinstance(meta, torch.Tensor):
-            dtype = str(meta.dtype).removeprefix("torch.")
-            return Value(name=self._fresh(name), dtype=dtype, shape=tuple(map(symbols.dim, meta.shape)))
-        if type(meta) in _SCALARS:
-            known = symbols.known(meta) if isinstance(meta, torch.SymInt) else meta if type(meta) is int else None
-            return Value(name=self._fresh(name), dtype=_SCALARS[type(meta)], expr=known)
-        raise UnsupportedError(
-            f"the value {node.name} of {node.target} is a {type(meta).__name__}, which a bundle cannot hold"
-        )
-
-    def copy_into(self, target: FxNode, given: Argument) -> None:
-        """Write a result into a buffer or an input, as a program that is not functional does."""
-        op = self.tables.op(torch.ops.aten.copy_.default)
-        scope = self.tables.scope(target)
-        self.nodes.append(Node(op=op, args=(self.argument(target, target), given), outputs=(None,), scope=scope))
+    def copy_into(self, target: FxNode, result: Argument) -> None:
+        """Append a copy of a result into a buffer or an input: a functional program returns what others write."""
+        op = self.tables.op_index(torch.ops.aten.copy_.default)
+        scope = self.tables.scope_index(target)
+        self.nodes.append(Node(op=op, args=(self._argument(target, target), result), outputs=(None,), scope=scope))
         self.sources.append(target)
 
-    def argument(self, given: object, node: FxNode) -> Argument:
-        """One argument of a node as data."""
-        if given in self.wrapped:
-            raise UnsupportedError(
-                f"{node.target} takes the weight {self.wrapped[given]!r} as one tensor of its class: quantize it in a way that "
-                "torch.export traces into, or make it a plain tensor"
-            )
-        if isinstance(given, FxNode):
-            found = self.env[given]
-            return ListArg(tuple(found)) if isinstance(found, list) else found
-        if isinstance(given, list):
-            return ListArg(tuple(self.argument(part, node) for part in given))
-        if isinstance(given, tuple):
-            return TupleArg(tuple(self.argument(part, node) for part in given))
-        if isinstance(given, dict) and all(isinstance(key, str) for key in given):
-            return DictArg(tuple((key, self.argument(part, node)) for key, part in given.items()))
-        if isinstance(given, slice):
-            return SliceArg(*(self.argument(part, node) for part in (given.start, given.stop, given.step)))
-        if isinstance(given, torch.device):
-            return DeviceArg(None if given.type == self.tables.device else given.type)
-        return constant(given, f"an argument of {node.name} ({node.target})")
+    def _append_module(self, module: GraphModule, context: int | None) -> Argument:
+        """Append the nodes of a graph module in a context, and return its result."""
+        result: Argument = None
+        for node in module.graph.nodes:
+            match node.op:
+                case "get_attr":
+                    self.arguments[node] = self._module_argument(module, node)
+                case "call_function":
+                    self._append_call(module, node, context)
+                case "output":
+                    result = self._argument(node.args[0], node)
+        return result
 
-    def _attribute(self, module: GraphModule, node: FxNode) -> Argument | list[Argument]:
-        held = getattr(module, str(node.target), None)
-        if not isinstance(held, GraphModule):
-            raise UnsupportedError(
-                f"the attribute {node.target} is a {type(held).__name__}, which a bundle cannot hold"
-            )
-        if all(_is_region(user) for user in node.users):
-            return []  # opened where it is called
-        return SubgraphArg(self._subgraph(held))
+    def _append_call(self, module: GraphModule, node: FxNode, context: int | None) -> None:
+        operator_name = str(node.target)
+        if node.target is operator.getitem and isinstance(self._bound(node.args[0]), list):
+            self.arguments[node] = self._bound(node.args[0])[node.args[1]]
+        elif opens_context(node):
+            self.arguments[node] = self._append_context(module, node, context)
+        elif operator_name == _UNWRAP_OPERATOR:
+            wrapper, attribute = node.args
+            assert isinstance(wrapper, FxNode)
+            self.bind_weight(node, wrapped_tensor_name(self._wrapper_weights[wrapper], str(attribute)))
+        elif operator_name in _SPLIT_MARKERS:
+            if self._is_subgraph:
+                raise UnsupportedError(f"{node.target} is inside a branch or a loop, where no stage can begin")
+            self.tables.split_positions.append(len(self.nodes))
+        else:
+            self._append_node(node, context)
 
-    def _subgraph(self, module: GraphModule) -> int:
-        body = BodyBuilder(self.tables, module, inner=True)
+    def _append_context(self, module: GraphModule, node: FxNode, context: int | None) -> list[Argument]:
+        """Append the nodes that run under another grad mode or autocast; return the values of the node that calls them."""
+        opened, module_position = opened_context(node, context, self.tables.device)
+        module_node, *arguments = node.args[module_position:]
+        assert isinstance(module_node, FxNode)
+        called_module = getattr(module, str(module_node.target))
+        placeholders = [called_node for called_node in called_module.graph.nodes if called_node.op == "placeholder"]
+        for placeholder, argument in zip(placeholders, arguments, strict=True):
+            self.arguments[placeholder] = self._argument(argument, node)
+            if isinstance(argument, FxNode) and argument in self._weight_nodes:
+                self._weight_nodes.add(placeholder)
+        return list(child_arguments(self._append_module(called_module, self.tables.context_index(opened))))
+
+    def _append_node(self, node: FxNode, context: int | None) -> None:
+        meta: Any = node.meta.get("val")
+        returns_several = isinstance(meta, list | tuple)
+        op = self.tables.op_index(node.target)
+        outputs = self._outputs(node, op, meta if returns_several else [meta], numbered=returns_several)
+        args = tuple(self._argument(argument, node) for argument in node.args)
+        kwargs = tuple((parameter, self._argument(argument, node)) for parameter, argument in node.kwargs.items())
+        self.tables.add_aliases(op, observed_aliases(node))
+        subgraphs = [self.tables.subgraphs[index] for index in subgraph_indices(Node(op=op, args=args, kwargs=kwargs))]
+        body_costs = [body_node.cost for subgraph in subgraphs for body_node in subgraph.nodes]
+        self.nodes.append(
+            Node(
+                op=op,
+                args=args,
+                kwargs=kwargs,
+                outputs=outputs,
+                unpack=returns_several,
+                scope=self.tables.scope_index(node),
+                context=context,
+                cost=self.tables.costs.node_cost(node, self.tables.ops[op].name, self._weight_nodes, body_costs),
+            )
+        )
+        self.sources.append(node)
+        results: list[Argument] = [None if output is None else ValueArg(output.name) for output in outputs]
+        self.arguments[node] = results if returns_several else results[0]
+
+    def _outputs(self, node: FxNode, op: int, metas: Sequence[Any], *, numbered: bool) -> tuple[Value | None, ...]:
+        """The values that a node defines, named by its position, so that the names of repeated runs differ by one number alone."""
+        base_name = f"{self.tables.ops[op].name.split('.')[1]}_{len(self.nodes)}"
+        names = [f"{base_name}_{index}" for index in range(len(metas))] if numbered else [base_name]
+        return tuple(
+            None if meta is None else self._value(name, meta, node) for name, meta in zip(names, metas, strict=True)
+        )
+
+    def _value(self, name: str, meta: object, node: FxNode) -> Value:
+        """Describe a value of torch, under this name or one like it."""
+        symbols = self.tables.symbols
+        if isinstance(meta, torch.Tensor):
+            shape = tuple(map(symbols.dim, meta.shape))
+            return Value(name=self._unique_name(name), dtype=dtype_name(meta.dtype), shape=shape)
+        if type(meta) not in _SCALAR_DTYPES:
+            raise UnsupportedError(
+                f"the value {node.name} of {node.target} is a {type(meta).__name__}, which a bundle cannot hold"
+            )
+        size = symbols.exact_dim(meta) if isinstance(meta, torch.SymInt) else meta if type(meta) is int else None
+        return Value(name=self._unique_name(name), dtype=_SCALAR_DTYPES[type(meta)], expr=size)
+
+    def _argument(self, argument: object, node: FxNode) -> Argument:
+        """One argument of an fx node as data."""
+        match argument:
+            case FxNode():
+                bound = self._bound_value(argument, node)
+                return ListArg(tuple(bound)) if isinstance(bound, list) else bound
+            case list():
+                return ListArg(tuple(self._argument(item, node) for item in argument))
+            case tuple():
+                return TupleArg(tuple(self._argument(item, node) for item in argument))
+            case dict() if all(isinstance(key, str) for key in argument):
+                return DictArg(tuple((key, self._argument(item, node)) for key, item in argument.items()))
+            case slice():
+                bounds = (argument.start, argument.stop, argument.step)
+                return SliceArg(*(self._argument(bound, node) for bound in bounds))
+            case torch.device():
+                return DeviceArg(None if argument.type == self.tables.device else argument.type)
+            case _:
+                return constant_argument(argument, f"an argument of {node.name} ({node.target})")
+
+    def _bound(self, argument: object) -> Any:
+        return self.arguments.get(argument) if isinstance(argument, FxNode) else None
+
+    def _bound_value(self, argument: FxNode, user: FxNode) -> BoundArgument:
+        if argument in self._wrapper_weights:
+            raise UnsupportedError(
+                f"{user.target} takes the weight {self._wrapper_weights[argument]!r} as one tensor of its class: quantize it in a way "
+                "that torch.export traces into, or make it a plain tensor"
+            )
+        return self.arguments[argument]
+
+    def _module_argument(self, module: GraphModule, node: FxNode) -> BoundArgument:
+        """A graph module that is an argument of nodes: a subgraph, unless its nodes are appended where it is called."""
+        attribute = getattr(module, str(node.target), None)
+        if not isinstance(attribute, GraphModule):
+            raise UnsupportedError(
+                f"the attribute {node.target} is a {type(attribute).__name__}, which a bundle cannot hold"
+            )
+        if all(opens_context(user) for user in node.users):
+            return []
+        return SubgraphArg(self._add_subgraph(attribute))
+
+    def _add_subgraph(self, module: GraphModule) -> int:
+        body = BodyBuilder(self.tables, module, is_subgraph=True)
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                value = body.value(f"arg_{len(body.inputs)}", node.meta["val"], node)
-                body.inputs.append(value)
-                body.env[node] = ValueArg(value.name)
-        result = body.convert()
+                body.add_input(node, f"arg_{len(body.inputs)}")
+        result = body.build()
         self.tables.subgraphs.append(Subgraph(inputs=tuple(body.inputs), nodes=tuple(body.nodes), result=result))
         return len(self.tables.subgraphs) - 1
 
-    def _call(self, module: GraphModule, node: FxNode, context: int | None) -> None:
-        whole: Any = self.env.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
-        if isinstance(whole, list):
-            self.env[node] = whole[node.args[1]]  # type: ignore[index]
-        elif _is_region(node):
-            self.env[node] = self._open(module, node, context)
-        elif str(node.target) == _INNER:
-            self._unwrap(node)
-        elif str(node.target) in _MARKS:
-            if self.inner:
-                raise UnsupportedError(f"{node.target} stands inside a branch or a loop, where no stage can begin")
-            self.tables.split_positions.append(len(self.nodes))
-        else:
-            self._append(node, context)
-
-    def give_weight(self, node: FxNode, name: str) -> None:
-        """Say that a node stands for a weight, by its fully qualified name."""
-        value = self.tables.weights.get(name)
-        if value is None:
-            self.wrapped[node] = name
-        else:
-            self.env[node] = ValueArg(value)
-            self.weight_nodes.add(node)
-
-    def _unwrap(self, node: FxNode) -> None:
-        """A tensor inside a weight of a tensor subclass."""
-        outer, attribute = node.args
-        assert isinstance(outer, FxNode)
-        self.give_weight(node, inner_name(self.wrapped[outer], str(attribute)))
-
-    def _open(self, module: GraphModule, node: FxNode, context: int | None) -> list[Argument]:
-        """The nodes of a grad mode or autocast region, here."""
-        region, position = _region(node, context, self.tables.device)
-        called, given = node.args[position], node.args[position + 1 :]
-        assert isinstance(called, FxNode)
-        inside = getattr(module, str(called.target))
-        placeholders = [inner for inner in inside.graph.nodes if inner.op == "placeholder"]
-        for placeholder, argument in zip(placeholders, given, strict=True):
-            self.env[placeholder] = self.argument(argument, node)
-            if argument in self.weight_nodes:
-                self.weight_nodes.add(placeholder)
-        return list(child_arguments(self.convert(inside, self.tables.context(region))))
-
-    def _append(self, node: FxNode, context: int | None) -> None:
-        meta: Any = node.meta.get("val")
-        unpack = isinstance(meta, list | tuple)
-        op = self.tables.op(node.target)
-        # By the place of the node, so that the names of repeated parts differ by one number alone.
-        name = f"{self.tables.ops[op].name.split('.')[1]}_{len(self.nodes)}"
-        names = [f"{name}_{index}" for index in range(len(meta))] if unpack else [name]
-        outputs = [
-            None if part is None else self.value(name, part, node)
-            for name, part in zip(names, meta if unpack else [meta], strict=True)
-        ]
-        args = tuple(self.argument(given, node) for given in node.args)
-        kwargs = tuple((name, self.argument(given, node)) for name, given in node.kwargs.items())
-        self.tables.add_aliases(op, seen_aliases(node))
-        made = Node(
-            op=op,
-            args=args,
-            kwargs=kwargs,
-            outputs=tuple(outputs),
-            unpack=unpack,
-            scope=self.tables.scope(node),
-            context=context,
-        )
-        body_costs = [inside.cost for index in subgraph_indices(made) for inside in self.tables.subgraphs[index].nodes]
-        cost = self.tables.costs.node_cost(node, self.tables.ops[op].name, self.weight_nodes, body_costs)
-        self.nodes.append(replace(made, cost=cost))
-        self.sources.append(node)
-        results = [None if output is None else ValueArg(output.name) for output in outputs]
-        self.env[node] = list(results) if unpack else results[0]
-
-    def _fresh(self, name: str) -> str:
-        """A name that no value has yet: this one, or else with underscores at its end."""
-        while name in self.taken:
+    def _unique_name(self, name: str) -> str:
+        """The name, with underscores appended until no other value has it."""
+        while name in self._taken_names:
             name += "_"
-        self.taken.add(name)
+        self._taken_names.add(name)
         return name
-
-
-def _is_region(node: FxNode) -> bool:
-    return str(node.target) in ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-
-
-def _region(node: FxNode, parent: int | None, device: str) -> tuple[Context, int]:
-    """The context that a region node opens, and the position of the called module among its arguments."""
-    if str(node.target) == "wrap_with_set_grad_enabled":
-        return Context(parent=parent, grad=bool(node.args[0])), 1
-    kind, dtype, enabled, cache = node.args[:4]
-    dtype = torch.get_autocast_dtype(str(kind)) if dtype is None else dtype
-    autocast = Autocast(
-        device=None if kind == device else str(kind),
-        dtype=str(dtype).removeprefix("torch."),
-        enabled=bool(enabled),
-        cache=torch.is_autocast_cache_enabled() if cache is None else bool(cache),
-    )
-    return Context(parent=parent, autocast=autocast), 4
-
-
-def constant(given: object, where: str) -> Argument:
-    """A constant argument as data.
-
-    Raises:
-        UnsupportedError: it is not of a kind that a bundle can hold.
-    """
-    if is_plain(given):
-        return given  # type: ignore[return-value]
-    if isinstance(given, complex):
-        return ComplexArg(given.real, given.imag)
-    if isinstance(given, torch.dtype):
-        return DtypeArg(str(given).removeprefix("torch."))
-    if isinstance(given, torch.layout):
-        return LayoutArg(str(given).removeprefix("torch."))
-    if isinstance(given, torch.memory_format):
-        return MemoryFormatArg(str(given).removeprefix("torch."))
-    found = repr(given) if isinstance(given, int | str) else f"a {type(given).__name__}"
-    raise UnsupportedError(f"{where} is {found}, which a bundle cannot hold")

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch.fx import Node as FxNode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from stagepack.format.graph import Cost
 from stagepack.partition.flop_formulas import FLOP_FORMULAS, OperatorCall, TensorShape, estimated_flops
 from stagepack.partition.operator_costs import cost_source, operator_base_name
 from stagepack.partition.operator_names import TORCH_COUNTED_OPERATORS
+from stagepack.torch_internals import OperatorOverload, example_size, has_flop_formula, operator_schema
 
 # Operators that read, of their first argument, only as much as they return.
 _GATHERS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take"})
@@ -51,7 +52,7 @@ class CostModel:
     def _own_cost(self, node: FxNode, operator_name: str, weight_nodes: Collection[FxNode]) -> Cost:
         """The cost of a node without that of its subgraphs."""
         base_name = operator_base_name(operator_name)
-        is_overload = isinstance(node.target, torch._ops.OpOverload)
+        is_overload = isinstance(node.target, OperatorOverload)
         if not is_overload and base_name not in FLOP_FORMULAS:
             return Cost()
         if is_overload and node.target.is_view:  # type: ignore[union-attr]
@@ -75,7 +76,7 @@ class CostModel:
         base_name = operator_base_name(operator_name)
         if base_name in FLOP_FORMULAS:
             return FLOP_FORMULAS[base_name](_operator_call(node, weight_nodes, returned))
-        if base_name in TORCH_COUNTED_OPERATORS or getattr(node.target, "overloadpacket", None) in flop_registry:
+        if base_name in TORCH_COUNTED_OPERATORS or has_flop_formula(node.target):
             return self._counted_by_torch(node)
         if cost_source(operator_name) == "estimated":
             return estimated_flops(_operator_call(node, weight_nodes, returned))
@@ -118,8 +119,8 @@ def _operator_call(node: FxNode, weight_nodes: Collection[FxNode], returned: Seq
 
 def _bound_arguments(node: FxNode) -> Iterator[tuple[str, Any]]:
     """Yield the parameters of a node's operator, and what each is given."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        for index, parameter in enumerate(node.target._schema.arguments):
+    if isinstance(node.target, OperatorOverload):
+        for index, parameter in enumerate(operator_schema(node.target).arguments):
             given = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
             yield parameter.name, parameter.default_value if given is None else given
     else:  # of the higher-order operators, flex_attention alone has a formula
@@ -148,7 +149,8 @@ def _example_size(size: Any) -> int:
     """A size in the example; 1 where it depends on data."""
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+    known_size = example_size(size)
+    return 1 if known_size is None else known_size
 
 
 def _element_count(meta: torch.Tensor) -> int:

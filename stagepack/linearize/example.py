@@ -1,4 +1,4 @@
-"""Record what the original model answers to its example, for a self-check anywhere."""
+"""Record the answer of the original model to its example, for a self-check anywhere."""
 
 from collections.abc import Iterable
 
@@ -12,21 +12,28 @@ from stagepack.format.signature import Signature
 from stagepack.format.tree import ValueLeaf, flatten_tree
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import TensorSource
-from stagepack.linearize.tensors import tensor_bytes
+from stagepack.linearize.tensor_memory import dtype_name, tensor_bytes
 
-EXAMPLE_SEED = 0  # random models are asked under this seed, here and in every self-check
+# Random models run under this seed, here and in every self-check.
+EXAMPLE_SEED = 0
 
 
 def record_example(capture: Capture, signature: Signature, written: Iterable[torch.Tensor]) -> TensorSource:
-    """Ask the original model once: its example as tensors ``input.NAME``, its answer as ``output.NUMBER``.
+    """Run the original model once, and return its inputs and its answer as tensors.
 
-    Numbers are stored as 0-dimensional tensors. The model, with the tensors `written` that it writes, and the inputs stay as they are.
+    Args:
+        capture: the captured model. The model and its inputs stay as they are.
+        signature: how the model is called.
+        written: the tensors of the model that it writes.
+
+    Returns:
+        The inputs as ``input.NAME`` and the leaves of the answer as ``output.INDEX``; numbers are 0-dimensional tensors.
 
     Raises:
-        CaptureError: the model's answer is built of other containers than the captured program's.
+        CaptureError: the model's answer consists of other containers than the captured program's.
     """
-    bound = bind_call(signature, capture.inputs.args, capture.inputs.kwargs)
-    tensors = {f"input.{name}": torch.as_tensor(given.value).detach().clone() for name, given in bound.items()}
+    inputs = bind_call(signature, capture.inputs.args, capture.inputs.kwargs)
+    tensors = {f"input.{name}": torch.as_tensor(bound.value).detach().clone() for name, bound in inputs.items()}
     model = capture.program.module() if capture.model is None else capture.model
     answer = run_model(model, capture.inputs, seed=EXAMPLE_SEED, written=written)
     try:
@@ -34,12 +41,12 @@ def record_example(capture: Capture, signature: Signature, written: Iterable[tor
     except InputError as error:
         message = f"the model does not answer as the captured program does: {error}"
         raise CaptureError(f"{message}: fix what the model returns, for example by use_cache=False") from error
-    for number, (_, leaf, result) in enumerate(results):
+    for result_index, (_, leaf, result) in enumerate(results):
         if isinstance(leaf, ValueLeaf):
-            tensors[f"output.{number}"] = torch.as_tensor(result).detach()
-    kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            tensors[f"output.{result_index}"] = torch.as_tensor(result).detach()
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     specs = {
-        name: TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        for name, tensor in kept.items()
+        name: TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        for name, tensor in contiguous.items()
     }
-    return TensorSource(specs=specs, read=lambda name: [tensor_bytes(kept[name])])
+    return TensorSource(specs=specs, read=lambda name: [tensor_bytes(contiguous[name])])

@@ -1,4 +1,4 @@
-"""torch operators -> rows of the op table: what they are called, what they write, and what their results alias."""
+"""Operators of torch -> rows of the op table: their names, what they write, and what their results alias."""
 
 import builtins
 import operator
@@ -7,16 +7,21 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
 from torch.fx import Node as FxNode
-from torch.utils import _pytree as pytree
 
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Op
 from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, is_denied_operator
+from stagepack.torch_internals import (
+    HigherOrderOperator,
+    OperatorOverload,
+    operator_schema,
+    storage_identity,
+    tree_leaves,
+)
 
-# They give their input back when they do not train; neither their schemas nor their traces show it.
-_GIVE_BACK = (
+# Operators that return their input itself when they do not train; neither their schemas nor their traces show it.
+_RETURN_INPUT = (
     "aten.dropout.default",
     "aten.alpha_dropout.default",
     "aten.feature_dropout.default",
@@ -24,16 +29,19 @@ _GIVE_BACK = (
 )
 
 
-def describe(target: Callable[..., Any]) -> Op:
-    """The row of the op table for the target of a call.
+def op_row(target: Callable[..., Any]) -> Op:
+    """Return the row of the op table for the target of a call.
+
+    Args:
+        target: an operator of torch, or a Python function on symbolic scalars.
 
     Raises:
-        UnsupportedError: no bundle can hold it.
+        UnsupportedError: a bundle cannot hold the operator.
     """
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OperatorOverload):
         if is_denied_operator(str(target)):
             raise UnsupportedError(f"the operator {target} is not allowed in a bundle")
-        return _overload(target)
+        return _overload_row(target)
     if isinstance(target, HigherOrderOperator):
         name = f"higher_order.{target.name()}"
         if name in HIGHER_ORDER_OPERATORS:
@@ -45,23 +53,50 @@ def describe(target: Callable[..., Any]) -> Op:
     raise UnsupportedError(f"the operator {name} cannot be held by a bundle")
 
 
-def _overload(target: torch._ops.OpOverload) -> Op:
-    schema = target._schema
-    places: dict[str, list[str]] = {}
+def observed_aliases(node: FxNode) -> Iterator[tuple[int, str]]:
+    """Yield which results of a call share storage with its arguments, as the capture observed it.
+
+    Some schemas do not say it: those of einsum and meshgrid, which return views.
+
+    Args:
+        node: a node of a captured program.
+
+    Yields:
+        The index of a result, and the parameter whose argument it shares storage with.
+    """
+    if not isinstance(node.target, OperatorOverload):
+        return
+    schema = operator_schema(node.target)
+    positional = {parameter.name: value for parameter, value in zip(schema.arguments, node.args, strict=False)}
+    parameter_of_storage = {
+        storage: parameter_name
+        for parameter_name, argument in (positional | node.kwargs).items()
+        for storage in _storages(fx.map_arg(argument, _meta))
+    }
+    meta: Any = node.meta.get("val")
+    for result_index, result in enumerate(meta if len(schema.returns) > 1 else [meta]):
+        for storage in _storages(result):
+            if storage in parameter_of_storage:
+                yield result_index, parameter_of_storage[storage]
+
+
+def _overload_row(target: OperatorOverload) -> Op:
+    schema = operator_schema(target)
+    parameters_of_set: dict[str, list[str]] = {}
     mutates = []
     for parameter in schema.arguments:
         if parameter.alias_info is not None:
             if parameter.alias_info.is_write:
                 mutates.append(parameter.name)
-            for place in parameter.alias_info.before_set:
-                places.setdefault(place, []).append(parameter.name)
+            for alias_set in parameter.alias_info.before_set:
+                parameters_of_set.setdefault(alias_set, []).append(parameter.name)
     aliases = []
-    for index, result in enumerate(schema.returns):
-        found = result.alias_info
-        # `Tensor(a -> *)` says nothing at its result: split and chunk, whose items are views of the input.
-        sets = (found.before_set or places) if found is not None else ()
-        aliases += [(index, name) for place in sorted(sets) for name in places.get(place, [])]
-    if str(target) in _GIVE_BACK:
+    for result_index, result in enumerate(schema.returns):
+        # `Tensor(a -> *)` has no set at its result: split and chunk, whose items are views of the input.
+        alias_sets = (result.alias_info.before_set or parameters_of_set) if result.alias_info is not None else ()
+        for alias_set in sorted(alias_sets):
+            aliases += [(result_index, parameter_name) for parameter_name in parameters_of_set.get(alias_set, [])]
+    if str(target) in _RETURN_INPUT:
         aliases.append((0, schema.arguments[0].name))
     return Op(
         name=str(target),
@@ -73,42 +108,22 @@ def _overload(target: torch._ops.OpOverload) -> Op:
     )
 
 
-def seen_aliases(node: FxNode) -> Iterator[tuple[int, str]]:
-    """Yield which results of a call lie in the memory of what was given to it: result number, parameter.
-
-    Some schemas keep silent on it: those of einsum and meshgrid, which give views.
-    """
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    given = {parameter.name: value for parameter, value in zip(node.target._schema.arguments, node.args, strict=False)}
-    lies_in = {
-        storage: name
-        for name, value in (given | node.kwargs).items()
-        for storage in _storages(fx.map_arg(value, _meta))
-    }
-    meta: Any = node.meta.get("val")
-    for index, result in enumerate(meta if len(node.target._schema.returns) > 1 else [meta]):
-        for storage in _storages(result):
-            if storage in lies_in:
-                yield index, lies_in[storage]
-
-
 def _meta(node: FxNode) -> Any:
     return node.meta.get("val")
 
 
-def _storages(value: object) -> Iterator[int]:
-    """Yield what tells the storages of the tensors in a value apart."""
-    for leaf in pytree.tree_leaves(value):
+def _storages(values: object) -> Iterator[int]:
+    for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-            yield leaf.untyped_storage()._cdata  # noqa: SLF001 - what copy.deepcopy of torch goes by, too
+            yield storage_identity(leaf)
 
 
 def _python_name(target: Callable[..., Any]) -> str:
-    module = getattr(target, "__module__", "") or ""
-    name = getattr(target, "__name__", str(target))
-    if getattr(operator, name, None) is target:
-        return f"operator.{name}"
-    if module == builtins.__name__:
-        return f"builtins.{name}"
-    return f"{module.split('.')[0]}.{name.lstrip('_')}"  # torch.sym_sqrt calls itself _sym_sqrt
+    module_name = getattr(target, "__module__", "") or ""
+    function_name = getattr(target, "__name__", str(target))
+    if getattr(operator, function_name, None) is target:
+        return f"operator.{function_name}"
+    if module_name == builtins.__name__:
+        return f"builtins.{function_name}"
+    # torch.sym_sqrt calls itself _sym_sqrt.
+    return f"{module_name.split('.')[0]}.{function_name.lstrip('_')}"

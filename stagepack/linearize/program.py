@@ -1,11 +1,10 @@
 """`torch.export.ExportedProgram` -> `Graph`.
 
-Two things change on the way, and nothing else: regions of grad mode and autocast are opened, so that their nodes
-stand in the list and carry the region as their context; and results of several parts get names instead of
-``getitem`` nodes.
+Two things change, and nothing else. Nodes that run under another grad mode or autocast move from graph modules of their own into the
+list, and get the context as a property. Results of operators that return several get names in the place of ``getitem`` nodes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,31 +22,36 @@ from torch.export.graph_signature import (
 )
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
-from torch.utils import _pytree as pytree
 
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, Graph, ValueArg
 from stagepack.format.signature import Signature
 from stagepack.format.traversal import child_arguments
-from stagepack.linearize.body import BodyBuilder, constant
-from stagepack.linearize.modules import module_calls
-from stagepack.linearize.signature import Leaf, signature_of
+from stagepack.linearize.body import BodyBuilder
+from stagepack.linearize.constants import constant_argument
+from stagepack.linearize.container_trees import Leaf
+from stagepack.linearize.module_calls import module_calls
+from stagepack.linearize.program_tensors import program_device, program_tensors
+from stagepack.linearize.signature import program_signature
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.linearize.tables import Tables
-from stagepack.linearize.tensors import Kind, WeightTable, plain_tensors, weight_table
+from stagepack.linearize.weight_table import WeightTable, weight_table
+from stagepack.torch_internals import example_symbol_values, is_vmap_boundary, tree_leaves
+
+_WEIGHT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearizedProgram:
-    """A program as data.
+    """A captured program as data.
 
     Attributes:
         graph: the whole model.
-        signature: how it is called.
-        weights: its weights and where their bytes are.
-        split_positions: the numbers of the nodes before which ``split_here`` stood.
-        device: the type of the device it was captured on.
+        signature: how the model is called.
+        weights: the weights of the model, and the tensors to store.
+        split_positions: the positions of the nodes before which ``split_here`` was called.
+        device: the type of the device that the program was captured on.
     """
 
     graph: Graph
@@ -59,49 +63,52 @@ class LinearizedProgram:
 
 def linearize_program(
     program: ExportedProgram,
-    names: Mapping[str, str],
+    dim_names: Mapping[str, str],
     forward: Callable[..., Any] | None,
     *,
-    traced: TracedCalls | None = None,
+    traced_calls: TracedCalls | None = None,
     store_zeros: bool = False,
 ) -> LinearizedProgram:
-    """Turn a program into data.
+    """Turn a captured program into data.
 
     Args:
-        program: any that ``torch.export`` makes.
-        names: names for torch's symbols.
-        forward: the call of the original model, for its parameters' order and defaults.
-        traced: the calls of modules, where the trace was recorded.
-        store_zeros: whether persistent buffers of all zeros shall have their bytes in the files.
+        program: a program of ``torch.export``.
+        dim_names: the caller's names of dynamic dimensions, by the names of torch's symbols.
+        forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
+        traced_calls: the calls of modules that were recorded during the capture.
+        store_zeros: store persistent buffers of all zeros, too.
+
+    Returns:
+        The graph with its weights and its signature.
 
     Raises:
-        UnsupportedError: the program holds something that a bundle cannot hold; it is named.
+        UnsupportedError: the program has something that a bundle cannot hold; the message names it.
     """
     program = _without_vmap(program)
-    weights = weight_table(_tensors(program), store_zeros=store_zeros)
-    symbols = SymbolTable(program.range_constraints, names, _hints(program))
-    tables = Tables(symbols, _device(program), weights.values)
+    tensors = program_tensors(program)
+    weights = weight_table(tensors, store_zeros=store_zeros)
+    symbols = SymbolTable(program.range_constraints, dim_names, _example_values(program))
+    tables = Tables(symbols, program_device(program, tensors), weights.values)
     body = BodyBuilder(tables, program.graph_module)
-    given = _inputs(program, body)
-    body.convert()
-    results = _results(program, body)
-    calls = tuple(module_calls(body, traced or TracedCalls()))
+    input_leaves = _bind_inputs(program, body)
+    body.build()
+    result_leaves = _result_leaves(program, body)
+    calls = tuple(module_calls(body, traced_calls or TracedCalls()))
     graph = Graph(
-        symbols=tables.symbols.symbols,
+        symbols=symbols.symbols,
         inputs=tuple(body.inputs),
         weights=weights.weights,
         nodes=tuple(body.nodes),
-        outputs=tuple(dict.fromkeys(leaf for leaf in results if isinstance(leaf, str))),
+        outputs=tuple(dict.fromkeys(leaf for leaf in result_leaves if isinstance(leaf, str))),
         subgraphs=tuple(tables.subgraphs),
         ops=tuple(tables.ops),
         scopes=tables.scopes,
         contexts=tables.contexts,
         calls=calls,
     )
-    signature = signature_of(program, given, results, forward)
     return LinearizedProgram(
         graph=graph,
-        signature=signature,
+        signature=program_signature(program, input_leaves, result_leaves, forward),
         weights=weights,
         split_positions=tuple(tables.split_positions),
         device=tables.device,
@@ -109,69 +116,66 @@ def linearize_program(
 
 
 def _without_vmap(program: ExportedProgram) -> ExportedProgram:
-    """A program without what ``torch.vmap`` leaves in it: calls that enter and leave levels of torch's interpreter."""
-    modules = (module for module in program.graph_module.modules() if isinstance(module, GraphModule))
-    targets = (node.target for module in modules for node in module.graph.nodes if node.op == "call_function")
-    if any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets):
+    """The program, decomposed if it has calls that enter and leave levels of ``torch.vmap``."""
+    graph_modules = (module for module in program.graph_module.modules() if isinstance(module, GraphModule))
+    if any(is_vmap_boundary(node.target) for module in graph_modules for node in module.graph.nodes):
         program = program.run_decompositions({})
     return program
 
 
-def _hints(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
-    """The sizes of the example by torch's symbols."""
+def _example_values(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
+    """The values of torch's symbols in the example."""
     for node in program.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
+        for value in tree_leaves(node.meta.get("val")):
             for size in value.shape if isinstance(value, torch.Tensor) else (value,):
                 if isinstance(size, torch.SymInt):
-                    return dict(size.node.shape_env.backed_var_to_val)
+                    return example_symbol_values(size)
     return {}
 
 
-def _inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
-    """Name what the program is given: the inputs of the body, and the leaves of the model's call, which are returned."""
+def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
+    """Bind the placeholders of a program to weights, constants and inputs; return the leaves of the model's arguments."""
     leaves: list[Leaf] = []
     for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            body.give_weight(node, str(spec.target))
+        if spec.kind in _WEIGHT_INPUTS:
+            body.bind_weight(node, str(spec.target))
         elif spec.kind != InputKind.USER_INPUT:
             raise UnsupportedError(f"the input {node.name} is a {spec.kind.name}, which a bundle cannot hold")
         elif isinstance(spec.arg, ConstantArgument):
-            body.env[node] = constant(spec.arg.value, f"the input {node.name}")
+            body.arguments[node] = constant_argument(spec.arg.value, f"the input {node.name}")
             leaves.append(spec.arg)
         else:
-            value = body.value(node.name, node.meta["val"], node)
-            body.inputs.append(value)
-            body.env[node] = ValueArg(value.name)
-            leaves.append(value.name)
+            leaves.append(body.add_input(node, node.name))
     return leaves
 
 
-def _results(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
-    """The leaves of the model's result; what a functional program gives back to be written is written here."""
+def _result_leaves(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
+    """The leaves of the model's result. What a functional program returns to be written into its state is written here."""
     signature = program.graph_signature
     placeholders = _placeholders(program)
-    buffers = {
+    weight_placeholders = {
         str(spec.target): placeholders[spec.arg.name] for spec in signature.input_specs if spec.target is not None
     }
     leaves: list[Leaf] = []
-    for given, spec in zip(child_arguments(body.result), signature.output_specs, strict=True):
-        if spec.kind == OutputKind.USER_OUTPUT:
-            leaves.append(_result(given, spec.arg))
-        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
-            body.copy_into(buffers[str(spec.target)], given)
-        elif spec.kind == OutputKind.USER_INPUT_MUTATION:
-            body.copy_into(placeholders[str(spec.target)], given)
-        else:
-            raise UnsupportedError(f"the output {spec.arg.name} is a {spec.kind.name}, which a bundle cannot hold")
+    for result, spec in zip(child_arguments(body.result), signature.output_specs, strict=True):
+        match spec.kind:
+            case OutputKind.USER_OUTPUT:
+                leaves.append(_result_leaf(result, spec.arg))
+            case OutputKind.BUFFER_MUTATION | OutputKind.PARAMETER_MUTATION:
+                body.copy_into(weight_placeholders[str(spec.target)], result)
+            case OutputKind.USER_INPUT_MUTATION:
+                body.copy_into(placeholders[str(spec.target)], result)
+            case _:
+                raise UnsupportedError(f"the output {spec.arg.name} is a {spec.kind.name}, which a bundle cannot hold")
     return leaves
 
 
-def _result(given: Argument, spec: object) -> Leaf:
-    if isinstance(given, ValueArg):
-        return given.name
+def _result_leaf(result: Argument, spec: object) -> Leaf:
+    if isinstance(result, ValueArg):
+        return result.name
     if isinstance(spec, TensorArgument | SymIntArgument | SymFloatArgument | SymBoolArgument):
-        if isinstance(given, None | bool | int | float | str):
-            return ConstantArgument(name="", value=given)
+        if isinstance(result, None | bool | int | float | str):
+            return ConstantArgument(name="", value=result)
         raise UnsupportedError(f"the output {spec.name} is not a value")
     assert isinstance(spec, ConstantArgument)
     return spec
@@ -179,38 +183,3 @@ def _result(given: Argument, spec: object) -> Leaf:
 
 def _placeholders(program: ExportedProgram) -> dict[str, FxNode]:
     return {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-
-
-def _tensors(program: ExportedProgram) -> dict[str, tuple[Kind, torch.Tensor]]:
-    """The parameters, buffers and constants of a program by fully qualified name, in the model's order."""
-    tensors: dict[str, tuple[Kind, torch.Tensor]] = {}
-    kind: Kind
-    for spec in program.graph_signature.input_specs:
-        name = str(spec.target)
-        if spec.kind == InputKind.PARAMETER:
-            kind, tensor = "parameter", program.state_dict[name]
-        elif spec.kind == InputKind.BUFFER and spec.persistent:
-            kind, tensor = "buffer", program.state_dict[name]
-        elif spec.kind == InputKind.BUFFER:
-            kind, tensor = "non_persistent_buffer", _constant_tensor(program, name)
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
-            kind, tensor = "constant", _constant_tensor(program, name)
-        else:
-            continue
-        tensors |= {inner: (kind, plain) for inner, plain in plain_tensors(name, tensor)}
-    return tensors
-
-
-def _constant_tensor(program: ExportedProgram, name: str) -> torch.Tensor:
-    held = program.constants[name]
-    if not isinstance(held, torch.Tensor):
-        raise UnsupportedError(f"the constant {name} is a {type(held).__name__}, which a bundle cannot hold")
-    return held
-
-
-def _device(program: ExportedProgram) -> str:
-    """The type of the device that the program was captured on: that of its weights, else of its inputs."""
-    held: Iterable[Any] = [tensor for _, tensor in _tensors(program).values()]
-    inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    types = [tensor.device.type for tensor in (*held, *inputs) if isinstance(tensor, torch.Tensor)]
-    return types[0] if types else "cpu"

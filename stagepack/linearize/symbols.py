@@ -1,98 +1,109 @@
-"""torch's symbolic sizes (sympy) -> symbols and dimensions of the format."""
+"""Symbolic sizes of torch (sympy) -> symbols and dimensions of the format."""
 
 from collections.abc import Mapping
 
 import sympy
 import torch
-from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 
 from stagepack.format.shapes import Dim, Expr, Symbol
 from stagepack.format.validate import is_identifier
+from stagepack.torch_internals import symbolic_expression, symbolic_functions
 
-_OPERATIONS = {
+_OPERATIONS: Mapping[type, str] = {
     sympy.Add: "add",
     sympy.Mul: "mul",
     sympy.Pow: "pow",
-    FloorDiv: "floordiv",
-    CleanDiv: "floordiv",
-    Mod: "mod",
-    PythonMod: "mod",
-    Max: "max",
-    Min: "min",
     sympy.Max: "max",
     sympy.Min: "min",
+    **symbolic_functions(),
 }
+_MAX_BOUND = 2**62  # torch's infinities are larger
 
 
 class SymbolTable:
-    """The symbols of one program. A symbol is named by the caller's ``Dim``, else ``s0``, ``s1`` ... by first use."""
+    """The symbols of one program. A symbol has the name of the caller's ``Dim``, else ``s0``, ``s1`` ... by first use."""
 
     def __init__(
         self,
         ranges: Mapping[sympy.Symbol, object],
-        names: Mapping[str, str],
-        hints: Mapping[sympy.Symbol, sympy.Integer],
+        dim_names: Mapping[str, str],
+        example_values: Mapping[sympy.Symbol, sympy.Integer],
     ) -> None:
-        """`ranges` are torch's value ranges; `names` maps torch's symbols to the caller's names, `hints` to the example's sizes."""
+        """Start an empty table.
+
+        Args:
+            ranges: torch's value range of each symbol.
+            dim_names: the caller's name of each symbol, by the name that torch gives it.
+            example_values: the value of each symbol in the example.
+        """
         self._ranges = ranges
-        self._hints = hints
-        self._names = names
-        self._found: dict[sympy.Expr, Symbol] = {}
+        self._dim_names = dim_names
+        self._example_values = example_values
+        self._symbols: dict[sympy.Expr, Symbol] = {}
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
-        """The symbols met so far, in the order of their first use."""
-        return tuple(self._found.values())
+        """The symbols that were used so far, in the order of their first use."""
+        return tuple(self._symbols.values())
 
     def dim(self, size: "int | torch.SymInt") -> Dim:
-        """A size as a dimension; arithmetic that the format cannot write becomes a symbol of its own, without bounds."""
-        if isinstance(size, int):
-            return size
-        return self._convert(size.node.expr)
+        """Return a size as a dimension.
 
-    def known(self, number: "torch.SymInt") -> Dim | None:
-        """What a symbolic integer equals, or None where the format cannot say."""
-        expression = number.node.expr
-        return self._convert(expression) if self._writable(expression) else None
+        Args:
+            size: a size of a tensor of the program.
 
-    def _writable(self, expression: sympy.Expr) -> bool:
+        Returns:
+            The dimension. Arithmetic that the format cannot express becomes a symbol of its own, without bounds.
+        """
+        return size if isinstance(size, int) else self._dim(symbolic_expression(size))
+
+    def exact_dim(self, size: "torch.SymInt") -> Dim | None:
+        """Return a symbolic integer as a dimension; None if the format cannot express its arithmetic."""
+        expression = symbolic_expression(size)
+        return self._dim(expression) if self._is_expressible(expression) else None
+
+    def _is_expressible(self, expression: sympy.Expr) -> bool:
         if expression.is_Integer or expression.is_Symbol:
             return True
-        return type(expression) in _OPERATIONS and all(map(self._writable, expression.args))
+        return type(expression) in _OPERATIONS and all(map(self._is_expressible, expression.args))
 
-    def _convert(self, expression: sympy.Expr) -> Dim:
+    def _dim(self, expression: sympy.Expr) -> Dim:
         if expression.is_Integer:
             return int(expression)
-        if expression.is_Symbol or not self._writable(expression):
-            return self._symbol(expression)
-        args = [self._convert(arg) for arg in expression.args]
+        if expression.is_Symbol or not self._is_expressible(expression):
+            return self._symbol_name(expression)
+        args = [self._dim(arg) for arg in expression.args]
         if isinstance(expression, sympy.Add | sympy.Mul):
             args.sort(key=lambda arg: (isinstance(arg, int), str(arg)))
         return Expr(op=_OPERATIONS[type(expression)], args=tuple(args))
 
-    def _symbol(self, expression: sympy.Expr) -> str:
-        if expression not in self._found:
-            taken = {symbol.name for symbol in self._found.values()}
-            name = self._names.get(str(expression), "")
-            if not is_identifier(name) or name in taken:
-                name = next(f"s{number}" for number in range(len(taken) + 1) if f"s{number}" not in taken)
-            bounds = self._ranges.get(expression)
-            lower, upper = _bound(getattr(bounds, "lower", None)), _bound(getattr(bounds, "upper", None))
-            self._found[expression] = Symbol(
-                name=name, min=lower, max=upper, example=self._example(expression, lower, upper)
-            )
-        return self._found[expression].name
+    def _symbol_name(self, expression: sympy.Expr) -> str:
+        if expression not in self._symbols:
+            value_range = self._ranges.get(expression)
+            lower = _finite_bound(getattr(value_range, "lower", None))
+            upper = _finite_bound(getattr(value_range, "upper", None))
+            example = self._example_value(expression, lower, upper)
+            symbol_name = self._unique_name(expression)
+            self._symbols[expression] = Symbol(name=symbol_name, min=lower, max=upper, example=example)
+        return self._symbols[expression].name
 
-    def _example(self, expression: sympy.Expr, lower: int | None, upper: int | None) -> int | None:
-        """The size in the example, unless only the data tells it."""
-        size = expression.xreplace(dict(self._hints))
-        if not size.is_Integer or not (lower or 0) <= int(size) <= (int(size) if upper is None else upper):
+    def _unique_name(self, expression: sympy.Expr) -> str:
+        taken_names = {symbol.name for symbol in self._symbols.values()}
+        dim_name = self._dim_names.get(str(expression), "")
+        if is_identifier(dim_name) and dim_name not in taken_names:
+            return dim_name
+        candidates = (f"s{index}" for index in range(len(taken_names) + 1))
+        return next(candidate for candidate in candidates if candidate not in taken_names)
+
+    def _example_value(self, expression: sympy.Expr, lower: int | None, upper: int | None) -> int | None:
+        """The value in the example; None if it depends on data or is outside the range."""
+        value = expression.xreplace(dict(self._example_values))
+        if not value.is_Integer or not (lower or 0) <= int(value) <= (int(value) if upper is None else upper):
             return None
-        return int(size)
+        return int(value)
 
 
-def _bound(bound: object) -> int | None:
-    """A bound of torch's range as a number; its infinities, and what stands for them, as None."""
-    if isinstance(bound, int | sympy.Integer) and abs(int(bound)) < 2**62:
+def _finite_bound(bound: object) -> int | None:
+    if isinstance(bound, int | sympy.Integer) and abs(int(bound)) < _MAX_BOUND:
         return int(bound)
     return None

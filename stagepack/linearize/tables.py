@@ -1,4 +1,4 @@
-"""The tables of a graph while it grows: operators, scopes, contexts, subgraphs."""
+"""The tables of a graph while it is built: operators, scopes, contexts, subgraphs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,8 +8,9 @@ from torch.fx import Node as FxNode
 
 from stagepack.format.graph import Context, Op, Scope, Subgraph
 from stagepack.linearize.costs import CostModel
-from stagepack.linearize.operators import describe
+from stagepack.linearize.operators import op_row
 from stagepack.linearize.symbols import SymbolTable
+from stagepack.torch_internals import NO_MODULE_PREFIX
 
 
 class Tables:
@@ -17,74 +18,81 @@ class Tables:
 
     Attributes:
         symbols: the sizes that may change.
-        costs: what nodes cost.
         device: the type of the device that the program was captured on.
-        subgraphs: the bodies of higher-order operators, those that others use first.
-        split_positions: the numbers of the nodes before which ``split_here`` stood.
-        weights: the names of the values that stand for weights, by the fully qualified names of these.
+        weight_values: the names of the values that stand for weights, by the fully qualified names of the weights.
+        costs: the costs of nodes.
+        subgraphs: the bodies of higher-order operators; those that others use come first.
+        split_positions: the positions of the nodes before which ``split_here`` was called.
     """
 
-    def __init__(self, symbols: SymbolTable, device: str, weights: Mapping[str, str]) -> None:
+    def __init__(self, symbols: SymbolTable, device: str, weight_values: Mapping[str, str]) -> None:
         self.symbols = symbols
-        self.weights = weights
-        self.costs = CostModel()
         self.device = device
+        self.weight_values = weight_values
+        self.costs = CostModel()
         self.subgraphs: list[Subgraph] = []
         self.split_positions: list[int] = []
-        self._rows: list[Op] = []
-        self._ops: dict[Any, int] = {}
-        self._scopes: dict[Scope, int] = {}
-        self._contexts: dict[Context, int] = {}
+        self._op_rows: list[Op] = []
+        self._op_indices: dict[Any, int] = {}
+        self._scope_indices: dict[Scope, int] = {}
+        self._context_indices: dict[Context, int] = {}
 
     @property
     def ops(self) -> Sequence[Op]:
         """The op table."""
-        return self._rows
+        return self._op_rows
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """The scope table."""
-        return tuple(self._scopes)
+        return tuple(self._scope_indices)
 
     @property
     def contexts(self) -> tuple[Context, ...]:
         """The context table."""
-        return tuple(self._contexts)
+        return tuple(self._context_indices)
 
-    def op(self, target: Any) -> int:
-        """The index of an operator.
+    def op_index(self, target: Any) -> int:
+        """Return the index of an operator, which is added when it is new.
 
         Raises:
-            UnsupportedError: no bundle can hold it.
+            UnsupportedError: a bundle cannot hold the operator.
         """
-        if target not in self._ops:
-            self._ops[target] = len(self._rows)
-            self._rows.append(describe(target))
-        return self._ops[target]
+        if target not in self._op_indices:
+            self._op_indices[target] = len(self._op_rows)
+            self._op_rows.append(op_row(target))
+        return self._op_indices[target]
 
     def add_aliases(self, op: int, aliases: Iterable[tuple[int, str]]) -> None:
-        """Say that results of an operator, by their numbers, may share memory with what is given to some of its parameters."""
-        row = self._rows[op]
-        self._rows[op] = replace(row, aliases=tuple(dict.fromkeys((*row.aliases, *aliases))))
+        """Record that results of an operator may share memory with arguments.
 
-    def context(self, context: Context) -> int:
-        """The index of a context."""
-        return self._contexts.setdefault(context, len(self._contexts))
+        Args:
+            op: the index of the operator.
+            aliases: pairs of the index of a result and a parameter.
+        """
+        row = self._op_rows[op]
+        self._op_rows[op] = replace(row, aliases=tuple(dict.fromkeys((*row.aliases, *aliases))))
 
-    def scope(self, node: FxNode) -> int:
-        """The index of the module that a node came from."""
+    def context_index(self, context: Context) -> int:
+        """Return the index of a context, which is added when it is new."""
+        return self._context_indices.setdefault(context, len(self._context_indices))
+
+    def scope_index(self, node: FxNode) -> int:
+        """Return the index of the module that a node came from, which is added when it is new."""
         stack = module_stack(node)
         scope = stack[-1] if stack else Scope(path="")
-        return self._scopes.setdefault(scope, len(self._scopes))
+        return self._scope_indices.setdefault(scope, len(self._scope_indices))
 
 
 def module_stack(node: FxNode) -> list[Scope]:
-    """The calls of modules in which a node was made, the outermost first."""
+    """Return the calls of modules that a node was made in, the outermost first."""
     stack = []
-    for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
-        if path.startswith("_empty_nn_module_stack"):  # torch's mark of a node that no module has made
+    for call_key, (path, module_type) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.startswith(NO_MODULE_PREFIX):
             return []
-        call = key.rpartition("@")[2] if "@" in key else ""
-        name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
-        stack.append(Scope(path=f"{path}@{call}" if call else path, type=name))
+        occurrence = call_key.rpartition("@")[2] if "@" in call_key else ""
+        type_name = (
+            module_type if isinstance(module_type, str) else f"{module_type.__module__}.{module_type.__qualname__}"
+        )
+        stack.append(Scope(path=f"{path}@{occurrence}" if occurrence else path, type=type_name))
     return stack

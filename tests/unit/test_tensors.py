@@ -18,7 +18,8 @@ from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.validate import check_graph
 from stagepack.format.weights import ALIGNMENT, PADDING_PREFIX, read_weight_header, weight_file_header
-from stagepack.linearize.tensors import Kind, tensor_bytes, weight_table
+from stagepack.linearize.tensor_memory import tensor_bytes
+from stagepack.linearize.weight_table import WeightKind, weight_table
 from stagepack_loaders.torch.weights import WeightCache
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ class Read:
     path: Path
 
 
-def there_and_back(held: Mapping[str, tuple[Kind, torch.Tensor]], path: Path) -> Read:
+def there_and_back(held: Mapping[str, tuple[WeightKind, torch.Tensor]], path: Path) -> Read:
     """Describe tensors, write them to a file as an export does, and read them as a loader does."""
     table = weight_table(held)
     assert [problem for problem in check_graph(Graph(weights=table.weights), "") if problem.rule.startswith("G")] == []
@@ -64,7 +65,7 @@ def extent(tensor: torch.Tensor) -> range:
     )
 
 
-def assert_alike(held: Mapping[str, tuple[Kind, torch.Tensor]], read: Read) -> None:
+def assert_alike(held: Mapping[str, tuple[WeightKind, torch.Tensor]], read: Read) -> None:
     """Each tensor is what it was; what lay on one storage lies there as it did, and nothing else overlaps."""
     assert read.tensors.keys() == held.keys()
     for name, (kind, tensor) in held.items():
@@ -101,15 +102,15 @@ def assert_plain_file(read: Read) -> None:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> dict[str, tuple[Kind, torch.Tensor]]:
+def models(draw: st.DrawFn) -> dict[str, tuple[WeightKind, torch.Tensor]]:
     """Tensors of any type that lie on a few storages in any way: views, ties, overlaps, gaps, types mixed."""
-    held: dict[str, tuple[Kind, torch.Tensor]] = {}
+    held: dict[str, tuple[WeightKind, torch.Tensor]] = {}
     for storage in range(draw(st.integers(1, 3))):
         memory = torch.arange(draw(st.integers(0, 12)) * 16, dtype=torch.uint8).untyped_storage()
         dtypes = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2))
         for view in range(draw(st.integers(1, 4))):
             tensor = draw(views(memory, draw(st.sampled_from(dtypes))))
-            kind: Kind = draw(st.sampled_from(["parameter", "buffer", "non_persistent_buffer", "constant"]))
+            kind: WeightKind = draw(st.sampled_from(["parameter", "buffer", "non_persistent_buffer", "constant"]))
             trained = draw(st.booleans()) and (tensor.is_floating_point() or tensor.is_complex())
             tensor = torch.nn.Parameter(tensor, trained) if kind == "parameter" else tensor.requires_grad_(trained)
             held[f"s{storage}.v{view}"] = (kind, tensor)
@@ -139,7 +140,9 @@ def views(draw: st.DrawFn, memory: torch.UntypedStorage, dtype: torch.dtype) -> 
 
 @settings(derandomize=True, deadline=None, max_examples=250)
 @given(held=models())
-def test_any_tensors_come_back_as_they_were(held: dict[str, tuple[Kind, torch.Tensor]], tmp_path_factory: Any) -> None:
+def test_any_tensors_come_back_as_they_were(
+    held: dict[str, tuple[WeightKind, torch.Tensor]], tmp_path_factory: Any
+) -> None:
     read = there_and_back(held, tmp_path_factory.mktemp("weights") / "weights.safetensors")
     assert_alike(held, read)
     assert_plain_file(read)
@@ -148,7 +151,7 @@ def test_any_tensors_come_back_as_they_were(held: dict[str, tuple[Kind, torch.Te
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(held=models(), data=st.data())
 def test_what_is_written_through_one_name_is_seen_through_the_others(
-    held: dict[str, tuple[Kind, torch.Tensor]], data: st.DataObject, tmp_path_factory: Any
+    held: dict[str, tuple[WeightKind, torch.Tensor]], data: st.DataObject, tmp_path_factory: Any
 ) -> None:
     read = there_and_back(held, tmp_path_factory.mktemp("weights") / "weights.safetensors")
     name = data.draw(st.sampled_from(sorted(held)))
@@ -159,17 +162,17 @@ def test_what_is_written_through_one_name_is_seen_through_the_others(
         assert octets(read.tensors[other]) == octets(tensor)
 
 
-def parameter(tensor: torch.Tensor) -> tuple[Kind, torch.Tensor]:
+def parameter(tensor: torch.Tensor) -> tuple[WeightKind, torch.Tensor]:
     return "parameter", torch.nn.Parameter(tensor)
 
 
-def buffer(tensor: torch.Tensor) -> tuple[Kind, torch.Tensor]:
+def buffer(tensor: torch.Tensor) -> tuple[WeightKind, torch.Tensor]:
     return "buffer", tensor
 
 
 whole = torch.arange(48.0)
 tied = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
-NAMED: dict[str, dict[str, tuple[Kind, torch.Tensor]]] = {
+NAMED: dict[str, dict[str, tuple[WeightKind, torch.Tensor]]] = {
     "tied": {"a": ("parameter", tied), "b": ("parameter", tied)},
     "tied with other kinds": {"a": ("parameter", tied), "b": ("buffer", tied.detach())},
     "transposed": {"a": parameter(torch.arange(12.0).reshape(3, 4).t())},
@@ -194,7 +197,7 @@ NAMED: dict[str, dict[str, tuple[Kind, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("held", NAMED.values(), ids=NAMED)
-def test_tensors_come_back_as_they_were(held: dict[str, tuple[Kind, torch.Tensor]], tmp_path: Path) -> None:
+def test_tensors_come_back_as_they_were(held: dict[str, tuple[WeightKind, torch.Tensor]], tmp_path: Path) -> None:
     read = there_and_back(held, tmp_path / "weights.safetensors")
     assert_alike(held, read)
     assert_plain_file(read)

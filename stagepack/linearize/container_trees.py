@@ -1,0 +1,150 @@
+"""Container specs of torch (pytree) -> trees of the format."""
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch.export.graph_signature import ConstantArgument
+
+from stagepack.errors import UnsupportedError
+from stagepack.format.codec import is_plain
+from stagepack.format.tree import (
+    ConstantLeaf,
+    DictTree,
+    NonFiniteLeaf,
+    ObjectTree,
+    SequenceTree,
+    Tree,
+    ValueLeaf,
+    type_name,
+)
+from stagepack.torch_internals import (
+    TRANSFORMERS_IMPLIED_KINDS,
+    TRANSFORMERS_KIND,
+    TreeSpec,
+    tree_children,
+)
+
+# A leaf is the name of a value, or a constant.
+Leaf = str | ConstantArgument
+
+FactoryName = Literal["list", "dict", "set", "int", "float", "str"]
+
+
+def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tree:
+    """Build the tree of nested containers.
+
+    Args:
+        spec: torch's description of the containers.
+        leaves: the leaves from left to right; as many are consumed as the containers hold.
+        location: where the containers are, for the error.
+
+    Returns:
+        The tree.
+
+    Raises:
+        UnsupportedError: a container or a constant is one that a bundle cannot hold.
+    """
+    if spec.is_leaf():
+        return leaf_tree(next(leaves), location)
+    container_type, context = spec.type, spec.context
+    items = [container_tree(child, leaves, location) for child in tree_children(spec)]
+    if container_type in (tuple, list, torch.Size):
+        return SequenceTree(kind="list" if container_type is list else "tuple", items=tuple(items))
+    if container_type is collections.deque:
+        return SequenceTree(kind="deque", items=tuple(items), maxlen=context)
+    if container_type is dict:
+        return DictTree(kind="dict", items=_dict_items(context, items, location))
+    if container_type is collections.OrderedDict:
+        return DictTree(kind="OrderedDict", items=_dict_items(context, items, location))
+    if container_type is collections.defaultdict:
+        factory, keys = context
+        pairs = _dict_items(keys, items, location)
+        return DictTree(kind="defaultdict", items=pairs, factory=_factory_name(factory, location))
+    if container_type is collections.namedtuple:  # noqa: PYI024 - pytree's type of all named tuples; the context is the class
+        container_type = context
+    assert container_type is not None
+    if isinstance(context, dict) and TRANSFORMERS_KIND in context:
+        return _registered_object_tree(context, items, location)
+    fields = zip(_field_names(container_type, context, len(items)), items, strict=True)
+    return ObjectTree(class_name=type_name(container_type), fields=tuple(fields))
+
+
+def leaf_tree(leaf: Leaf, location: str) -> Tree:
+    """Return a leaf as a tree.
+
+    Args:
+        leaf: the name of a value, or a constant.
+        location: where the leaf is, for the error.
+
+    Returns:
+        The tree of one leaf.
+
+    Raises:
+        UnsupportedError: the constant is not a number, a text, a bool or None.
+    """
+    if isinstance(leaf, str):
+        return ValueLeaf(leaf)
+    constant = leaf.value
+    if isinstance(constant, float) and not math.isfinite(constant):
+        return NonFiniteLeaf("nan" if math.isnan(constant) else "inf" if constant > 0 else "-inf")
+    if is_plain(constant):
+        return ConstantLeaf(constant)
+    raise UnsupportedError(f"{location} is the constant {constant!r}, which a bundle cannot hold")
+
+
+def _registered_object_tree(entry: Any, items: Sequence[Tree], location: str) -> Tree:
+    """The tree of an object that transformers has registered, such as a cache.
+
+    The entry describes an attribute, or an item of it, with all that it holds; entries for tensors are numbers of items.
+    """
+    if isinstance(entry, list):
+        return SequenceTree(kind="list", items=tuple(_registered_object_tree(part, items, location) for part in entry))
+    if not isinstance(entry, dict):
+        return leaf_tree(ConstantArgument(name=location, value=entry), location)
+    kind = entry.get(TRANSFORMERS_KIND)
+    if kind in ("tensor", "sym"):
+        return items[entry["i"]]
+    if kind not in (None, "obj", "map", "items"):
+        raise UnsupportedError(f"{location} holds a {kind} ({entry.get('p', entry)}), which a bundle cannot hold")
+    entries = entry if kind is None else dict(entry["s" if kind == "obj" else "v"])
+    stored_entries = {
+        key: part
+        for key, part in entries.items()
+        if not isinstance(part, dict) or part.get(TRANSFORMERS_KIND) not in TRANSFORMERS_IMPLIED_KINDS
+    }
+    trees = [_registered_object_tree(part, items, location) for part in stored_entries.values()]
+    if kind == "obj":
+        class_name = entry["p"].replace(":", ".")
+        return ObjectTree(class_name=class_name, fields=tuple(zip(stored_entries, trees, strict=True)))
+    return DictTree(kind="dict", items=_dict_items(list(stored_entries), trees, location))
+
+
+def _factory_name(factory: type | None, location: str) -> FactoryName | None:
+    if factory is None:
+        return None
+    if factory.__name__ not in get_args(FactoryName):
+        raise UnsupportedError(f"{location} holds a defaultdict of {factory.__name__}, which a bundle cannot hold")
+    return cast("FactoryName", factory.__name__)
+
+
+def _field_names(container_type: type, context: Any, field_count: int) -> list[str]:
+    """The names of the fields of an object, from what its registration as a pytree tells; else their numbers."""
+    match_args = getattr(container_type, "__match_args__", ())
+    if issubclass(container_type, tuple) and len(match_args) == field_count:
+        return list(match_args)
+    first_item = context[0] if isinstance(context, list | tuple) and context else None
+    for candidate in (context, first_item):
+        is_sequence = isinstance(candidate, list | tuple)
+        if is_sequence and len(candidate) == field_count and all(isinstance(item, str) for item in candidate):
+            return list(candidate)
+    return [str(field_index) for field_index in range(field_count)]
+
+
+def _dict_items(keys: Sequence[Any], items: Sequence[Tree], location: str) -> tuple[tuple[Any, Tree], ...]:
+    for key in keys:
+        if not is_plain(key) or (isinstance(key, float) and not math.isfinite(key)):
+            raise UnsupportedError(f"{location} holds a dict with the key {key!r}, which a bundle cannot hold")
+    return tuple(zip(keys, items, strict=True))

@@ -1,0 +1,43 @@
+"""Grad mode and autocast in a captured program -> contexts of nodes.
+
+``torch.export`` puts the nodes under ``torch.no_grad`` or ``torch.autocast`` into a graph module of their own, which one node calls.
+"""
+
+import torch
+from torch.fx import Node as FxNode
+
+from stagepack.format.graph import Autocast, Context
+from stagepack.linearize.tensor_memory import dtype_name
+
+_GRAD_MODE = "wrap_with_set_grad_enabled"
+_AUTOCAST = "wrap_with_autocast"
+
+
+def opens_context(node: FxNode) -> bool:
+    """Return whether a node calls a graph module under another grad mode or autocast."""
+    return str(node.target) in (_GRAD_MODE, _AUTOCAST)
+
+
+def opened_context(node: FxNode, parent: int | None, capture_device: str) -> tuple[Context, int]:
+    """Return the context that a node opens.
+
+    Args:
+        node: a node for which `opens_context` is true.
+        parent: the index of the context that the node itself is in.
+        capture_device: the type of the device that the program was captured on.
+
+    Returns:
+        The context, and the position of the called graph module among the arguments of the node; its inputs follow.
+    """
+    if str(node.target) == _GRAD_MODE:
+        return Context(parent=parent, grad=bool(node.args[0])), 1
+    device_type, dtype, is_enabled, caches_weights = node.args[:4]
+    dtype = torch.get_autocast_dtype(str(device_type)) if dtype is None else dtype
+    assert isinstance(dtype, torch.dtype)
+    autocast = Autocast(
+        device=None if device_type == capture_device else str(device_type),
+        dtype=dtype_name(dtype),
+        enabled=bool(is_enabled),
+        cache=torch.is_autocast_cache_enabled() if caches_weights is None else bool(caches_weights),
+    )
+    return Context(parent=parent, autocast=autocast), 4

@@ -1,0 +1,74 @@
+"""The parameters, buffers and constants of a captured program, and the device that they are on."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+
+from stagepack.errors import UnsupportedError
+from stagepack.linearize.weight_table import WeightKind
+from stagepack.torch_internals import wrapped_attributes
+
+
+def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, torch.Tensor]]:
+    """Return the parameters, buffers and constants of a program.
+
+    Args:
+        program: a captured program.
+
+    Returns:
+        The tensors with their kind by fully qualified name, in the order of the model. In the place of a tensor of a subclass that
+        wraps others, such as a quantized weight, are the tensors that it wraps.
+
+    Raises:
+        UnsupportedError: a constant is not a tensor.
+    """
+    tensors: dict[str, tuple[WeightKind, torch.Tensor]] = {}
+    for spec in program.graph_signature.input_specs:
+        kind = _weight_kind(spec)
+        if kind is not None:
+            name = str(spec.target)
+            tensor = program.state_dict[name] if kind in ("parameter", "buffer") else _constant_tensor(program, name)
+            tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(name, tensor)}
+    return tensors
+
+
+def program_device(program: ExportedProgram, tensors: dict[str, tuple[WeightKind, torch.Tensor]]) -> str:
+    """Return the type of the device that a program was captured on: that of its first tensor, else of its first input, else ``cpu``."""
+    input_values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    candidates = (*(tensor for _, tensor in tensors.values()), *input_values)
+    return next((tensor.device.type for tensor in candidates if isinstance(tensor, torch.Tensor)), "cpu")
+
+
+def unwrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a weight consists of, with their names: itself, or for a tensor subclass those that it wraps."""
+    attributes = wrapped_attributes(tensor)
+    if not attributes:
+        yield name, tensor
+    for attribute in attributes:
+        yield from unwrapped_tensors(wrapped_tensor_name(name, attribute), getattr(tensor, attribute))
+
+
+def wrapped_tensor_name(name: str, attribute: str) -> str:
+    """Return the name of the tensor that an attribute of a weight of a tensor subclass holds."""
+    return f"{name}.{attribute}"
+
+
+def _weight_kind(spec: InputSpec) -> WeightKind | None:
+    match spec.kind:
+        case InputKind.PARAMETER:
+            return "parameter"
+        case InputKind.BUFFER:
+            return "buffer" if spec.persistent else "non_persistent_buffer"
+        case InputKind.CONSTANT_TENSOR:
+            return "constant"
+        case _:
+            return None
+
+
+def _constant_tensor(program: ExportedProgram, name: str) -> torch.Tensor:
+    constant = program.constants[name]
+    if not isinstance(constant, torch.Tensor):
+        raise UnsupportedError(f"the constant {name} is a {type(constant).__name__}, which a bundle cannot hold")
+    return constant

@@ -1,0 +1,150 @@
+"""The tensors of a captured program -> the weight table of a graph, and the tensors to store.
+
+Tensors that share storage stay shared: equal views (tied weights) become one weight with several names; different views become one
+stored tensor, the base, and weights that are views of it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+
+from stagepack.errors import UnsupportedError
+from stagepack.format.codec import is_plain
+from stagepack.format.dtypes import ITEM_SIZE
+from stagepack.format.graph import Weight
+from stagepack.format.validate import is_tensor_name
+from stagepack.format.weights import TensorSpec
+from stagepack.linearize.shared_storage import BaseTensor, base_tensors
+from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, offset_in_base, storage_key
+
+WeightKind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
+
+
+class StoredTensorSource(NamedTuple):
+    """A tensor to write into a weight file, and the function that returns it contiguous."""
+
+    spec: TensorSpec
+    contiguous: Callable[[], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTable:
+    """The weights of a model.
+
+    Attributes:
+        weights: the entries, in the order of the model.
+        values: the name of the value that stands for a weight, by each of its fully qualified names.
+        stored: the tensors to write, by stored name.
+        tensors: the tensors of the model by fully qualified name; they are not copied.
+    """
+
+    weights: tuple[Weight, ...]
+    values: Mapping[str, str]
+    stored: Mapping[str, StoredTensorSource]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def weight_table(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]], *, store_zeros: bool = False) -> WeightTable:
+    """Describe the tensors of a model.
+
+    Args:
+        tensors: the tensors by fully qualified name, in the order of the model.
+        store_zeros: store persistent buffers of all zeros, too. Without it, as for other buffers and constants, their entry says
+            that they are zeros, and no file has bytes of them.
+
+    Returns:
+        The weight table. The content of tensors is read only to find those that are all zeros.
+
+    Raises:
+        UnsupportedError: a tensor has a name, a layout, a dtype or a class that a weight file cannot hold, or no data.
+    """
+    for name, (_, tensor) in tensors.items():
+        _require_storable(name, tensor)
+    tensor_of = {name: tensor for name, (_, tensor) in tensors.items()}
+    tied_names = _tied_names(tensors)
+    bases = base_tensors({names[0]: tensor_of[names[0]] for names in tied_names}, tensor_of)
+    always_stored = ("parameter", "buffer") if store_zeros else ("parameter",)
+    weights = []
+    values: dict[str, str] = {}
+    stored: dict[str, StoredTensorSource] = {}
+    for weight_index, names in enumerate(tied_names):
+        kind, tensor = tensors[names[0]]
+        base = bases[names[0]]
+        zeros = base is None and kind not in always_stored and is_all_zeros(tensor)
+        weight = _weight(f"w{weight_index}", names, kind, tensor, base, zeros=zeros)
+        weights.append(weight)
+        values.update(dict.fromkeys(names, weight.value))
+        source = tensor if base is None else base.tensor
+        spec = TensorSpec(name=weight.stored, dtype=dtype_name(source.dtype), shape=tuple(source.shape))
+        stored.setdefault(weight.stored, StoredTensorSource(spec, source.detach().contiguous))
+    return WeightTable(weights=tuple(weights), values=values, stored=stored, tensors=tensor_of)
+
+
+def _tied_names(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]]) -> list[list[str]]:
+    """The names of the model, those of equal views of one storage together."""
+    tied: dict[tuple[object, ...], list[str]] = {}
+    for name, (kind, tensor) in tensors.items():
+        view_key = (
+            *storage_key(tensor),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            kind,
+            tensor.requires_grad,
+        )
+        # Tensors without elements share nothing.
+        tied.setdefault(view_key if tensor.numel() else (name,), []).append(name)
+    return list(tied.values())
+
+
+def _weight(
+    value_name: str,
+    names: Iterable[str],
+    kind: WeightKind,
+    tensor: torch.Tensor,
+    base: BaseTensor | None,
+    *,
+    zeros: bool,
+) -> Weight:
+    names = tuple(names)
+    is_view = base is not None and base.name != names[0]
+    return Weight(
+        value=value_name,
+        names=names,
+        kind=kind,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        trainable=tensor.requires_grad and tensor.is_leaf,
+        strides=tuple(tensor.stride()) if is_view or not tensor.is_contiguous() else None,
+        base=base.name if base is not None and is_view else None,
+        offset=offset_in_base(tensor, base.tensor) if base is not None and is_view else 0,
+        zeros=zeros,
+    )
+
+
+def _require_storable(name: str, tensor: torch.Tensor) -> None:
+    if not is_tensor_name(name) or not is_plain(name):
+        raise UnsupportedError(f"the tensor {name[:80]!r} cannot be stored under this name: rename it in the model")
+    if reason := _not_plain(tensor):
+        raise UnsupportedError(
+            f"the tensor {name!r} cannot be stored: {reason}: make it a plain strided tensor before the export"
+        )
+    if dtype_name(tensor.dtype) not in ITEM_SIZE:
+        raise UnsupportedError(f"the tensor {name!r} cannot be stored: dtype {tensor.dtype}")
+    if tensor.device.type == "meta":
+        raise UnsupportedError(f"the tensor {name!r} has no data: it is on the meta device")
+    if math.prod(tensor.shape) and tensor.untyped_storage().size() == 0:
+        raise UnsupportedError(f"the tensor {name!r} has no data: its storage is empty")
+
+
+def _not_plain(tensor: torch.Tensor) -> str | None:
+    """Why a tensor is more than strided elements in memory, or None."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"class {type(tensor).__name__}"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    return "lazy conjugate or negative bit" if tensor.is_conj() or tensor.is_neg() else None
