@@ -73,9 +73,9 @@ class BodyBuilder:
         # The weights of a tensor subclass by name: no value stands for them, but for the tensors that they wrap.
         self._wrapper_weights: dict[FxNode, str] = {}
 
-    def add_input(self, node: FxNode, name: str) -> str:
+    def add_input(self, node: FxNode, value_name: str) -> str:
         """Add an input of the graph, and return the name of its value."""
-        value = self._value(name, node.meta["val"], node)
+        value = self._value(value_name, node.meta["val"], node)
         self.inputs.append(value)
         self.arguments[node] = ValueArg(value.name)
         return value.name
@@ -173,23 +173,24 @@ class BodyBuilder:
     def _outputs(self, node: FxNode, op: int, metas: Sequence[Any], *, numbered: bool) -> tuple[Value | None, ...]:
         """The values that a node defines, named by its position, so that the names of repeated runs differ by one number alone."""
         base_name = f"{self.tables.ops[op].name.split('.')[1]}_{len(self.nodes)}"
-        names = [f"{base_name}_{index}" for index in range(len(metas))] if numbered else [base_name]
+        value_names = [f"{base_name}_{index}" for index in range(len(metas))] if numbered else [base_name]
         return tuple(
-            None if meta is None else self._value(name, meta, node) for name, meta in zip(names, metas, strict=True)
+            None if meta is None else self._value(value_name, meta, node)
+            for value_name, meta in zip(value_names, metas, strict=True)
         )
 
-    def _value(self, name: str, meta: object, node: FxNode) -> Value:
+    def _value(self, value_name: str, meta: object, node: FxNode) -> Value:
         """Describe a value of torch, under this name or one like it."""
         symbols = self.tables.symbols
         if isinstance(meta, torch.Tensor):
             shape = tuple(map(symbols.dim, meta.shape))
-            return Value(name=self._unique_name(name), dtype=dtype_name(meta.dtype), shape=shape)
+            return Value(name=self._unique_name(value_name), dtype=dtype_name(meta.dtype), shape=shape)
         if type(meta) not in _SCALAR_DTYPES:
             raise UnsupportedError(
                 f"the value {node.name} of {node.target} is a {type(meta).__name__}, which a bundle cannot hold"
             )
         size = symbols.exact_dim(meta) if isinstance(meta, torch.SymInt) else meta if type(meta) is int else None
-        return Value(name=self._unique_name(name), dtype=_SCALAR_DTYPES[type(meta)], expr=size)
+        return Value(name=self._unique_name(value_name), dtype=_SCALAR_DTYPES[type(meta)], expr=size)
 
     def _argument(self, argument: object, node: FxNode) -> Argument:
         """One argument of an fx node as data."""
@@ -242,9 +243,9 @@ class BodyBuilder:
         self.tables.subgraphs.append(Subgraph(inputs=tuple(body.inputs), nodes=tuple(body.nodes), result=result))
         return len(self.tables.subgraphs) - 1
 
-    def _unique_name(self, name: str) -> str:
+    def _unique_name(self, value_name: str) -> str:
         """The name, with underscores appended until no other value has it."""
-        while name in self._taken_names:
-            name += "_"
-        self._taken_names.add(name)
-        return name
+        while value_name in self._taken_names:
+            value_name += "_"
+        self._taken_names.add(value_name)
+        return value_name

@@ -135,10 +135,13 @@ def _field_names(container_type: type, context: Any, field_count: int) -> list[s
     match_args = getattr(container_type, "__match_args__", ())
     if issubclass(container_type, tuple) and len(match_args) == field_count:
         return list(match_args)
-    first_item = context[0] if isinstance(context, list | tuple) and context else None
-    for candidate in (context, first_item):
-        is_sequence = isinstance(candidate, list | tuple)
-        if is_sequence and len(candidate) == field_count and all(isinstance(item, str) for item in candidate):
+    candidates = [context, context[0]] if isinstance(context, list | tuple) and context else []
+    for candidate in candidates:
+        if (
+            isinstance(candidate, list | tuple)
+            and len(candidate) == field_count
+            and all(isinstance(item, str) for item in candidate)
+        ):
             return list(candidate)
     return [str(field_index) for field_index in range(field_count)]
 

@@ -121,8 +121,8 @@ def _bound_arguments(node: FxNode) -> Iterator[tuple[str, Any]]:
     """Yield the parameters of a node's operator, and what each is given."""
     if isinstance(node.target, OperatorOverload):
         for index, parameter in enumerate(operator_schema(node.target).arguments):
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
-            yield parameter.name, parameter.default_value if given is None else given
+            argument = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
+            yield parameter.name, parameter.default_value if argument is None else argument
     else:  # of the higher-order operators, flex_attention alone has a formula
         yield from zip(("query", "key", "value"), node.args, strict=False)
 

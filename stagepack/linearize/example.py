@@ -33,7 +33,9 @@ def record_example(capture: Capture, signature: Signature, written: Iterable[tor
         CaptureError: the model's answer consists of other containers than the captured program's.
     """
     inputs = bind_call(signature, capture.inputs.args, capture.inputs.kwargs)
-    tensors = {f"input.{name}": torch.as_tensor(bound.value).detach().clone() for name, bound in inputs.items()}
+    tensors = {
+        f"input.{tensor_name}": torch.as_tensor(bound.value).detach().clone() for tensor_name, bound in inputs.items()
+    }
     model = capture.program.module() if capture.model is None else capture.model
     answer = run_model(model, capture.inputs, seed=EXAMPLE_SEED, written=written)
     try:
@@ -44,9 +46,9 @@ def record_example(capture: Capture, signature: Signature, written: Iterable[tor
     for result_index, (_, leaf, result) in enumerate(results):
         if isinstance(leaf, ValueLeaf):
             tensors[f"output.{result_index}"] = torch.as_tensor(result).detach()
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous = {tensor_name: tensor.contiguous() for tensor_name, tensor in tensors.items()}
     specs = {
-        name: TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
-        for name, tensor in contiguous.items()
+        tensor_name: TensorSpec(name=tensor_name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        for tensor_name, tensor in contiguous.items()
     }
-    return TensorSource(specs=specs, read=lambda name: [tensor_bytes(contiguous[name])])
+    return TensorSource(specs=specs, read=lambda tensor_name: [tensor_bytes(contiguous[tensor_name])])

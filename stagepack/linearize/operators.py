@@ -43,14 +43,14 @@ def op_row(target: Callable[..., Any]) -> Op:
             raise UnsupportedError(f"the operator {target} is not allowed in a bundle")
         return _overload_row(target)
     if isinstance(target, HigherOrderOperator):
-        name = f"higher_order.{target.name()}"
-        if name in HIGHER_ORDER_OPERATORS:
-            return Op(name=name)
+        operator_name = f"higher_order.{target.name()}"
+        if operator_name in HIGHER_ORDER_OPERATORS:
+            return Op(name=operator_name)
     else:
-        name = _python_name(target)
-        if name in PYTHON_OPERATORS:
-            return Op(name=name)
-    raise UnsupportedError(f"the operator {name} cannot be held by a bundle")
+        operator_name = _python_name(target)
+        if operator_name in PYTHON_OPERATORS:
+            return Op(name=operator_name)
+    raise UnsupportedError(f"the operator {operator_name} cannot be held by a bundle")
 
 
 def observed_aliases(node: FxNode) -> Iterator[tuple[int, str]]:

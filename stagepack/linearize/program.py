@@ -4,7 +4,7 @@ Two things change, and nothing else. Nodes that run under another grad mode or a
 list, and get the context as a property. Results of operators that return several get names in the place of ``getitem`` nodes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +93,21 @@ def linearize_program(
     input_leaves = _bind_inputs(program, body)
     body.build()
     result_leaves = _result_leaves(program, body)
-    calls = tuple(module_calls(body, traced_calls or TracedCalls()))
-    graph = Graph(
-        symbols=symbols.symbols,
+    return LinearizedProgram(
+        graph=_graph(body, weights, result_leaves, traced_calls or TracedCalls()),
+        signature=program_signature(program, input_leaves, result_leaves, forward),
+        weights=weights,
+        split_positions=tuple(tables.split_positions),
+        device=tables.device,
+    )
+
+
+def _graph(body: BodyBuilder, weights: WeightTable, result_leaves: Sequence[Leaf], traced_calls: TracedCalls) -> Graph:
+    tables = body.tables
+    # First, since signatures of calls may have symbols that no node has.
+    calls = tuple(module_calls(body, traced_calls))
+    return Graph(
+        symbols=tables.symbols.symbols,
         inputs=tuple(body.inputs),
         weights=weights.weights,
         nodes=tuple(body.nodes),
@@ -105,13 +117,6 @@ def linearize_program(
         scopes=tables.scopes,
         contexts=tables.contexts,
         calls=calls,
-    )
-    return LinearizedProgram(
-        graph=graph,
-        signature=program_signature(program, input_leaves, result_leaves, forward),
-        weights=weights,
-        split_positions=tuple(tables.split_positions),
-        device=tables.device,
     )
 
 

@@ -28,9 +28,13 @@ def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, tor
     for spec in program.graph_signature.input_specs:
         kind = _weight_kind(spec)
         if kind is not None:
-            name = str(spec.target)
-            tensor = program.state_dict[name] if kind in ("parameter", "buffer") else _constant_tensor(program, name)
-            tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(name, tensor)}
+            weight_name = str(spec.target)
+            tensor = (
+                program.state_dict[weight_name]
+                if kind in ("parameter", "buffer")
+                else _constant_tensor(program, weight_name)
+            )
+            tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(weight_name, tensor)}
     return tensors
 
 
@@ -41,18 +45,18 @@ def program_device(program: ExportedProgram, tensors: dict[str, tuple[WeightKind
     return next((tensor.device.type for tensor in candidates if isinstance(tensor, torch.Tensor)), "cpu")
 
 
-def unwrapped_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def unwrapped_tensors(weight_name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that a weight consists of, with their names: itself, or for a tensor subclass those that it wraps."""
     attributes = wrapped_attributes(tensor)
     if not attributes:
-        yield name, tensor
+        yield weight_name, tensor
     for attribute in attributes:
-        yield from unwrapped_tensors(wrapped_tensor_name(name, attribute), getattr(tensor, attribute))
+        yield from unwrapped_tensors(wrapped_tensor_name(weight_name, attribute), getattr(tensor, attribute))
 
 
-def wrapped_tensor_name(name: str, attribute: str) -> str:
+def wrapped_tensor_name(weight_name: str, attribute: str) -> str:
     """Return the name of the tensor that an attribute of a weight of a tensor subclass holds."""
-    return f"{name}.{attribute}"
+    return f"{weight_name}.{attribute}"
 
 
 def _weight_kind(spec: InputSpec) -> WeightKind | None:
@@ -67,8 +71,8 @@ def _weight_kind(spec: InputSpec) -> WeightKind | None:
             return None
 
 
-def _constant_tensor(program: ExportedProgram, name: str) -> torch.Tensor:
-    constant = program.constants[name]
+def _constant_tensor(program: ExportedProgram, weight_name: str) -> torch.Tensor:
+    constant = program.constants[weight_name]
     if not isinstance(constant, torch.Tensor):
-        raise UnsupportedError(f"the constant {name} is a {type(constant).__name__}, which a bundle cannot hold")
+        raise UnsupportedError(f"the constant {weight_name} is a {type(constant).__name__}, which a bundle cannot hold")
     return constant

@@ -28,10 +28,10 @@ def base_tensors(tensors: Mapping[str, torch.Tensor], taken_names: Container[str
         For each tensor its base, which may be the tensor itself; None for a tensor that is dense and shares no memory.
     """
     groups: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
+    for tensor_name, tensor in tensors.items():
         # Tensors without elements share nothing.
-        group_key = storage_key(tensor) if tensor.numel() else (name,)
-        groups.setdefault(group_key, {})[name] = tensor
+        group_key = storage_key(tensor) if tensor.numel() else (tensor_name,)
+        groups.setdefault(group_key, {})[tensor_name] = tensor
     base_of: dict[str, BaseTensor | None] = {}
     for group in groups.values():
         base_of |= dict.fromkeys(group, _base_of_group(group, taken_names))
@@ -43,9 +43,9 @@ def _base_of_group(group: Mapping[str, torch.Tensor], taken_names: Container[str
         return None
     spans = [byte_span(tensor) for tensor in group.values()]
     start, end = min(start for start, _ in spans), max(end for _, end in spans)
-    for name, tensor in group.items():
+    for tensor_name, tensor in group.items():
         if byte_span(tensor) == (start, end) and tensor.is_contiguous():
-            return BaseTensor(name=name, tensor=tensor)
+            return BaseTensor(name=tensor_name, tensor=tensor)
     return _new_base(group, start, end, taken_names)
 
 
@@ -60,4 +60,6 @@ def _new_base(group: Mapping[str, torch.Tensor], start: int, end: int, taken_nam
         first_tensor.untyped_storage(), start // dtype.itemsize, extent, (1,)
     )
     candidates = (f"{first_name}.storage{'_' * count}" for count in itertools.count())
-    return BaseTensor(name=next(name for name in candidates if name not in taken_names), tensor=whole)
+    return BaseTensor(
+        name=next(tensor_name for tensor_name in candidates if tensor_name not in taken_names), tensor=whole
+    )

@@ -110,7 +110,12 @@ def _declared_parameters(
             takes_keyword = parameter.kind != parameter.POSITIONAL_ONLY
             yield Parameter(name=parameter.name, tree=tree, positional=True, keyword=takes_keyword)
     variadic_name = next(
-        (name for name, parameter in declared.items() if parameter.kind == parameter.VAR_POSITIONAL), "arg"
+        (
+            parameter_name
+            for parameter_name, parameter in declared.items()
+            if parameter.kind == parameter.VAR_POSITIONAL
+        ),
+        "arg",
     )
     for index, tree in enumerate(args[len(positional) :]):
         yield Parameter(name=f"{variadic_name}_{index}", tree=tree, positional=True, keyword=False)

@@ -61,22 +61,22 @@ def weight_table(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]], *, stor
     Raises:
         UnsupportedError: a tensor has a name, a layout, a dtype or a class that a weight file cannot hold, or no data.
     """
-    for name, (_, tensor) in tensors.items():
-        _require_storable(name, tensor)
-    tensor_of = {name: tensor for name, (_, tensor) in tensors.items()}
+    for tensor_name, (_, tensor) in tensors.items():
+        _require_storable(tensor_name, tensor)
+    tensor_of = {tensor_name: tensor for tensor_name, (_, tensor) in tensors.items()}
     tied_names = _tied_names(tensors)
-    bases = base_tensors({names[0]: tensor_of[names[0]] for names in tied_names}, tensor_of)
+    bases = base_tensors({weight_names[0]: tensor_of[weight_names[0]] for weight_names in tied_names}, tensor_of)
     always_stored = ("parameter", "buffer") if store_zeros else ("parameter",)
     weights = []
     values: dict[str, str] = {}
     stored: dict[str, StoredTensorSource] = {}
-    for weight_index, names in enumerate(tied_names):
-        kind, tensor = tensors[names[0]]
-        base = bases[names[0]]
+    for weight_index, weight_names in enumerate(tied_names):
+        kind, tensor = tensors[weight_names[0]]
+        base = bases[weight_names[0]]
         zeros = base is None and kind not in always_stored and is_all_zeros(tensor)
-        weight = _weight(f"w{weight_index}", names, kind, tensor, base, zeros=zeros)
+        weight = _weight(f"w{weight_index}", weight_names, kind, tensor, base, zeros=zeros)
         weights.append(weight)
-        values.update(dict.fromkeys(names, weight.value))
+        values.update(dict.fromkeys(weight_names, weight.value))
         source = tensor if base is None else base.tensor
         spec = TensorSpec(name=weight.stored, dtype=dtype_name(source.dtype), shape=tuple(source.shape))
         stored.setdefault(weight.stored, StoredTensorSource(spec, source.detach().contiguous))
@@ -86,7 +86,7 @@ def weight_table(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]], *, stor
 def _tied_names(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]]) -> list[list[str]]:
     """The names of the model, those of equal views of one storage together."""
     tied: dict[tuple[object, ...], list[str]] = {}
-    for name, (kind, tensor) in tensors.items():
+    for tensor_name, (kind, tensor) in tensors.items():
         view_key = (
             *storage_key(tensor),
             tensor.storage_offset(),
@@ -97,24 +97,24 @@ def _tied_names(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]]) -> list[
             tensor.requires_grad,
         )
         # Tensors without elements share nothing.
-        tied.setdefault(view_key if tensor.numel() else (name,), []).append(name)
+        tied.setdefault(view_key if tensor.numel() else (tensor_name,), []).append(tensor_name)
     return list(tied.values())
 
 
 def _weight(
     value_name: str,
-    names: Iterable[str],
+    weight_names: Iterable[str],
     kind: WeightKind,
     tensor: torch.Tensor,
     base: BaseTensor | None,
     *,
     zeros: bool,
 ) -> Weight:
-    names = tuple(names)
-    is_view = base is not None and base.name != names[0]
+    weight_names = tuple(weight_names)
+    is_view = base is not None and base.name != weight_names[0]
     return Weight(
         value=value_name,
-        names=names,
+        names=weight_names,
         kind=kind,
         dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
@@ -126,19 +126,21 @@ def _weight(
     )
 
 
-def _require_storable(name: str, tensor: torch.Tensor) -> None:
-    if not is_tensor_name(name) or not is_plain(name):
-        raise UnsupportedError(f"the tensor {name[:80]!r} cannot be stored under this name: rename it in the model")
+def _require_storable(tensor_name: str, tensor: torch.Tensor) -> None:
+    if not is_tensor_name(tensor_name) or not is_plain(tensor_name):
+        raise UnsupportedError(
+            f"the tensor {tensor_name[:80]!r} cannot be stored under this name: rename it in the model"
+        )
     if reason := _not_plain(tensor):
         raise UnsupportedError(
-            f"the tensor {name!r} cannot be stored: {reason}: make it a plain strided tensor before the export"
+            f"the tensor {tensor_name!r} cannot be stored: {reason}: make it a plain strided tensor before the export"
         )
     if dtype_name(tensor.dtype) not in ITEM_SIZE:
-        raise UnsupportedError(f"the tensor {name!r} cannot be stored: dtype {tensor.dtype}")
+        raise UnsupportedError(f"the tensor {tensor_name!r} cannot be stored: dtype {tensor.dtype}")
     if tensor.device.type == "meta":
-        raise UnsupportedError(f"the tensor {name!r} has no data: it is on the meta device")
+        raise UnsupportedError(f"the tensor {tensor_name!r} has no data: it is on the meta device")
     if math.prod(tensor.shape) and tensor.untyped_storage().size() == 0:
-        raise UnsupportedError(f"the tensor {name!r} has no data: its storage is empty")
+        raise UnsupportedError(f"the tensor {tensor_name!r} has no data: its storage is empty")
 
 
 def _not_plain(tensor: torch.Tensor) -> str | None:
