@@ -42,11 +42,25 @@ class AliasClasses:
     writers: Mapping[str, tuple[int, ...]]
 
     def representative(self, value_name: str) -> str:
-        """Return the value that represents the class of a value: the value itself when it shares no memory."""
+        """Return the value that represents the class of a value.
+
+        Args:
+            value_name: the name of a value of the nodes.
+
+        Returns:
+            The representative; the value itself when it shares no memory.
+        """
         return self.representatives.get(value_name, value_name)
 
     def is_written(self, value_name: str) -> bool:
-        """Whether a node writes the memory of a value."""
+        """Tell whether a node writes the memory of a value.
+
+        Args:
+            value_name: the name of a value of the nodes.
+
+        Returns:
+            Whether a node writes the value, or one that may share memory with it.
+        """
         return self.representative(value_name) in self.writers
 
 

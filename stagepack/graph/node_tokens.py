@@ -24,6 +24,11 @@ class NodeTokens:
     """
 
     def __init__(self, graph: Graph) -> None:
+        """Compute the tokens.
+
+        Args:
+            graph: the graph that has the nodes.
+        """
         self._graph = graph
         self._token_of_encoding: dict[bytes, int] = {}
         self._types = dict(self._value_types())

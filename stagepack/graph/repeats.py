@@ -35,7 +35,14 @@ class ImpureRepeat:
     reason: str
 
     def covers(self, repeat: Repeat) -> bool:
-        """Whether each run of another repeat is inside of one of these."""
+        """Tell whether each run of another repeat is inside of a run of this one.
+
+        Args:
+            repeat: the other repeat.
+
+        Returns:
+            Whether all its runs are covered.
+        """
         starts, length = self.repeat.starts, self.repeat.length
         indices = [bisect.bisect(starts, start) - 1 for start in repeat.starts]
         ends = [starts[index] + length if index >= 0 else 0 for index in indices]

@@ -20,7 +20,15 @@ class SharedCost:
     producer: int = -1
 
     def is_used(self, start: int, end: int) -> bool:
-        """Whether an item from `start` to `end` (excluded) uses it."""
+        """Tell whether a part has the cost, apart from its producer.
+
+        Args:
+            start: the first item of the part.
+            end: the item after its last.
+
+        Returns:
+            Whether an item from `start` to `end` (excluded) uses it.
+        """
         first_user = bisect.bisect_left(self.users, start)
         return first_user < len(self.users) and self.users[first_user] < end
 

@@ -1,4 +1,4 @@
-"""A plan as a file: JSON that people edit and give back."""
+"""A plan as a JSON file, which people may edit before they cut by it."""
 
 import json
 import os
@@ -11,10 +11,22 @@ from stagepack.format.plan import Plan
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan; of each stage, its `nodes` count and nothing else.
+    """Read a plan file.
+
+    Args:
+        path: a file that ``stagepack plan -o`` wrote. Only the `nodes` of each stage and `shared` matter when a model is cut by it.
+
+    Returns:
+        The plan, for the `plan` argument of `stagepack.export` and `stagepack.recut`.
 
     Raises:
-        CutError: the file is not there, or holds no plan.
+        CutError: the file cannot be read, or is not a plan.
+
+    Example:
+        ::
+
+            plan = stagepack.read_plan("plan.json")
+            stagepack.export(model, args, out="m.stagepack", plan=plan)
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
@@ -23,7 +35,11 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan, one stage a line.
+    """Write a plan file, with one line for each stage.
+
+    Args:
+        plan: the plan.
+        path: the file to write.
 
     Raises:
         WriteError: the file cannot be written.

@@ -20,6 +20,14 @@ class PolicyNode:
         outputs: the names of the values that it defines.
         flops: floating-point operations at the sizes of the example.
         bytes: bytes that it reads and writes at these sizes.
+
+    Example:
+        ::
+
+            def policy(node: stagepack.PolicyNode) -> int:
+                return 0 if node.scope.startswith("encoder") else 1
+
+            stagepack.export(model, args, out="m.stagepack", policy=policy)
     """
 
     index: int
