@@ -167,18 +167,20 @@ def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs:
 
 def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[tuple[str, Dim, int]]:
     """Check type, dtype and rank of an argument; return its sizes as (location, expected dimension, actual size)."""
-    location, found = argument.location, argument.value
+    location, passed_value = argument.location, argument.value
     if value.dtype in SCALAR_DTYPES:
         scalar_type = _SCALAR_TYPES[value.dtype]
-        if type(found) is not scalar_type:
-            raise InputError(f"{location}: expected a Python {scalar_type.__name__}, found {type(found).__name__}")
+        if type(passed_value) is not scalar_type:
+            raise InputError(
+                f"{location}: expected a Python {scalar_type.__name__}, found {type(passed_value).__name__}"
+            )
         # Only a symint has an expr, so this object is an int.
         return [(location, value.expr, argument.value)] if value.expr is not None else []
     expected_shape = format_shape(value.shape)
-    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+    shape, dtype = getattr(passed_value, "shape", None), getattr(passed_value, "dtype", None)
     if shape is None or dtype is None:
         raise InputError(
-            f"{location}: expected a tensor of {value.dtype} {expected_shape}, found {type(found).__name__}"
+            f"{location}: expected a tensor of {value.dtype} {expected_shape}, found {type(passed_value).__name__}"
         )
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name != value.dtype:

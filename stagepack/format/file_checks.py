@@ -58,8 +58,8 @@ def check_digests(folder: Path, entries: Iterable[File]) -> list[Problem]:
     from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
 
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda entry: check_digest(folder, entry), entries)
-        return [problem for problems in found for problem in problems]
+        problem_lists = pool.map(lambda entry: check_digest(folder, entry), entries)
+        return [problem for problems in problem_lists for problem in problems]
 
 
 def digest_problem(entry: File, actual_digest: str) -> Problem:

@@ -60,9 +60,9 @@ _WIRE_TYPES: Final[Mapping[str, frozenset[int]]] = {
 }
 
 
-def _scalar_fields(numbers_of_kind: Mapping[str, list[int]]) -> dict[int, str]:
+def _scalar_fields(fields_of_kind: Mapping[str, list[int]]) -> dict[int, str]:
     """The kind of each field, by field number."""
-    return {number: kind for kind, numbers in numbers_of_kind.items() for number in numbers}
+    return {field_number: kind for kind, field_numbers in fields_of_kind.items() for field_number in field_numbers}
 
 
 # Message type -> field number -> kind of field, or the type of the nested message; a star marks repeated fields.
@@ -205,8 +205,10 @@ def _external_tensor(message: _Message) -> OnnxTensor:
     entries = [(_string(entry, 1), _string(entry, 2)) for entry in message.get(13, [])]
     keys = sorted(key for key, _ in entries)
     if _integer(message, 14) != 1 or keys != ["length", "location", "offset"]:
-        found = ", ".join(keys)[:100] or "none"
-        raise ValueError(f"a tensor in another file: expected the entries length, location and offset, found {found}")
+        shown_keys = ", ".join(keys)[:100] or "none"
+        raise ValueError(
+            f"a tensor in another file: expected the entries length, location and offset, found {shown_keys}"
+        )
     values = dict(entries)
     for key in ("offset", "length"):
         if not (values[key].isascii() and values[key].isdecimal() and len(values[key]) <= 18):

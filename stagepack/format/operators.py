@@ -90,22 +90,22 @@ _FUNCTION_NAMESPACES: Final = frozenset({"operator", "math", "torch", "higher_or
 _OPERATOR_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
 
 
-def operator_namespace(name: str) -> str:
+def operator_namespace(operator_name: str) -> str:
     """Return the namespace of an operator, such as ``aten`` of ``aten.linear.default``."""
-    return name.split(".")[0]
+    return operator_name.split(".")[0]
 
 
-def is_operator_name(name: str) -> bool:
+def is_operator_name(operator_name: str) -> bool:
     """Whether a name has the form ``namespace.name.overload``, or ``namespace.name`` in the namespaces without overloads (G10)."""
-    dot_count = 1 if operator_namespace(name) in _FUNCTION_NAMESPACES else 2
-    return _OPERATOR_NAME.fullmatch(name) is not None and name.count(".") == dot_count
+    dot_count = 1 if operator_namespace(operator_name) in _FUNCTION_NAMESPACES else 2
+    return _OPERATOR_NAME.fullmatch(operator_name) is not None and operator_name.count(".") == dot_count
 
 
-def is_denied_operator(name: str) -> bool:
+def is_denied_operator(operator_name: str) -> bool:
     """Whether no bundle may use an operator (G11).
 
     In the namespaces without overloads these are all operators but the listed ones; in the other namespaces the listed ones.
     """
-    if operator_namespace(name) in _FUNCTION_NAMESPACES:
-        return name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
-    return ".".join(name.split(".")[:2]) in DENIED_OPERATORS
+    if operator_namespace(operator_name) in _FUNCTION_NAMESPACES:
+        return operator_name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
+    return ".".join(operator_name.split(".")[:2]) in DENIED_OPERATORS

@@ -15,16 +15,16 @@ from stagepack.format.limits import Int64
 Run = tuple[Int64, Int64]
 
 
-def to_runs(numbers: Iterable[int]) -> tuple[Run, ...]:
+def to_runs(node_numbers: Iterable[int]) -> tuple[Run, ...]:
     """Return ascending numbers as runs of consecutive numbers.
 
-    Law: ``list(run_members(to_runs(numbers))) == list(numbers)``.
+    Law: ``list(run_members(to_runs(node_numbers))) == list(node_numbers)``.
 
     Returns:
         Pairs of the first number and the count of each run.
     """
-    groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
-    member_lists = ([number for _, number in group] for _, group in groups)
+    groups = itertools.groupby(enumerate(node_numbers), key=lambda pair: pair[1] - pair[0])
+    member_lists = ([node_number for _, node_number in group] for _, group in groups)
     return tuple((members[0], len(members)) for members in member_lists)
 
 

@@ -48,8 +48,8 @@ class GraphFile(NamedTuple):
     """The content of a graph file.
 
     Attributes:
-        folded: The graph as the file stores it, with regions and region calls.
-        graph: The same graph unfolded.
+        folded: the graph as the file stores it, with regions and region calls.
+        graph: the same graph unfolded.
     """
 
     folded: FoldedGraph
@@ -60,8 +60,8 @@ class OnnxFile(NamedTuple):
     """The content of an ONNX file.
 
     Attributes:
-        content: The bytes of the file.
-        model: The parts of the file that the rules O2 to O5 are about.
+        content: the bytes of the file.
+        model: the parts of the file that the rules O2 to O5 are about.
     """
 
     content: bytes
@@ -72,16 +72,16 @@ def read_graph(content: bytes, file_name: str, *, newer: bool = False, module_ca
     """Decode the content of a graph file, check it and unfold it.
 
     Args:
-        content: The bytes of the file.
-        file_name: The name of the file, for messages.
-        newer: The bundle is of a newer minor version than this code; unknown fields are then ignored.
-        module_calls: Whether to keep the module calls; leaving them out is faster.
+        content: the bytes of the file.
+        file_name: the name of the file, for messages.
+        newer: the bundle is of a newer minor version than this code; unknown fields are then ignored.
+        module_calls: whether to keep the module calls; leaving them out is faster.
 
     Returns:
         The graph, folded and unfolded.
 
     Raises:
-        FormatError: The content breaks a rule.
+        FormatError: the content breaks a rule.
     """
     folded = decode_graph(content, file_name, newer=newer)
     raise_problems(check_folded(folded, file_name))
@@ -97,8 +97,8 @@ class Bundle:
     reads and closes them again.
 
     Attributes:
-        path: The folder of the bundle.
-        manifest: The checked manifest.
+        path: the folder of the bundle.
+        manifest: the checked manifest.
 
     Example:
         List the stages and the tensors between them, then verify every file::
@@ -116,14 +116,14 @@ class Bundle:
         """Read and check the manifest; no other file is read.
 
         Args:
-            path: The folder of the bundle.
+            path: the folder of the bundle.
 
         Raises:
-            NotABundleError: There is no bundle at `path`.
-            VersionError: The bundle is of a newer major version or needs an unknown feature.
-            DigestError: The manifest was changed after it was written.
-            LimitError: The manifest is over a limit.
-            FormatError: The manifest breaks another rule.
+            NotABundleError: there is no bundle at `path`.
+            VersionError: the bundle is of a newer major version or needs an unknown feature.
+            DigestError: the manifest was changed after it was written.
+            LimitError: the manifest is over a limit.
+            FormatError: the manifest breaks another rule.
         """
         self.path = Path(path)
         self.manifest = _read_manifest(self.path)
@@ -165,10 +165,10 @@ class Bundle:
         """Return the manifest entry of one stage.
 
         Args:
-            stage_number: The number of the stage, from 0. Negative numbers do not count from the end.
+            stage_number: the number of the stage, from 0. Negative numbers do not count from the end.
 
         Raises:
-            IndexError: The bundle has no stage of this number.
+            IndexError: the bundle has no stage of this number.
         """
         if not 0 <= stage_number < len(self.stages):
             raise IndexError(f"expected a stage from 0 to {len(self.stages) - 1}, found {stage_number}")
@@ -178,15 +178,15 @@ class Bundle:
         """Read the graph of a stage.
 
         Args:
-            stage_number: The number of the stage, from 0.
+            stage_number: the number of the stage, from 0.
 
         Returns:
             The unfolded graph, with module calls.
 
         Raises:
-            IndexError: The bundle has no stage of this number.
-            DigestError: The file is missing or differs from the one that the manifest lists.
-            FormatError: The graph breaks a rule.
+            IndexError: the bundle has no stage of this number.
+            DigestError: the file is missing or differs from the one that the manifest lists.
+            FormatError: the graph breaks a rule.
         """
         return self.graph_file(stage_number).graph
 
@@ -194,16 +194,16 @@ class Bundle:
         """Read the graph file of a stage.
 
         Args:
-            stage_number: The number of the stage, from 0.
-            module_calls: Whether the unfolded graph has the module calls; leaving them out is faster.
+            stage_number: the number of the stage, from 0.
+            module_calls: whether the unfolded graph has the module calls; leaving them out is faster.
 
         Returns:
             The graph as the file stores it, and unfolded.
 
         Raises:
-            IndexError: The bundle has no stage of this number.
-            DigestError: The file is missing or differs from the one that the manifest lists.
-            FormatError: The graph breaks a rule.
+            IndexError: the bundle has no stage of this number.
+            DigestError: the file is missing or differs from the one that the manifest lists.
+            FormatError: the graph breaks a rule.
         """
         stage = self.stage(stage_number)
         newer = is_newer_minor(self.manifest.version)
@@ -217,13 +217,13 @@ class Bundle:
         If calls write weights of the stage, its graph is read too, for the types of these weights.
 
         Args:
-            stage_number: The number of the stage, from 0.
+            stage_number: the number of the stage, from 0.
 
         Raises:
-            IndexError: The bundle has no stage of this number.
-            FileNotListedError: The stage has no ONNX model.
-            DigestError: A file is missing or differs from the one that the manifest lists.
-            FormatError: The ONNX file, a header or the graph breaks a rule.
+            IndexError: the bundle has no stage of this number.
+            FileNotListedError: the stage has no ONNX model.
+            DigestError: a file is missing or differs from the one that the manifest lists.
+            FormatError: the ONNX file, a header or the graph breaks a rule.
         """
         stage = self.stage(stage_number)
         if stage.onnx is None:
@@ -250,13 +250,13 @@ class Bundle:
         """Read a whole file into memory and compare it with its digest. Use it for files other than weight files.
 
         Args:
-            file_name: The name of a file that the manifest lists.
-            max_bytes: Refuse a larger file.
+            file_name: the name of a file that the manifest lists.
+            max_bytes: refuse a larger file.
 
         Raises:
-            FileNotListedError: The manifest does not list the file.
-            DigestError: The file is missing or differs from the one that the manifest lists.
-            LimitError: The manifest states more than `max_bytes`.
+            FileNotListedError: the manifest does not list the file.
+            DigestError: the file is missing or differs from the one that the manifest lists.
+            LimitError: the manifest states more than `max_bytes`.
         """
         entry = self._entry(file_name)
         if entry.size > max_bytes:
@@ -273,16 +273,16 @@ class Bundle:
         """Locate the bytes of a stage's weights. Reads the headers of its weight files, not their data.
 
         Args:
-            stage_number: The number of the stage, from 0.
-            graph: The graph of this stage, whose weights are compared with the headers.
+            stage_number: the number of the stage, from 0.
+            graph: the graph of this stage, whose weights are compared with the headers.
 
         Returns:
             The file and the byte range of each stored tensor, by name; see `Weight.stored`.
 
         Raises:
-            IndexError: The bundle has no stage of this number.
-            DigestError: A file is missing or has another size.
-            FormatError: A header breaks a rule, or a weight of the graph does not fit its stored tensor (W7).
+            IndexError: the bundle has no stage of this number.
+            DigestError: a file is missing or has another size.
+            FormatError: a header breaks a rule, or a weight of the graph does not fit its stored tensor (W7).
         """
         stage = self.stage(stage_number)
         headers = self._read_headers(stage.weights)
@@ -293,11 +293,11 @@ class Bundle:
         """Compare files with their digests, several at a time in threads.
 
         Args:
-            file_names: The names of files that the manifest lists.
+            file_names: the names of files that the manifest lists.
 
         Raises:
-            FileNotListedError: The manifest does not list a file.
-            DigestError: Files are missing or differ from those that the manifest lists.
+            FileNotListedError: the manifest does not list a file.
+            DigestError: files are missing or differ from those that the manifest lists.
         """
         raise_digest_problems(check_digests(self.path, map(self._entry, file_names)))
 
@@ -305,8 +305,8 @@ class Bundle:
         """Check the digest of every file and every rule of the format. Reads the whole bundle.
 
         Raises:
-            DigestError: Files are missing, changed or not listed.
-            FormatError: A rule is broken.
+            DigestError: files are missing, changed or not listed.
+            FormatError: a rule is broken.
         """
         problems = check_digests(self.path, self.manifest.files)
         unlisted = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})

@@ -85,7 +85,7 @@ def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
     return replace(
         weight,
         value=rename(weight.value),
-        names=tuple([rename(name) for name in weight.names]),
+        names=tuple([rename(weight_name) for weight_name in weight.names]),
         base=None if weight.base is None else rename(weight.base),
     )
 

@@ -33,9 +33,9 @@ class Hole(NamedTuple):
         return f"{{{self.text_index}{self.increment:+d}}}" if self.increment else f"{{{self.text_index}}}"
 
 
-def escape_template(text: str) -> str:
-    """Return the template without holes that is filled to `text`."""
-    return text.replace("{", "{{").replace("}", "}}")
+def escape_template(literal: str) -> str:
+    """Return the template without holes that is filled to `literal`."""
+    return literal.replace("{", "{{").replace("}", "}}")
 
 
 @lru_cache(maxsize=4096)
@@ -89,12 +89,12 @@ def fill_template(template: str, hole_texts: Sequence[str]) -> str:
 def _filled(hole: Hole, hole_texts: Sequence[str]) -> str:
     if hole.text_index >= len(hole_texts):
         raise TemplateError(f"the hole {hole} has no text: the region call has {len(hole_texts)}")
-    text = hole_texts[hole.text_index]
+    hole_text = hole_texts[hole.text_index]
     if not hole.increment:
-        return text
-    total = int(text) + hole.increment if _DECIMAL.fullmatch(text) else -1
+        return hole_text
+    total = int(hole_text) + hole.increment if _DECIMAL.fullmatch(hole_text) else -1
     if total < 0:
-        raise TemplateError(f"the hole {hole} cannot be filled with {text[:80]!r}")
+        raise TemplateError(f"the hole {hole} cannot be filled with {hole_text[:80]!r}")
     return str(total)
 
 

@@ -79,22 +79,22 @@ def node_arguments(node: Node) -> Iterator[Argument]:
 
 def input_names(node: Node) -> list[str]:
     """Return the names of the values that a node uses, in the order of its arguments and with repeats."""
-    names: list[str] = []
+    used_names: list[str] = []
     for argument in node.args:
-        _add_names(argument, names)
+        _add_names(argument, used_names)
     for _, argument in node.kwargs:
-        _add_names(argument, names)
-    return names
+        _add_names(argument, used_names)
+    return used_names
 
 
-def _add_names(argument: Argument, names: list[str]) -> None:
+def _add_names(argument: Argument, used_names: list[str]) -> None:
     # Much faster than `leaf_arguments`. Every pass over a graph calls this for every node.
     argument_type = type(argument)
     if argument_type is ValueArg:
-        names.append(argument.name)  # type: ignore[union-attr, arg-type]
+        used_names.append(argument.name)  # type: ignore[union-attr, arg-type]
     elif argument_type in _CONTAINER_TYPES:
         for child in child_arguments(argument):
-            _add_names(child, names)
+            _add_names(child, used_names)
 
 
 def subgraph_indices(node: Node) -> Iterator[int]:

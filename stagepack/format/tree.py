@@ -210,8 +210,8 @@ def _build_object(cls: type, fields: Mapping[str, Any]) -> Any:
 
 def _require(condition: bool, expected: str, argument: Any, location: str) -> None:
     if not condition:
-        found = argument if isinstance(argument, int) else type(argument).__name__
-        raise InputError(f"{location}: expected {expected}, found {found}")
+        shown = argument if isinstance(argument, int) else type(argument).__name__
+        raise InputError(f"{location}: expected {expected}, found {shown}")
 
 
 def _flatten_items(
@@ -230,5 +230,7 @@ def _fields_of(tree: ObjectTree, argument: Any, location: str) -> Mapping[str, A
         return argument
     named_tuple_or_dataclass = dataclasses.is_dataclass(argument) or isinstance(argument, tuple)
     if named_tuple_or_dataclass or type_name(type(argument)) == tree.class_name:
-        return {name: getattr(argument, name) for name, _ in tree.fields if hasattr(argument, name)}
+        return {
+            field_name: getattr(argument, field_name) for field_name, _ in tree.fields if hasattr(argument, field_name)
+        }
     raise InputError(f"{location}: expected {tree.class_name} or a dict of its fields, found {type(argument).__name__}")

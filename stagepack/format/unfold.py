@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from stagepack.errors import FormatError, Problem
 from stagepack.format.folded import FoldedGraph, Region, RegionCall
-from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Scope, Value, ValueArg, Weight
+from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Scope, Subgraph, Value, ValueArg, Weight
 from stagepack.format.renaming import (
     names_in_region,
     names_in_value,
@@ -50,31 +50,36 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
         return Graph(**fields)
     try:
         steps = list(_Unfolding(folded.regions, module_calls=module_calls).steps(folded))
-        added_calls = [rename_module_call(call, step.names.__getitem__) for step in steps for call in step.calls]
+        added_calls = [rename_module_call(call, step.filled_names.__getitem__) for step in steps for call in step.calls]
     except TemplateError as error:
         raise FormatError([Problem(rule="F5", where=file_name, message=str(error))]) from None
     scopes = sorted({*folded.scopes, *(scope for step in steps for scope in step.scopes)}, key=_scope_order)
-    index_of_scope = {scope: index for index, scope in enumerate(scopes)}
+    index_of_scope = {scope: scope_index for scope_index, scope in enumerate(scopes)}
     nodes: list[Node] = []
     for step in steps:
         scope_indices = [index_of_scope[scope] for scope in step.scopes]
-        nodes += (build(step.names, scope_indices) for build in step.node_builders)
+        nodes += (build(step.filled_names, scope_indices) for build in step.node_builders)
     added_weights = (weight for step in steps for weight in step.weights)
     weights = {weight.value: weight for weight in (*folded.weights, *added_weights)}
-    used = dict.fromkeys(name for node in nodes for name in input_names(node) if name in weights)
-    scope_indices = [index_of_scope[scope] for scope in folded.scopes]
-    subgraphs = tuple(
-        replace(subgraph, nodes=tuple(replace(node, scope=scope_indices[node.scope]) for node in subgraph.nodes))
-        for subgraph in folded.subgraphs
-    )
+    used = dict.fromkeys(value_name for node in nodes for value_name in input_names(node) if value_name in weights)
     fields |= {
         "nodes": tuple(nodes),
         "scopes": tuple(scopes),
-        "weights": tuple(weights[name] for name in (*used, *(name for name in weights if name not in used))),
-        "subgraphs": subgraphs,
+        "weights": tuple(
+            weights[value_name] for value_name in (*used, *(unused for unused in weights if unused not in used))
+        ),
+        "subgraphs": _subgraphs_with_scopes(folded, [index_of_scope[scope] for scope in folded.scopes]),
         "calls": sort_module_calls((*fields["calls"], *added_calls)),
     }
     return Graph(**fields)
+
+
+def _subgraphs_with_scopes(folded: FoldedGraph, scope_indices: Sequence[int]) -> tuple[Subgraph, ...]:
+    """The subgraphs with other scope indices: `scope_indices` has the new index of each scope."""
+    return tuple(
+        replace(subgraph, nodes=tuple(replace(node, scope=scope_indices[node.scope]) for node in subgraph.nodes))
+        for subgraph in folded.subgraphs
+    )
 
 
 def _scope_order(scope: Scope) -> tuple[str, str]:
@@ -87,14 +92,14 @@ class _Step:
 
     Attributes:
         node_builders: build the nodes.
-        names: the filled templates of the region call that the nodes belong to.
+        filled_names: the filled templates of the region call that the nodes belong to.
         scopes: the scopes that the nodes refer to.
         weights: the weights that the region call adds.
         calls: the module calls that the region call adds, with templates.
     """
 
     node_builders: Sequence[_NodeBuilder]
-    names: _Names
+    filled_names: _Names
     scopes: list[Scope]
     weights: list[Weight] = field(default_factory=list)
     calls: Sequence[ModuleCall] = ()
@@ -120,7 +125,7 @@ class _Unfolding:
         items: Sequence[Node | RegionCall],
         builders: Sequence[_NodeBuilder],
         scopes: list[Scope],
-        names: _Names,
+        filled_names: _Names,
     ) -> Iterator[_Step]:
         """Yield the steps of a graph or of one region call; `builders` are those of the nodes among the items."""
         step_start = node_count = 0
@@ -128,22 +133,22 @@ class _Unfolding:
             if isinstance(item, Node):
                 node_count += 1
                 continue
-            yield _Step(builders[step_start:node_count], names, scopes)
+            yield _Step(builders[step_start:node_count], filled_names, scopes)
             step_start = node_count
-            yield from self._call_steps(item.region, [names.get(hole, hole) for hole in item.holes])
-        yield _Step(builders[step_start:], names, scopes)
+            yield from self._call_steps(item.region, [filled_names.get(hole, hole) for hole in item.holes])
+        yield _Step(builders[step_start:], filled_names, scopes)
 
     def _call_steps(self, region_index: int, hole_texts: list[str]) -> Iterator[_Step]:
         region = self._regions[region_index]
-        names = {template: fill_template(template, hole_texts) for template in self._templates[region_index]}
-        weights = [rename_weight(weight, names.__getitem__) for weight in region.weights]
-        yield _Step([], names, [], weights, region.calls)
-        scopes = [Scope(path=names[scope.path], type=scope.type) for scope in region.scopes]
-        yield from self._body_steps(region.nodes, self._builders[region_index], scopes, names)
+        filled_names = {template: fill_template(template, hole_texts) for template in self._templates[region_index]}
+        weights = [rename_weight(weight, filled_names.__getitem__) for weight in region.weights]
+        yield _Step([], filled_names, [], weights, region.calls)
+        scopes = [Scope(path=filled_names[scope.path], type=scope.type) for scope in region.scopes]
+        yield from self._body_steps(region.nodes, self._builders[region_index], scopes, filled_names)
 
 
 def _kept_node_builder(node: Node) -> _NodeBuilder:
-    """The builder of a node of the graph itself, whose names are no templates."""
+    """The builder of a node of the graph itself, whose names are not templates."""
 
     def build(_: _Names, scope_indices: list[int]) -> Node:
         return replace(node, scope=scope_indices[node.scope])
@@ -158,12 +163,12 @@ def _filled_node_builder(node: Node) -> _NodeBuilder:
     fill_kwargs = _tuple_filler([argument for _, argument in node.kwargs], _argument_filler)
     fill_outputs = _tuple_filler(node.outputs, _value_filler)
 
-    def build(names: _Names, scope_indices: list[int]) -> Node:
+    def build(filled_names: _Names, scope_indices: list[int]) -> Node:
         return Node(
             op=node.op,
-            args=fill_args(names),
-            kwargs=tuple(zip(keys, fill_kwargs(names), strict=True)),
-            outputs=fill_outputs(names),
+            args=fill_args(filled_names),
+            kwargs=tuple(zip(keys, fill_kwargs(filled_names), strict=True)),
+            outputs=fill_outputs(filled_names),
             unpack=node.unpack,
             scope=scope_indices[node.scope],
             context=node.context,
@@ -181,19 +186,21 @@ def _tuple_filler(
     if all(fill is None for _, fill in pairs):
         unchanged = tuple(items)
         return lambda _: unchanged
-    return lambda names: tuple([item if fill is None else fill(names) for item, fill in pairs])
+    return lambda filled_names: tuple([item if fill is None else fill(filled_names) for item, fill in pairs])
 
 
 def _argument_filler(argument: Argument) -> Callable[[_Names], Argument] | None:
     # The code for containers below would do for a value too, in twice the time; most arguments are values.
     if isinstance(argument, ValueArg):
         template = argument.name
-        return (lambda names: ValueArg(names[template])) if has_holes(template) else None
+        return (lambda filled_names: ValueArg(filled_names[template])) if has_holes(template) else None
     if not any(isinstance(leaf, ValueArg) and has_holes(leaf.name) for leaf in leaf_arguments(argument)):
         return None
 
-    def fill(names: _Names) -> Argument:
-        return map_arguments(argument, lambda leaf: ValueArg(names[leaf.name]) if isinstance(leaf, ValueArg) else leaf)
+    def fill(filled_names: _Names) -> Argument:
+        return map_arguments(
+            argument, lambda leaf: ValueArg(filled_names[leaf.name]) if isinstance(leaf, ValueArg) else leaf
+        )
 
     return fill
 
@@ -201,4 +208,4 @@ def _argument_filler(argument: Argument) -> Callable[[_Names], Argument] | None:
 def _value_filler(value: Value | None) -> Callable[[_Names], Value] | None:
     if value is None or not any(map(has_holes, names_in_value(value))):
         return None
-    return lambda names: rename_value(value, names.__getitem__)
+    return lambda filled_names: rename_value(value, filled_names.__getitem__)

@@ -139,12 +139,16 @@ def read_weight_header(path: Path) -> dict[str, StoredTensor]:
     if not _is_metadata(fields.pop(METADATA_KEY, {})):
         raise _error("W2", file_name, f"expected {METADATA_KEY} to be an object of strings")
     data_start = 8 + header_length
-    tensors = {name: _stored_tensor(name, entry, data_start, file_name) for name, entry in fields.items()}
+    tensors = {
+        tensor_name: _stored_tensor(tensor_name, entry, data_start, file_name) for tensor_name, entry in fields.items()
+    }
     layout_problems = _layout_problems(tensors.values(), data_start, file_size, file_name)
     problems = list(itertools.islice(layout_problems, limits.REPORTED_PROBLEMS))
     if problems:
         raise FormatError(problems)
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING_PREFIX)}
+    return {
+        tensor_name: tensor for tensor_name, tensor in tensors.items() if not tensor_name.startswith(PADDING_PREFIX)
+    }
 
 
 def _error(rule: str, location: str, message: str) -> FormatError:
@@ -152,12 +156,12 @@ def _error(rule: str, location: str, message: str) -> FormatError:
 
 
 def _is_metadata(fields: object) -> bool:
-    return isinstance(fields, dict) and all(isinstance(text, str) for text in fields.values())
+    return isinstance(fields, dict) and all(isinstance(metadata_value, str) for metadata_value in fields.values())
 
 
-def _stored_tensor(name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:
+def _stored_tensor(tensor_name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:
     """The tensor of a header entry; its offsets are counted from `data_start`."""
-    location = f"{file_name}: {name[:80]}"
+    location = f"{file_name}: {tensor_name[:80]}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _error("W3", location, "expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -171,7 +175,9 @@ def _stored_tensor(name: str, entry: object, data_start: int, file_name: str) ->
         raise _error("W4", location, f"expected a dtype of safetensors, found {shown}")
     if end - start != math.prod(shape) * HEADER_ITEM_SIZE[dtype]:
         raise _error("W4", location, f"the {end - start} bytes of its offsets do not fit the dtype and the shape")
-    return StoredTensor(name=name, dtype=dtype, shape=tuple(shape), start=data_start + start, end=data_start + end)
+    return StoredTensor(
+        name=tensor_name, dtype=dtype, shape=tuple(shape), start=data_start + start, end=data_start + end
+    )
 
 
 def _layout_problems(

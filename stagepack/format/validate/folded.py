@@ -53,19 +53,19 @@ def _check(folded: FoldedGraph) -> Iterator[BrokenRule]:
         facts.append(
             _RegionFacts(
                 hole_count=_hole_count(region),
-                depth=1 + max((facts[index].depth for index in nested), default=0),
-                item_count=_item_count(region) + sum(facts[index].item_count for index in nested),
+                depth=1 + max((facts[nested_index].depth for nested_index in nested), default=0),
+                item_count=_item_count(region) + sum(facts[nested_index].item_count for nested_index in nested),
             )
         )
         if facts[-1].depth > limits.NESTING_DEPTH:
             yield "L2", location, f"region calls are nested deeper than {limits.NESTING_DEPTH}"
     yield from _check_calls(folded, facts, "nodes")
     outer = _called_regions(folded, len(facts))
-    if sum(facts[index].item_count for index in outer) > limits.UNFOLDED_ITEMS:
+    if sum(facts[called_index].item_count for called_index in outer) > limits.UNFOLDED_ITEMS:
         yield "L1", "nodes", f"the region calls unfold to more than {limits.UNFOLDED_ITEMS} nodes, arguments and names"
     for region_index in sorted(set(range(len(facts))).difference(called, outer)):
         yield "F4", f"region {region_index}", "no region call calls it"
-    if folded.regions and not all(0 <= index < len(folded.scopes) for index in _scope_indices(folded)):
+    if folded.regions and not all(0 <= scope_index < len(folded.scopes) for scope_index in _scope_indices(folded)):
         yield "G4", "nodes", "the scope of a node is not in the table"
 
 

@@ -49,20 +49,20 @@ def _check(graph: Graph) -> Iterator[BrokenRule]:
     symbols = {symbol.name for symbol in graph.symbols}
     yield from _check_ops(graph.ops)
     yield from _check_contexts(graph.contexts)
-    for index, scope in enumerate(graph.scopes):
+    for scope_index, scope in enumerate(graph.scopes):
         if max(len(scope.path), len(scope.type)) > limits.NAME_CHARACTERS:
-            yield "L1", f"scope {index}", "the name is too long"
+            yield "L1", f"scope {scope_index}", "the name is too long"
     defined: set[str] = set()
     for value in graph.inputs:
         yield from _check_definition(value, symbols, defined, "input")
     yield from check_graph_weights(graph.weights, defined)
-    for index, subgraph in enumerate(graph.subgraphs):
-        yield from _check_body(graph, subgraph, symbols, set(), index, f"subgraph {index} ")
+    for subgraph_index, subgraph in enumerate(graph.subgraphs):
+        yield from _check_body(graph, subgraph, symbols, set(), subgraph_index, f"subgraph {subgraph_index} ")
     yield from _check_subgraph_depths(graph)
     yield from _check_body(graph, graph, symbols, defined, len(graph.subgraphs), "")
-    for name in graph.outputs:
-        if name not in defined:
-            yield "G3", "outputs", f"{name[:80]!r} is not defined"
+    for output_name in graph.outputs:
+        if output_name not in defined:
+            yield "G3", "outputs", f"{output_name[:80]!r} is not defined"
     yield from _check_module_calls(graph.calls)
 
 
@@ -106,9 +106,9 @@ def _call_location(call: ModuleCall) -> str:
 
 def _check_contexts(contexts: tuple[Context, ...]) -> Iterator[BrokenRule]:
     depths: list[int] = []
-    for index, context in enumerate(contexts):
-        location = f"context {index}"
-        parent_exists = context.parent is None or 0 <= context.parent < index
+    for context_index, context in enumerate(contexts):
+        location = f"context {context_index}"
+        parent_exists = context.parent is None or 0 <= context.parent < context_index
         if not parent_exists or (context.grad is None) == (context.autocast is None):
             yield (
                 "G5",
@@ -126,20 +126,26 @@ def _check_contexts(contexts: tuple[Context, ...]) -> Iterator[BrokenRule]:
 def _check_subgraph_depths(graph: Graph) -> Iterator[BrokenRule]:
     """Yield the problems of the nesting of subgraphs. G6 reports the indices that do not exist."""
     depths: list[int] = []
-    for index, subgraph in enumerate(graph.subgraphs):
-        called = (callee for node in subgraph.nodes for callee in subgraph_indices(node) if 0 <= callee < index)
+    for subgraph_index, subgraph in enumerate(graph.subgraphs):
+        called = (
+            callee for node in subgraph.nodes for callee in subgraph_indices(node) if 0 <= callee < subgraph_index
+        )
         depths.append(1 + max((depths[callee] for callee in called), default=0))
         if depths[-1] > limits.NESTING_DEPTH:
-            yield "L2", f"subgraph {index}", f"calls of subgraphs are nested deeper than {limits.NESTING_DEPTH}"
+            yield (
+                "L2",
+                f"subgraph {subgraph_index}",
+                f"calls of subgraphs are nested deeper than {limits.NESTING_DEPTH}",
+            )
 
 
 def _check_ops(ops: tuple[Op, ...]) -> Iterator[BrokenRule]:
     seen: set[str] = set()
-    for index, op in enumerate(ops):
+    for op_index, op in enumerate(ops):
         if op.name in seen:
-            yield "G12", f"op {index}", f"duplicate operator {op.name[:80]!r}"
+            yield "G12", f"op {op_index}", f"duplicate operator {op.name[:80]!r}"
         seen.add(op.name)
-        yield from _check_op(op, f"op {index}")
+        yield from _check_op(op, f"op {op_index}")
 
 
 def _check_op(op: Op, location: str) -> Iterator[BrokenRule]:
@@ -151,7 +157,7 @@ def _check_op(op: Op, location: str) -> Iterator[BrokenRule]:
     named = (*op.mutates, *(parameter for _, parameter in op.aliases))
     if len(parameters) != len(op.parameters) or not parameters.issuperset(named):
         yield "G12", location, f"{op.name[:80]}: duplicate parameter, or mutates or aliases name an unknown one"
-    if any(index < 0 for index, _ in op.aliases):
+    if any(result_index < 0 for result_index, _ in op.aliases):
         yield "G12", location, f"{op.name[:80]}: aliases name a negative result"
 
 
@@ -181,16 +187,16 @@ def _check_body(
     if isinstance(body, Subgraph):
         for value in body.inputs:
             yield from _check_definition(value, symbols, defined, f"{prefix}input")
-    for index, node in enumerate(body.nodes):
-        location = f"{prefix}node {index}"
+    for node_index, node in enumerate(body.nodes):
+        location = f"{prefix}node {node_index}"
         yield from _check_indices(graph, node, location)
         for argument in (*node.args, *(argument for _, argument in node.kwargs)):
             # Graphs are large and most arguments are defined values: this saves a generator for each of them.
             if type(argument) is not ValueArg or argument.name not in defined:
                 yield from _check_argument(argument, defined, callable_below, location)
-        for name, _ in node.kwargs:
-            if not is_identifier(name):
-                yield "G1", location, f"the argument name {name[:80]!r} is not an identifier"
+        for keyword, _ in node.kwargs:
+            if not is_identifier(keyword):
+                yield "G1", location, f"the argument name {keyword[:80]!r} is not an identifier"
         yield from _check_node(node, location)
         for output in node.outputs:
             if output is not None:
@@ -211,7 +217,7 @@ def _check_indices(graph: Graph, node: Node, location: str) -> Iterator[BrokenRu
 def _check_node(node: Node, location: str) -> Iterator[BrokenRule]:
     if not node.unpack and len(node.outputs) > 1:
         yield "G8", location, "several outputs without unpack"
-    if node.kwargs and len({name for name, _ in node.kwargs}) != len(node.kwargs):
+    if node.kwargs and len({keyword for keyword, _ in node.kwargs}) != len(node.kwargs):
         yield "G8", location, "duplicate keyword argument"
     if min(node.cost.flops, node.cost.bytes) < 0:
         yield "G8", location, "a cost is negative"

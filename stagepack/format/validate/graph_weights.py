@@ -40,8 +40,10 @@ def check_graph_weights(weights: Iterable[Weight], defined: set[str]) -> Iterato
 
 def _check_layout(weight: Weight, location: str) -> Iterator[BrokenRule]:
     """Yield the problem of shape, strides and offset, if there is one."""
-    layout_integers = (*weight.shape, *(weight.strides or ()), weight.offset)
-    if len(weight.shape) > limits.RANK or not all(0 <= number <= limits.TENSOR_ELEMENTS for number in layout_integers):
+    layout_sizes = (*weight.shape, *(weight.strides or ()), weight.offset)
+    if len(weight.shape) > limits.RANK or not all(
+        0 <= layout_size <= limits.TENSOR_ELEMENTS for layout_size in layout_sizes
+    ):
         expected = f"expected at most {limits.RANK} dimensions, and sizes, strides and an offset"
         yield "G9", location, f"{expected} from 0 to {limits.TENSOR_ELEMENTS}"
     # A size of 0 counts as 1: torch multiplies the sizes before it, too.

@@ -160,7 +160,7 @@ def _check_edges(manifest: Manifest) -> Iterator[BrokenRule]:
 def _goes_forward(edge: Edge, stages: range) -> bool:
     """Whether producer and consumers exist, and ascend."""
     ends = (*(() if edge.producer is None else (edge.producer,)), *edge.consumers)
-    return all(end in stages for end in ends) and all(one < following for one, following in itertools.pairwise(ends))
+    return all(end in stages for end in ends) and all(earlier < later for earlier, later in itertools.pairwise(ends))
 
 
 def _check_signature_edges(manifest: Manifest) -> Iterator[BrokenRule]:
@@ -171,6 +171,6 @@ def _check_signature_edges(manifest: Manifest) -> Iterator[BrokenRule]:
         expected = f"the edges into the model are {format_names(input_edges)}"
         yield "T2", "signature", f"its parameters have the values {format_names(parameter_names)}, {expected}"
     edge_names = {edge.name for edge in manifest.edges}
-    for name in value_names(manifest.signature.result):
-        if name not in edge_names:
-            yield "T3", "signature", f"the result has the value {name[:80]!r}, which no edge carries"
+    for result_name in value_names(manifest.signature.result):
+        if result_name not in edge_names:
+            yield "T3", "signature", f"the result has the value {result_name[:80]!r}, which no edge carries"

@@ -17,13 +17,13 @@ DECIMAL_PATTERN = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
-def is_identifier(name: str) -> bool:
+def is_identifier(value_name: str) -> bool:
     """Whether a value may have this name: ASCII, not a Python keyword, not too long (G1)."""
-    well_formed = _IDENTIFIER_PATTERN.fullmatch(name) is not None and len(name) <= limits.NAME_CHARACTERS
-    return well_formed and not keyword.iskeyword(name)
+    well_formed = _IDENTIFIER_PATTERN.fullmatch(value_name) is not None and len(value_name) <= limits.NAME_CHARACTERS
+    return well_formed and not keyword.iskeyword(value_name)
 
 
-def is_tensor_name(name: str) -> bool:
+def is_tensor_name(tensor_name: str) -> bool:
     """Whether a tensor in a weight file may have this name (G9)."""
-    reserved = name.startswith(PADDING_PREFIX) or name == METADATA_KEY
-    return 0 < len(name) <= limits.NAME_CHARACTERS and not reserved
+    reserved = tensor_name.startswith(PADDING_PREFIX) or tensor_name == METADATA_KEY
+    return 0 < len(tensor_name) <= limits.NAME_CHARACTERS and not reserved

@@ -46,9 +46,9 @@ def check_onnx(
                 f"found bytes {tensor.offset} to {tensor.offset + tensor.length} of {tensor.location[:80]!r}"
             )
             yield Problem(rule="O4", where=file_name, message=message)
-    for domain, name in sorted(model.operators):
+    for domain, operator_name in sorted(model.operators):
         if domain not in ("", "ai.onnx"):
-            message = f"expected operators of ONNX, found {name[:80]!r} of the domain {domain[:80]!r}"
+            message = f"expected operators of ONNX, found {operator_name[:80]!r} of the domain {domain[:80]!r}"
             yield Problem(rule="O5", where=file_name, message=message)
 
 
@@ -59,13 +59,13 @@ def _is_inside_one(tensor: OnnxTensor, stored_tensors: Sequence[StoredTensor]) -
 
 
 def _boundary_differences(model: OnnxModel, stage: Stage, values: Mapping[str, Edge | Weight]) -> Iterator[str]:
-    expected_inputs = [*stage.inputs, *(STATE_PREFIX + name for name in stage.state)]
-    required_outputs = [*stage.outputs, *(NEXT_STATE_PREFIX + name for name in stage.state)]
+    expected_inputs = [*stage.inputs, *(STATE_PREFIX + weight_name for weight_name in stage.state)]
+    required_outputs = [*stage.outputs, *(NEXT_STATE_PREFIX + weight_name for weight_name in stage.state)]
     inputs, outputs = [value.name for value in model.inputs], [value.name for value in model.outputs]
     if inputs != expected_inputs:
         yield f"expected the inputs {format_names(expected_inputs)}, found {format_names(inputs)}"
     further_outputs = outputs[len(required_outputs) :]
-    allowed = {WRITTEN_PREFIX + name for name in stage.inputs}.issuperset(further_outputs)
+    allowed = {WRITTEN_PREFIX + input_name for input_name in stage.inputs}.issuperset(further_outputs)
     if outputs[: len(required_outputs)] != required_outputs or len(set(outputs)) < len(outputs) or not allowed:
         yield f"expected the outputs {format_names(required_outputs)}, found {format_names(outputs)}"
     for value in (*model.inputs, *model.outputs):

@@ -22,6 +22,6 @@ def raise_problems(problems: Iterable[Problem]) -> None:
         raise (LimitError if all(problem.rule.startswith("L") for problem in reported) else FormatError)(reported)
 
 
-def format_names(names: Sequence[object]) -> str:
+def format_names(listed_names: Sequence[object]) -> str:
     """Return the first names of a sequence as text, for a message."""
-    return ", ".join(str(name)[:80] for name in names[:9]) or "none"
+    return ", ".join(str(listed_name)[:80] for listed_name in listed_names[:9]) or "none"

@@ -21,8 +21,10 @@ def check_signature(signature: Signature, location: str) -> Iterator[BrokenRule]
         signature: a signature that `check_depth` finds no problem in.
         location: its location in the file.
     """
-    names = [parameter.name for parameter in signature.parameters]
-    if len(set(names)) != len(names) or any(len(name) > limits.NAME_CHARACTERS for name in names):
+    parameter_names = [parameter.name for parameter in signature.parameters]
+    if len(set(parameter_names)) != len(parameter_names) or any(
+        len(parameter_name) > limits.NAME_CHARACTERS for parameter_name in parameter_names
+    ):
         yield "T1", location, "duplicate parameter, or a name that is too long"
     positional = [parameter.positional for parameter in signature.parameters]
     if positional != sorted(positional, reverse=True):

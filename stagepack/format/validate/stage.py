@@ -32,7 +32,7 @@ def _differences(graph: Graph, stage: Stage, edges: Mapping[str, Edge]) -> Itera
     node_values = (value for node in graph.nodes for value in node.outputs if value is not None)
     types = {value.name: (value.dtype, value.shape, value.expr) for value in (*graph.inputs, *node_values)}
     types.update((weight.value, (weight.dtype, weight.shape, None)) for weight in graph.weights)
-    for name in (*stage.inputs, *stage.outputs):
-        edge, graph_type = edges.get(name), types.get(name)
+    for edge_name in (*stage.inputs, *stage.outputs):
+        edge, graph_type = edges.get(edge_name), types.get(edge_name)
         if edge is not None and graph_type not in (None, (edge.dtype, edge.shape, edge.expr)):
-            yield f"the value {name[:80]} has another dtype, shape or expr than its edge"
+            yield f"the value {edge_name[:80]} has another dtype, shape or expr than its edge"

@@ -14,9 +14,9 @@ def check_weights(
     """Yield the W7 problems of a stage.
 
     Args:
-        weights: The weights of the stage's graph.
-        headers: The name and the tensors of each weight file of the stage.
-        graph_name: The name of the graph file, for messages.
+        weights: the weights of the stage's graph.
+        headers: the name and the tensors of each weight file of the stage.
+        graph_name: the name of the graph file, for messages.
 
     Yields:
         One problem for each tensor that two files hold, and for each weight that does not fit its stored tensor.
