@@ -45,3 +45,9 @@ def test_the_container_does_not_run_as_root() -> None:
 def test_the_container_installs_extras_that_there_are() -> None:
     [extras] = re.findall(r'"\.\[(.+)\]"', (ROOT / "Dockerfile").read_text())
     assert set(extras.replace("$RUNTIME", "torch,onnxruntime").split(",")) <= EXTRAS.keys()
+
+
+def test_servers_install_what_the_generated_service_imports() -> None:
+    """`tritonclient.grpc` imports packages that only the extra `grpc` of tritonclient brings."""
+    for extra in ("serve", "triton"):
+        assert any(requirement.startswith("tritonclient[grpc]") for requirement in EXTRAS[extra])
