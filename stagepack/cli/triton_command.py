@@ -23,7 +23,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
-    from stagepack_serving.triton.models import Options as RepositoryOptions
+    from stagepack_serving.triton.options import RepositoryOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,16 +144,16 @@ def command(bundle_path: str, **arguments: Any) -> None:
         print_json(facts)
     else:
         print_line(f"wrote {', '.join(models)} into {options.out}")
-        print_line(f"clients call {repository_options.name}; {batching_text(max_batch, reason_without)}")
+        print_line(f"clients call {repository_options.model_name}; {batching_text(max_batch, reason_without)}")
 
 
 def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
     """Return the largest batch size, and if it is 1, the reason."""
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.protocol.batching import batch_limit  # noqa: PLC0415 - the same
-    from stagepack_serving.triton.models import why_alone  # noqa: PLC0415 - the same
+    from stagepack_serving.triton.batching import batching_obstacle  # noqa: PLC0415 - the same
 
-    reason = why_alone(bundle)
+    reason = batching_obstacle(bundle)
     if reason:
         return 1, reason
     with progress("running the example in batches"):
@@ -163,18 +163,17 @@ def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
 
 
 def _repository_options(bundle_path: str, options: _Options, max_batch: int) -> "RepositoryOptions":
-    from stagepack_serving.triton.models import BACKENDS  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.triton.models import Options as RepositoryOptions  # noqa: PLC0415 - the same
+    from stagepack_serving.triton.options import BACKENDS, RepositoryOptions  # noqa: PLC0415 - after the arguments are checked
 
     return RepositoryOptions(
-        name=options.model_name or default_model_name(bundle_path),
+        model_name=options.model_name or default_model_name(bundle_path),
         devices=options.devices,
         runtime=options.runtime,
         backend=options.backend or (options.runtime if options.runtime in BACKENDS else "python"),
-        batch=max_batch if max_batch > 1 else 0,
-        delay=options.batching_delay,
-        sequences=options.max_sequences,
-        idle=options.sequence_idle,
+        max_batch_size=max_batch if max_batch > 1 else 0,
+        batching_delay=options.batching_delay,
+        max_sequences=options.max_sequences,
+        sequence_idle=options.sequence_idle,
         allow_ops=options.allow_ops,
         imports=options.imports,
         copy=options.copy,

@@ -18,7 +18,7 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInsta
 import stagepack
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
-from stagepack_serving.triton.models import Options
+from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
 from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 
 def write(bundle: Bundle, out: Any, **options: Any) -> Any:
-    return write_repository(stagepack.open(bundle), out, Options(**({"name": "m"} | options)))
+    return write_repository(stagepack.open(bundle), out, RepositoryOptions(**({"model_name": "m"} | options)))
 
 
 def config(folder: Path) -> ModelConfig:
@@ -35,7 +35,7 @@ def config(folder: Path) -> ModelConfig:
 
 
 def test_a_model_a_stage_and_an_ensemble(bundles: Mapping[str, Path], tmp_path: Path) -> None:
-    names = write(bundles["skips"], tmp_path, batch=8, delay=0.01)
+    names = write(bundles["skips"], tmp_path, max_batch_size=8, batching_delay=0.01)
     assert names == ["m_stage_0", "m_stage_1", "m_stage_2", "m_results", "m"]
     assert sorted(os.listdir(tmp_path)) == sorted(names)
     second = config(tmp_path / "m_stage_1")
@@ -73,20 +73,24 @@ def test_no_links_to_another_file_system(bundles: Mapping[str, Path], tmp_path: 
 
 
 def test_other_models_of_the_repository_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
-    write(bundles["half"], tmp_path, name="one")
-    write(bundles["half"], tmp_path, name="two")
+    write(bundles["half"], tmp_path, model_name="one")
+    write(bundles["half"], tmp_path, model_name="two")
     with pytest.raises(OutputExistsError, match="one: exists already"):
-        write(bundles["half"], tmp_path, name="one")
-    names = write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="one"), overwrite=True)
+        write(bundles["half"], tmp_path, model_name="one")
+    names = write_repository(
+        stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="one"), overwrite=True
+    )
     two = {"two_stage_0", "two_stage_1", "two"}
     assert set(os.listdir(tmp_path)) == {*names, *two}
-    write(bundles["skips"], tmp_path, name="three")
-    write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="three"), overwrite=True)
+    write(bundles["skips"], tmp_path, model_name="three")
+    write_repository(stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="three"), overwrite=True)
     assert set(os.listdir(tmp_path)) == {*names, *two, "three_stage_0", "three_stage_1", "three"}
     (tmp_path / "four").mkdir()
     (tmp_path / "four" / "config.pbtxt").write_text('name: "four"')
     with pytest.raises(OutputExistsError, match="not written by stagepack"):
-        write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="four"), overwrite=True)
+        write_repository(
+            stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="four"), overwrite=True
+        )
 
 
 @pytest.mark.parametrize("failing", range(1, 9))
@@ -94,7 +98,7 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(
     bundles: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Any
 ) -> None:
     """Five models make room for three: one of the eight renames fails."""
-    write(bundles["skips"], tmp_path, name="one")
+    write(bundles["skips"], tmp_path, model_name="one")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     rename, number = Path.rename, itertools.count(1)
 
@@ -105,13 +109,13 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(
 
     monkeypatch.setattr(Path, "rename", failing_rename)
     with pytest.raises(WriteError, match="busy"):
-        write_repository(stagepack.open(bundles["half"]), tmp_path, Options(name="one"), overwrite=True)
+        write_repository(stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="one"), overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_repository_in_the_bundle(bundles: Mapping[str, Path]) -> None:
     for folder in (bundles["half"], bundles["half"] / "models"):
-        with pytest.raises(InputError, match="a bundle holds no models"):
+        with pytest.raises(InputError, match="cannot contain a model repository"):
             write(bundles["half"], folder)
     stagepack.open(bundles["half"]).verify()
 
@@ -142,7 +146,7 @@ def test_tritons_onnxruntime_backend_finds_what_it_needs(
     bundles: Mapping[str, Path], pipes: Mapping[str, Any], tmp_path: Path
 ) -> None:
     """The backend makes a session of the file that the configuration names, by its path, and wants the names and types there."""
-    write(bundles["skips"], tmp_path, runtime="onnxruntime", backend="onnxruntime", batch=8)
+    write(bundles["skips"], tmp_path, runtime="onnxruntime", backend="onnxruntime", max_batch_size=8)
     given = {"x": numpy.ones((2, 8), "float32"), "weight": numpy.ones((2, 1), "float32")}
     values = dict(given)
     for number in range(3):
@@ -185,7 +189,7 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "batches of up to 32" in done.stdout
-    write(bundles["singles"], tmp_path / "repository", name="singles")
+    write(bundles["singles"], tmp_path / "repository", model_name="singles")
     (tmp_path / "triton").mkdir()
     with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
         client = Client("grpc", server)
@@ -225,7 +229,7 @@ def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     for arguments, says in (
         ([bundles["together"]], "the answer to the recorded example depends on the rest of its batch"),
         ([bundles["counting"]], "the model keeps state between calls"),
-        ([bundles["singles"]], "weight has no dimension but the rows"),
+        ([bundles["singles"]], "weight has no dimension besides the batch dimension"),
         ([bundles["half"], "--max-batch", "1"], "no batching"),
         ([bundles["half"], "--name", "other", "--no-check"], "batches of up to 32"),
     ):

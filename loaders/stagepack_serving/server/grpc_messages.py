@@ -85,8 +85,8 @@ def _decode_input(message: Any, raw_content: bytes | None) -> InferenceTensor:
         raise RequestError(
             RequestStatus.BAD_REQUEST, f"{message.name}: expected raw contents for the datatype {message.datatype!r}"
         )
-    numbers = list(getattr(message.contents, field_name))
-    return tensor_from_numbers(message.name, message.datatype, message.shape, lambda _: numbers)
+    typed_numbers = list(getattr(message.contents, field_name))
+    return tensor_from_numbers(message.name, message.datatype, message.shape, lambda _: typed_numbers)
 
 
 def _parameter_value(parameter: Any) -> Any:

@@ -62,19 +62,23 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
         responses: asyncio.Queue[Any] = asyncio.Queue()
         # Bounds the requests whose answers are not sent yet.
-        places = asyncio.Semaphore(self._models.limits.max_pending_requests)
-        reading = asyncio.create_task(self._answer_stream(requests, responses, places, context))
+        unsent_answers = asyncio.Semaphore(self._models.limits.max_pending_requests)
+        reading = asyncio.create_task(self._answer_stream(requests, responses, unsent_answers, context))
         reading.add_done_callback(lambda _: responses.put_nowait(None))
         try:
             while (response := await responses.get()) is not None:
                 yield response
-                places.release()
+                unsent_answers.release()
             await reading
         finally:
             reading.cancel()
 
     async def _answer_stream(
-        self, requests: AsyncIterator[Any], responses: asyncio.Queue[Any], places: asyncio.Semaphore, context: Any
+        self,
+        requests: AsyncIterator[Any],
+        responses: asyncio.Queue[Any],
+        unsent_answers: asyncio.Semaphore,
+        context: Any,
     ) -> None:
         """Answer the requests of a stream at the same time, so that they can be batched."""
 
@@ -88,7 +92,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
 
         async with asyncio.TaskGroup() as running:
             async for request in _until_stopping(self._models.stopping, requests):
-                await places.acquire()
+                await unsent_answers.acquire()
                 running.create_task(answer(request))
 
     async def _find_model(self, request: Any, context: Any) -> ServedModel:

@@ -88,7 +88,7 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._models = models
-        body_headers = {name for name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
+        body_headers = {header_name for header_name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
         self._is_received = not body_headers
         # A request with both headers may be two requests to a proxy before this server: RFC 9112, section 6.3.
         self._must_close = exceeds_limit or len(body_headers) == 2

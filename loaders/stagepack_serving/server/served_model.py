@@ -17,6 +17,7 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.batching import batch_limit
 from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.protocol.stage_errors import failure_message
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
@@ -24,9 +25,9 @@ from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metadata import model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import timeout_parameter
-from stagepack_serving.server.runner import StageRunner
 from stagepack_serving.server.scheduler import QueuedCall, Scheduler
 from stagepack_serving.server.sequences import SequenceTable
+from stagepack_serving.server.stage_runner import StageRunner
 
 _LOG = logging.getLogger("stagepack.serve")
 
@@ -215,9 +216,7 @@ class ServedModel:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         except Exception as error:
             _LOG.warning("%s: the model failed: %s: %s", self.name, type(error).__name__, error)
-            # Only the first line: what follows may be a native stack trace with paths of this machine.
-            summary = str(error).partition("\n")[0]
-            message = f"{self.name}: the model failed: {type(error).__name__}: {summary}"
+            message = f"{self.name}: {failure_message(error)}"
             raise RequestError(RequestStatus.MODEL_FAILED, message) from error
 
     def _record_batch(self, calls: Sequence[QueuedCall]) -> None:

@@ -1,1 +1,1 @@
-"""A bundle as a model repository of NVIDIA Triton, and what runs in its Python backend."""
+"""A bundle as a model repository of NVIDIA Triton, and the models that run in Triton's Python backend."""

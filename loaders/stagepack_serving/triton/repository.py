@@ -1,4 +1,4 @@
-"""A bundle -> a Triton model repository: one model a stage, and an ensemble that wires them.
+"""Writes a bundle into a model repository of Triton: one model for each stage, and an ensemble that connects them.
 
 Source: https://github.com/triton-inference-server/server, docs/user_guide/model_repository.md.
 """
@@ -16,99 +16,127 @@ from google.protobuf import text_format
 
 from stagepack.errors import InputError, OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
-from stagepack_serving.triton.models import Model, Options, models_of
+from stagepack_serving.triton.ensemble import ensemble_models
+from stagepack_serving.triton.options import RepositoryOptions
+from stagepack_serving.triton.triton_model import TritonModel
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
-# How a configuration that is written here begins.
-_HEAD: Final = "# Written by stagepack.\n"
+# The first line of every configuration that this module writes.
+_CONFIG_MARKER: Final = "# Written by stagepack.\n"
 
-# The code of a model in the Python backend: what the server imports it from must be installed for its Python.
-_CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_serving.triton.{module} import TritonPythonModel as TritonPythonModel\n'
+# The code of a model in the Python backend. The Python of the server must have stagepack installed.
+_MODEL_CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_serving.triton.{module} import TritonPythonModel as TritonPythonModel\n'
 
 
 def write_repository(
-    bundle: Bundle, out: str | os.PathLike[str], options: Options, *, overwrite: bool = False
+    bundle: Bundle, out: str | os.PathLike[str], options: RepositoryOptions, *, overwrite: bool = False
 ) -> list[str]:
-    """Write the models of a bundle into a model repository, which may hold others already; return their names, the ensemble last.
+    """Write the models of a bundle into a model repository.
 
-    Each model is a folder of its own: it holds the files of its stage, and the manifest.
+    Each model is a folder with its configuration, the manifest, and the files of its stage. All models appear together: an error leaves
+    the repository as it was.
+
+    Args:
+        bundle: the bundle.
+        out: the repository, which may hold other models. It is created if it does not exist.
+        options: how the models run.
+        overwrite: replace the models that stagepack wrote for an ensemble of the same name.
+
+    Returns:
+        The names of the models, the ensemble last.
 
     Raises:
-        InputError: the name is not one for a folder, or the repository would lie in the bundle.
-        OutputExistsError: the repository holds a model of one of these names, and `overwrite` is false.
-        WriteError: the folder cannot be written, or takes no links to the bundle's files.
-        DeviceError: a device is none of Triton's, or there are more devices than stages.
-        OperatorError: Triton's ONNX Runtime cannot run a stage.
+        InputError: the model name is not a valid folder name, or the repository is inside the bundle.
+        OutputExistsError: a model of that name exists, and `overwrite` is false or stagepack did not write it.
+        WriteError: a file cannot be written, or the file system does not allow a hard link to the bundle.
+        DeviceError: Triton has no such device, or there are more devices than stages.
+        OperatorError: the runtime or the backend cannot run a stage.
         DigestError: a file of the bundle is damaged.
     """
-    if not _NAME.fullmatch(options.name):
-        raise InputError(f"expected a name of letters, digits, '_', '-' and '.', found {options.name!r}")
+    if not _MODEL_NAME.fullmatch(options.model_name):
+        raise InputError(f"expected a name of letters, digits, '_', '-' and '.', found {options.model_name!r}")
     root = Path(out)
     if bundle.path.resolve() in (root.resolve(), *root.resolve().parents):
-        raise InputError(f"{root}: a bundle holds no models: choose another folder")
+        raise InputError(f"{root}: a bundle cannot contain a model repository: choose another folder")
     bundle.check_digests(bundle.files)
-    models = models_of(bundle, options)
-    names = [model.config.name for model in models]
-    old = [path for path in sorted(root.glob(f"{options.name}*")) if _is_of(path.name, options.name)]
-    if old and not overwrite:
-        raise OutputExistsError(
-            f"{old[0]}: exists already: choose another name (--name), or overwrite all models of this one (--overwrite)"
-        )
-    if foreign := [path for path in old if not _is_ours(path)]:
-        raise OutputExistsError(
-            f"{foreign[0]}: was not written by stagepack, so it is not overwritten: choose another name"
-        )
-    part = root / f".{secrets.token_hex(4)}.part"
+    models = ensemble_models(bundle, options)
+    old_folders = _find_old_models(root, options.model_name, overwrite=overwrite)
+    temporary = root / f".{secrets.token_hex(4)}.part"
     try:
         for model in models:
-            _write(bundle, part / "new" / model.config.name, model, copy=options.copy)
-        (part / "old").mkdir()
-        _rename(
-            [(path, part / "old" / path.name) for path in old] + [(part / "new" / name, root / name) for name in names]
-        )
+            _write_model(bundle, temporary / "new" / model.config.name, model, copy=options.copy)
+        (temporary / "old").mkdir()
+        moves = [(folder, temporary / "old" / folder.name) for folder in old_folders]
+        moves += [(temporary / "new" / model.config.name, root / model.config.name) for model in models]
+        _rename_all(moves)
     except OSError as error:
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return names
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [model.config.name for model in models]
 
 
-def _rename(pairs: Sequence[tuple[Path, Path]]) -> None:
-    """Rename all of these, or none."""
-    with contextlib.ExitStack() as back:
-        for source, target in pairs:
-            source.rename(target)
-            back.callback(target.rename, source)
-        back.pop_all()
+def _find_old_models(root: Path, ensemble_name: str, *, overwrite: bool) -> list[Path]:
+    """The models that are replaced.
+
+    Raises:
+        OutputExistsError: there are some, and `overwrite` is false or stagepack did not write them.
+    """
+    folders = [folder for folder in sorted(root.glob(f"{ensemble_name}*")) if _belongs_to(folder.name, ensemble_name)]
+    if folders and not overwrite:
+        raise OutputExistsError(
+            f"{folders[0]}: exists already: choose another name (--name), or replace all its models (--overwrite)"
+        )
+    for folder in folders:
+        if not _is_written_by_stagepack(folder):
+            raise OutputExistsError(
+                f"{folder}: was not written by stagepack, and is not overwritten: choose another name (--name)"
+            )
+    return folders
 
 
-def _is_of(name: str, ensemble: str) -> bool:
-    """Whether a name is that of an ensemble or of a model that it wires."""
-    return re.fullmatch(r"(_stage_\d+|_results)?", name[len(ensemble) :]) is not None
+def _belongs_to(model_name: str, ensemble_name: str) -> bool:
+    """Whether a model is the ensemble or one of its parts."""
+    return re.fullmatch(r"(_stage_\d+|_results)?", model_name[len(ensemble_name) :]) is not None
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_written_by_stagepack(folder: Path) -> bool:
     config = folder / "config.pbtxt"
-    return config.is_file() and config.read_text(encoding="utf-8").startswith(_HEAD)
+    return config.is_file() and config.read_text(encoding="utf-8").startswith(_CONFIG_MARKER)
 
 
-def _write(bundle: Bundle, folder: Path, model: Model, *, copy: bool) -> None:
-    version = folder / "1"
-    version.mkdir(parents=True)
-    text = text_format.MessageToString(model.config)
-    (folder / "config.pbtxt").write_text(_HEAD + text, encoding="utf-8")
-    if model.module is not None:
-        (version / "model.py").write_text(_CODE.format(module=model.module), encoding="utf-8")
+def _rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Rename all sources to their targets, or none."""
+    with contextlib.ExitStack() as undo:
+        for source, target in moves:
+            source.rename(target)
+            undo.callback(target.rename, source)
+        undo.pop_all()
+
+
+def _write_model(bundle: Bundle, folder: Path, model: TritonModel, *, copy: bool) -> None:
+    version_folder = folder / "1"
+    version_folder.mkdir(parents=True)
+    config_text = _CONFIG_MARKER + text_format.MessageToString(model.config)
+    (folder / "config.pbtxt").write_text(config_text, encoding="utf-8")
+    if model.python_module is not None:
+        code = _MODEL_CODE.format(module=model.python_module)
+        (version_folder / "model.py").write_text(code, encoding="utf-8")
     else:
-        (version / ".keep").touch()  # stores of objects know no empty folders, and Triton wants this one
-    for name in model.files:
-        if copy:
-            shutil.copyfile(bundle.path / name, version / name)
-            continue
-        try:
-            os.link(bundle.path / name, version / name)
-        except OSError as error:
-            raise WriteError(
-                f"{version / name}: no link to the bundle's file can be made there ({error.strerror}): copy the files (--copy)"
-            ) from None
+        # Triton requires the folder, and object stores do not keep empty ones.
+        (version_folder / ".keep").touch()
+    for file_name in model.file_names:
+        _add_file(bundle.path / file_name, version_folder / file_name, copy=copy)
+
+
+def _add_file(source: Path, target: Path, *, copy: bool) -> None:
+    if copy:
+        shutil.copyfile(source, target)
+        return
+    try:
+        os.link(source, target)
+    except OSError as error:
+        raise WriteError(
+            f"{target}: cannot create a hard link to the bundle's file ({error.strerror}): copy the files instead (--copy)"
+        ) from None

@@ -1,4 +1,7 @@
-"""Results that a Triton ensemble cannot give out itself: copies of stages' outputs and of inputs, in the Python backend."""
+"""The model that returns what a Triton ensemble cannot return itself: copies of inputs, and outputs under a second name.
+
+It runs in Triton's Python backend, https://github.com/triton-inference-server/python_backend.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,17 +11,37 @@ import triton_python_backend_utils as triton
 
 
 class TritonPythonModel:
-    """Gives each output the content of the input that its parameter names."""
+    """Copies inputs to outputs; Triton requires the name of the class and of its methods."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Read the configuration that `stagepack_serving.triton.models` wrote."""
+        """Read which input each output is a copy of.
+
+        Args:
+            args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.ensemble` built, as JSON.
+        """
         config = json.loads(args["model_config"])
-        self._sources = {name: value["string_value"] for name, value in config["parameters"].items()}
+        self._input_of_output = {
+            output_name: parameter["string_value"] for output_name, parameter in config["parameters"].items()
+        }
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Copy what each request brings."""
-        return [triton.InferenceResponse(output_tensors=self._copies(request)) for request in requests]
+        """Answer requests.
 
-    def _copies(self, request: Any) -> list[Any]:
-        given = {source: triton.get_input_tensor_by_name(request, source) for source in self._sources.values()}
-        return [triton.Tensor.from_dlpack(name, given[source].to_dlpack()) for name, source in self._sources.items()]
+        Args:
+            requests: requests of Triton.
+
+        Returns:
+            A response to each request, in their order.
+        """
+        return [triton.InferenceResponse(output_tensors=self._copy_tensors(request)) for request in requests]
+
+    def _copy_tensors(self, request: Any) -> list[Any]:
+        inputs = {
+            input_name: triton.get_input_tensor_by_name(request, input_name)
+            for input_name in self._input_of_output.values()
+        }
+        # pb_utils.Tensor(name, ndarray) returns an empty tensor with numpy 2.4; from_dlpack does not.
+        return [
+            triton.Tensor.from_dlpack(output_name, inputs[input_name].to_dlpack())
+            for output_name, input_name in self._input_of_output.items()
+        ]

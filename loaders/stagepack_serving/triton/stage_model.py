@@ -1,14 +1,10 @@
-"""A stage in Triton's Python backend.
-
-Source: https://github.com/triton-inference-server/python_backend. Triton calls `initialize` once for each instance, with the
-configuration that `stagepack_serving.triton.models` wrote, then `execute` with the requests that it takes as one batch.
-"""
+"""The model of a stage in Triton's Python backend, https://github.com/triton-inference-server/python_backend."""
 
 import importlib
 import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,139 +18,156 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.preparation import prepare_stage
 from stagepack_loaders.registry import find_runtime
 from stagepack_serving.protocol.interface import InterfaceTensor
-from stagepack_serving.protocol.value_errors import raises_input_errors
+from stagepack_serving.protocol.stage_errors import failure_message, raises_input_errors
 
 
 class TritonPythonModel:
-    """One instance of a stage."""
+    """One instance of a stage; Triton requires the name of the class and of its methods."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the stage, on the device of the instance."""
+        """Load the stage on the device of the instance.
+
+        Args:
+            args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.stages` built, as JSON.
+
+        Raises:
+            StagepackError: the stage cannot be loaded; see `stagepack.load_stage`.
+        """
         config = json.loads(args["model_config"])
-        options = {name: value["string_value"] for name, value in config["parameters"].items()}
-        for module in filter(None, options["imports"].split(",")):
-            importlib.import_module(module)
+        parameters = {
+            parameter_name: parameter["string_value"] for parameter_name, parameter in config["parameters"].items()
+        }
+        for module_name in filter(None, parameters["imports"].split(",")):
+            importlib.import_module(module_name)
         bundle = Bundle(Path(args["model_repository"]) / args["model_version"])
-        self._number = number = int(options["stage"])
-        device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
-        allowed = list(filter(None, options["allow_ops"].split(",")))
-        # Triton hands on bytes in order: what came from another stage has lost its strides.
-        prepare_options = PrepareOptions(allow_ops=allowed, dense_inputs=True)
-        prepared = prepare_stage(bundle, number, device, options["runtime"], prepare_options)
-        self._stage: Any = prepared.finish(verify=True)
-        self._runtime = find_runtime(options["runtime"])
+        self._stage_number = int(parameters["stage"])
+        self._runtime = find_runtime(parameters["runtime"])
         self._arrays = self._runtime.arrays
-        edges = {edge.name: edge for edge in bundle.edges}
-        entry = bundle.stages[number]
-        self._symbols = bundle.manifest.symbols
-        self._inputs = [InterfaceTensor(name=name, edge=edges[name]) for name in entry.inputs]
-        self._outputs = [InterfaceTensor(name=name, edge=edges[name]) for name in entry.outputs]
-        self._batches = config["max_batch_size"] > 0
-        self._stateful = bool(entry.state)
-        oldest = config.get("sequence_batching", {}).get("oldest", {})
-        self._most = int(oldest.get("max_candidate_sequences", 1))
-        self._states: OrderedDict[Any, Any] = OrderedDict()
+        device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
+        allow_ops = list(filter(None, parameters["allow_ops"].split(",")))
+        # Triton passes contiguous tensors between models: strides of the capture are lost.
+        options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True)
+        prepared_stage = prepare_stage(bundle, self._stage_number, device, self._runtime.name, options)
+        self._loaded_stage: Any = prepared_stage.finish(verify=True)
+        self._read_interface(bundle)
+        self._is_batched = config["max_batch_size"] > 0
+        oldest_strategy = config.get("sequence_batching", {}).get("oldest", {})
+        self._max_sequences = int(oldest_strategy.get("max_candidate_sequences", 1))
+        self._state_of_sequence: OrderedDict[Any, Any] = OrderedDict()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer the requests, those of one shape as one batch."""
-        answers: list[Any] = [None] * len(requests)
-        groups: dict[Any, list[int]] = {}
-        given: list[list[Any]] = []
-        for number, request in enumerate(requests):
-            try:
-                given.append(self._read(request))
-            except StagepackError as error:
-                given.append([])
-                answers[number] = _refusal(error)
-            else:
-                kind = tuple(tuple(value.shape[1:]) for value in given[-1]) if self._batches else number
-                groups.setdefault(kind, []).append(number)
-        for numbers in groups.values():
-            for number, answer in zip(
-                numbers, self._run([given[number] for number in numbers], requests[numbers[0]]), strict=True
-            ):
-                answers[number] = answer
-        return answers
+        """Answer requests. Those with equal input shapes, but for the batch dimension, run as one batch.
 
-    def _read(self, request: Any) -> list[Any]:
+        Args:
+            requests: requests of Triton.
+
+        Returns:
+            A response to each request, in their order.
+        """
+        responses: list[Any] = [None] * len(requests)
+        inputs: dict[int, list[Any]] = {}
+        groups: dict[Hashable, list[int]] = {}
+        for position, request in enumerate(requests):
+            try:
+                values = self._read_inputs(request)
+            except StagepackError as error:
+                responses[position] = _error_response(error)
+                continue
+            inputs[position] = values
+            group_key = tuple(tuple(value.shape[1:]) for value in values) if self._is_batched else position
+            groups.setdefault(group_key, []).append(position)
+        for positions in groups.values():
+            group_inputs = [inputs[position] for position in positions]
+            group_responses = self._answer(group_inputs, requests[positions[0]])
+            for position, response in zip(positions, group_responses, strict=True):
+                responses[position] = response
+        return responses
+
+    def _read_interface(self, bundle: Bundle) -> None:
+        stage = bundle.stages[self._stage_number]
+        edges = {edge.name: edge for edge in bundle.edges}
+        self._symbols = bundle.manifest.symbols
+        self._inputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.inputs]
+        self._outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]
+        self._has_state = bool(stage.state)
+
+    def _read_inputs(self, request: Any) -> list[Any]:
         """The inputs of a request as the stage takes them.
 
         Raises:
-            InputError: they do not fit the bundle.
+            InputError: they violate the boundary contract.
         """
-        values, bound = [], {}
-        for spec in self._inputs:
-            tensor = triton.get_input_tensor_by_name(request, spec.name)
-            spec.edge_shape(tuple(tensor.shape()))
-            # A copy lies where tensors do, so that each kernel adds in the order in which it does elsewhere.
-            value = self._arrays.from_elements(tensor, spec.edge)
-            values.append(value if spec.edge.dtype in SCALAR_DTYPES else self._arrays.copy(value))
-            bound[spec.name] = BoundArgument(spec.name, values[-1])
-        check_values([spec.edge for spec in self._inputs], bound, self._symbols)
+        values, arguments = [], {}
+        for tensor in self._inputs:
+            triton_tensor = triton.get_input_tensor_by_name(request, tensor.name)
+            tensor.edge_shape(tuple(triton_tensor.shape()))
+            value = self._arrays.from_elements(triton_tensor, tensor.edge)
+            if tensor.edge.dtype not in SCALAR_DTYPES:
+                # Memory that the runtime allocates is aligned as elsewhere, so that kernels add in the same order.
+                value = self._arrays.copy(value)
+            values.append(value)
+            arguments[tensor.name] = BoundArgument(tensor.name, value)
+        check_values([tensor.edge for tensor in self._inputs], arguments, self._symbols)
         return values
 
-    def _run(self, given: Sequence[Sequence[Any]], first: Any) -> list[Any]:
-        """Run the stage on the inputs of one request, or of several as one batch."""
+    def _answer(self, group_inputs: Sequence[Sequence[Any]], first_request: Any) -> list[Any]:
+        """Run the stage on the inputs of one request, or of several as one batch. Return a response to each."""
         try:
-            joined = (
-                list(given[0])
-                if len(given) == 1
-                else [self._arrays.join(values) for values in zip(*given, strict=True)]
-            )
+            inputs = list(group_inputs[0]) if len(group_inputs) == 1 else self._concatenate(group_inputs)
             with self._runtime.inference():
-                outputs = self._with_state(joined, first) if self._stateful else self._run_stage(joined)
-        except Exception as error:  # noqa: BLE001 - whatever the model raises is told to whoever called it
-            if len(given) > 1:  # the inputs of one request must not fail the others
-                return [answer for values in given for answer in self._run([values], first)]
-            return [_refusal(error)]
-        elements = [
-            (spec.name, self._arrays.device_elements(value, spec.edge.dtype))
-            for spec, value in zip(self._outputs, outputs, strict=True)
-        ]
-        if len(given) == 1:
-            return [_answer(elements)]
-        ends = list(itertools.accumulate(len(values[0]) for values in given))
-        starts = [0, *ends[:-1]]
+                values = self._run_sequence(inputs, first_request) if self._has_state else self._run_stage(inputs)
+        except Exception as error:  # noqa: BLE001 - the client gets any error that the model raises
+            if len(group_inputs) > 1:  # Run each request alone, so that the inputs of one do not fail the others.
+                return [response for inputs in group_inputs for response in self._answer([inputs], first_request)]
+            return [_error_response(error)]
+        outputs = {
+            tensor.name: self._arrays.device_elements(value, tensor.edge.dtype)
+            for tensor, value in zip(self._outputs, values, strict=True)
+        }
+        if len(group_inputs) == 1:
+            return [_output_response(outputs)]
+        end_positions = list(itertools.accumulate(len(inputs[0]) for inputs in group_inputs))
         return [
-            _answer([(name, array[start:end]) for name, array in elements])
-            for start, end in zip(starts, ends, strict=True)
+            _output_response({output_name: elements[start:end] for output_name, elements in outputs.items()})
+            for start, end in zip([0, *end_positions[:-1]], end_positions, strict=True)
         ]
 
-    def _run_stage(self, values: list[Any]) -> tuple[Any, ...]:
-        with raises_input_errors(self._number):
-            outputs: tuple[Any, ...] = self._stage.run(values)
-        return outputs
+    def _concatenate(self, group_inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        return [self._arrays.join(arrays) for arrays in zip(*group_inputs, strict=True)]
 
-    def _with_state(self, values: list[Any], request: Any) -> tuple[Any, ...]:
-        """Run the stage on what its sequence of calls has written. Triton sends no call of a sequence that did not start."""
-        name, flags = request.correlation_id(), request.flags()
+    def _run_stage(self, inputs: list[Any]) -> tuple[Any, ...]:
+        with raises_input_errors(self._stage_number):
+            values: tuple[Any, ...] = self._loaded_stage.run(inputs)
+        return values
+
+    def _run_sequence(self, inputs: list[Any], request: Any) -> tuple[Any, ...]:
+        """Run the stage with the state of the request's sequence. Triton refuses requests of sequences that did not start."""
+        sequence_id, flags = request.correlation_id(), request.flags()
         if flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
-            self._states[name] = self._stage.fresh_state()
-        if name not in self._states:
-            raise InputError(f"the state of the sequence {name!r} is gone: begin it anew")
-        # Taken out, so that what a call leaves half written when it fails is of no use to the next one.
-        held = self._stage.swap_state(self._states.pop(name))
+            self._state_of_sequence[sequence_id] = self._loaded_stage.fresh_state()
+        if sequence_id not in self._state_of_sequence:
+            raise InputError(f"the state of the sequence {sequence_id!r} was evicted: start the sequence again")
+        # Removed while it runs: a call that fails may leave the state half written.
+        previous_state = self._loaded_stage.swap_state(self._state_of_sequence.pop(sequence_id))
         try:
-            outputs = self._run_stage(values)
+            values = self._run_stage(inputs)
         finally:
-            state = self._stage.swap_state(held)
+            sequence_state = self._loaded_stage.swap_state(previous_state)
         if not flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
-            self._states[name] = state
-            while len(self._states) > self._most:  # those that Triton found idle, of which it says nothing
-                self._states.popitem(last=False)
-        return outputs
+            self._state_of_sequence[sequence_id] = sequence_state
+            while len(self._state_of_sequence) > self._max_sequences:  # Triton does not tell when it evicts a sequence.
+                self._state_of_sequence.popitem(last=False)
+        return values
 
 
-def _answer(elements: Sequence[tuple[str, Any]]) -> Any:
-    """An answer of these outputs."""
-    return triton.InferenceResponse(output_tensors=[triton.Tensor.from_dlpack(*pair) for pair in elements])
+def _output_response(outputs: Mapping[str, Any]) -> Any:
+    tensors = [triton.Tensor.from_dlpack(output_name, elements) for output_name, elements in outputs.items()]
+    return triton.InferenceResponse(output_tensors=tensors)
 
 
-def _refusal(error: Exception) -> Any:
-    """An answer that says why there is none."""
+def _error_response(error: Exception) -> Any:
     if isinstance(error, StagepackError):
-        said = triton.TritonError(str(error), triton.TritonError.INVALID_ARG)
+        triton_error = triton.TritonError(str(error), triton.TritonError.INVALID_ARG)
     else:
-        message = f"the model fails on these inputs: {type(error).__name__}: {error}"
-        said = triton.TritonError(message, triton.TritonError.INTERNAL)
-    return triton.InferenceResponse(output_tensors=[], error=said)
+        triton_error = triton.TritonError(failure_message(error), triton.TritonError.INTERNAL)
+    return triton.InferenceResponse(output_tensors=[], error=triton_error)

@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack.errors import InputError
-from stagepack_serving.protocol.value_errors import raises_input_errors
+from stagepack_serving.protocol.stage_errors import raises_input_errors
 from tests.serve.servers import Client, Server, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")

@@ -1,7 +1,8 @@
-"""Errors that the values of a request cause in a stage, such as a token number outside the vocabulary.
+"""Errors that a stage raises on the inputs of a request: whether the client or the server has to correct them.
 
-The client can correct them, so each protocol reports them as an invalid argument; any other error of a stage is the server's. Torch and
-ONNX Runtime have no common class for them: torch raises `IndexError` or, like ONNX Runtime, `RuntimeError` with one of the messages below.
+Values that are out of range, such as a token id outside the vocabulary, are an invalid argument of the client. Torch and ONNX Runtime
+have no common class for them: torch raises `IndexError` or, like ONNX Runtime, `RuntimeError` with one of the messages below. Any other
+error of a stage is a failure of the server.
 """
 
 import contextlib
@@ -49,10 +50,26 @@ def raises_input_errors(stage_number: int) -> Iterator[None]:
         raise InputError(f"an input value is out of range in stage {stage_number}: {message}") from error
 
 
+def failure_message(error: Exception) -> str:
+    """Describe an error of a stage that is a failure of the server, for the client.
+
+    Args:
+        error: the error.
+
+    Returns:
+        Its class and the first line of its message: what follows may be a native stack trace with paths of this machine.
+    """
+    return f"the model failed: {type(error).__name__}: {_first_line(str(error))}"
+
+
 def _out_of_range_message(error: Exception) -> str | None:
     """The first line of the message from where it names the value; None if the error has another cause."""
     message = str(error)
     match = _OUT_OF_RANGE.search(message)
     if match is None and not isinstance(error, IndexError):
         return None
-    return message[match.start() if match else 0 :].partition("\n")[0]
+    return _first_line(message[match.start() :] if match else message)
+
+
+def _first_line(message: str) -> str:
+    return message.partition("\n")[0]

@@ -1,0 +1,102 @@
+"""Runs the stages of a loaded bundle for the scheduler."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+
+from stagepack_loaders.elements import Array
+from stagepack_loaders.exchange import to_elements
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.protocol.stage_errors import raises_input_errors
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.sequences import RequestSequence
+
+
+class StageRunner:
+    """Runs a pipeline stage by stage on the arrays of requests. Implements `BatchRunner`."""
+
+    def __init__(self, model_name: str, pipeline: Pipeline, interface: Interface, metrics: Metrics) -> None:
+        """Create the runner of a model.
+
+        Args:
+            model_name: the name of the model, for the metrics.
+            pipeline: the loaded bundle.
+            interface: the inputs and outputs of the bundle.
+            metrics: the metrics of the server.
+        """
+        self._pipeline = pipeline
+        self._interface = interface
+        self._stage_seconds = [
+            metrics.stage_seconds.labels(model_name, str(stage_number)) for stage_number in range(len(pipeline.stages))
+        ]
+
+    def begin(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
+        """Convert the inputs of a batch to the values that the first stage starts from.
+
+        Args:
+            inputs: the input arrays by name.
+
+        Returns:
+            The values by edge name.
+        """
+        arrays = self._pipeline.arrays
+        return {
+            input_name: arrays.from_elements(array, self._interface.inputs[input_name].edge)
+            for input_name, array in inputs.items()
+        }
+
+    def run_stage(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None) -> None:
+        """Run a stage, and wait until its device has finished.
+
+        Args:
+            stage_number: the stage.
+            values: the values by edge name; the outputs of the stage are added, values that no later stage needs are removed.
+            sequence: the sequence whose state the stage uses and updates; None for a model without state.
+
+        Raises:
+            InputError: the stage cannot use the values of the inputs.
+        """
+        runtime = self._pipeline.runtimes[stage_number]
+        start_time = time.perf_counter()
+        with runtime.inference():
+            if sequence is None:
+                self._run_stage(stage_number, values)
+            else:
+                self._run_stage_of_sequence(stage_number, values, sequence)
+            runtime.wait(self._pipeline.stages[stage_number].device)
+        self._stage_seconds[stage_number].observe(time.perf_counter() - start_time)
+
+    def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
+        """Convert the values after the last stage to the outputs of a batch.
+
+        Args:
+            values: the values by edge name.
+            sequence: the sequence that the batch belongs to.
+
+        Returns:
+            The output arrays by name. Those of a sequence are copies: a value may be a view of the state that later calls write.
+        """
+        outputs = {
+            output_name: numpy.ascontiguousarray(to_elements(values[tensor.edge.name], tensor.edge))
+            for output_name, tensor in self._interface.outputs.items()
+        }
+        if sequence is None:
+            return outputs
+        return {output_name: array.copy() for output_name, array in outputs.items()}
+
+    def _run_stage_of_sequence(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence) -> None:
+        stage = self._pipeline.stages[stage_number]
+        states = sequence.stage_states
+        sequence_state = states[stage_number] if stage_number in states else stage.fresh_state()
+        previous_state = stage.swap_state(sequence_state)
+        try:
+            self._run_stage(stage_number, values)
+        finally:
+            states[stage_number] = stage.swap_state(previous_state)
+
+    def _run_stage(self, stage_number: int, values: dict[str, Any]) -> None:
+        with raises_input_errors(stage_number):
+            self._pipeline.run_stage(stage_number, values)

@@ -1,0 +1,105 @@
+"""The models of the stages.
+
+Source: https://github.com/triton-inference-server/server, docs/user_guide/model_configuration.md.
+"""
+
+from collections.abc import Iterator
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+
+from stagepack.errors import DeviceError, OperatorError
+from stagepack.format.manifest import Stage
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import MANIFEST_NAME
+from stagepack_loaders.placement import place
+from stagepack_loaders.registry import find_runtime
+from stagepack_serving.protocol.interface import InterfaceTensor
+from stagepack_serving.triton.options import RepositoryOptions
+from stagepack_serving.triton.triton_model import TritonModel, build_part_config
+
+
+def stage_models(bundle: Bundle, options: RepositoryOptions) -> Iterator[TritonModel]:
+    """Describe the model of each stage. Its inputs and outputs have the names of their edges.
+
+    Args:
+        bundle: the bundle.
+        options: the options of the repository.
+
+    Yields:
+        The models, in the order of the stages.
+
+    Raises:
+        DeviceError: Triton has no such device, or there are more devices than stages.
+        OperatorError: a stage lacks the file that its runtime or backend needs, or the backend cannot run it.
+    """
+    edges = {edge.name: edge for edge in bundle.edges}
+    devices = place(bundle.manifest, list(options.devices))
+    for stage_number, (stage, device) in enumerate(zip(bundle.stages, devices, strict=True)):
+        inputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.inputs]
+        outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]
+        config = build_part_config(options, f"stage_{stage_number}", inputs, outputs)
+        _set_device(config, device)
+        if options.backend == "python":
+            yield _python_model(bundle, stage_number, config, options)
+        else:
+            dtypes = {tensor.name: tensor.edge.dtype for tensor in (*inputs, *outputs)}
+            yield _onnxruntime_model(bundle, stage_number, config, dtypes)
+
+
+def _python_model(bundle: Bundle, stage_number: int, config: ModelConfig, options: RepositoryOptions) -> TritonModel:
+    config.backend = "python"
+    if bundle.stages[stage_number].state:
+        config.sequence_batching.oldest.max_candidate_sequences = options.max_sequences
+        config.sequence_batching.max_sequence_idle_microseconds = round(options.sequence_idle * 1e6)
+    # Read by stage_model.py.
+    parameters = {
+        "stage": str(stage_number),
+        "runtime": options.runtime,
+        "allow_ops": ",".join(options.allow_ops),
+        "imports": ",".join(options.imports),
+    }
+    for parameter_name, value in parameters.items():
+        config.parameters[parameter_name].string_value = value
+    stage_files = find_runtime(options.runtime).stage_files(bundle, stage_number)
+    return TritonModel(config, (MANIFEST_NAME, *stage_files), "stage_model")
+
+
+def _onnxruntime_model(bundle: Bundle, stage_number: int, config: ModelConfig, dtypes: dict[str, str]) -> TritonModel:
+    """A stage in Triton's onnxruntime backend, which checks nothing of the boundary contract; `dtypes` are those of its edges."""
+    stage = bundle.stages[stage_number]
+    if stage.onnx is None:
+        raise OperatorError(
+            f"{bundle.path}: stage {stage_number} has no ONNX model: add it (stagepack onnx), or choose another runtime"
+        )
+    if reason := _onnxruntime_obstacle(stage, dtypes):
+        raise OperatorError(
+            f"stage {stage_number}: {reason}, which Triton's onnxruntime backend does not support: use the Python backend "
+            "(--backend python)"
+        )
+    config.backend = "onnxruntime"
+    config.default_model_filename = stage.onnx.model
+    return TritonModel(config, (*stage.onnx_files, *stage.weights))
+
+
+def _onnxruntime_obstacle(stage: Stage, dtypes: dict[str, str]) -> str:
+    if stage.state:
+        return "it keeps state"
+    for edge_name, dtype in dtypes.items():
+        if dtype.startswith("float8"):
+            return f"{edge_name} has 8-bit floats"
+    return ""
+
+
+def _set_device(config: ModelConfig, device: str) -> None:
+    """Place a model on a device.
+
+    Raises:
+        DeviceError: Triton has no such device.
+    """
+    device_type, _, device_index = device.partition(":")
+    if device_type == "cpu" and not device_index:
+        config.instance_group.add(kind=ModelInstanceGroup.KIND_CPU, count=1)
+    elif device_type == "cuda" and (not device_index or device_index.isdecimal()):
+        config.instance_group.add(kind=ModelInstanceGroup.KIND_GPU, count=1, gpus=[int(device_index or 0)])
+    else:
+        raise DeviceError(f"device {device!r}: Triton runs models on cpu, cuda or cuda:N")
