@@ -142,7 +142,8 @@ def read_inputs(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     try:
         tensors = arrays.load(path)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: expected a safetensors file with the inputs: {error}") from None
+        reason = "it is a folder" if path.is_dir() else error
+        raise InputError(f"{path}: expected a safetensors file with the inputs: {reason}") from None
     others = (OUTPUT, PADDING_PREFIX)
     return {
         name.removeprefix(INPUT): arrays.copy(tensor) for name, tensor in tensors.items() if not name.startswith(others)

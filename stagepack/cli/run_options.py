@@ -37,9 +37,17 @@ def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
         default=("cpu",),
         show_default=True,
         metavar="DEVICE",
+        callback=_check_devices,
         help="Device for each stage, in order; with fewer devices, consecutive stages share one. "
         "Such as cpu, cuda or cuda:1. Repeatable.",
     )(function)
+
+
+def _check_devices(_context: click.Context, _option: click.Parameter, devices: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse the device of torch that holds shapes and no numbers; the runtimes check all else."""
+    if any(device.partition(":")[0] == "meta" for device in devices):
+        raise click.BadParameter("tensors on the device meta have no data.")
+    return devices
 
 
 class RuntimeName(click.ParamType):  # type: ignore[type-arg]

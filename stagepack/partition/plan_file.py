@@ -30,8 +30,10 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CutError(f"{path}: expected a plan, as `stagepack plan -o` writes it: {error}") from None
+    except OSError as error:
+        raise CutError(f"{path}: the plan cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CutError(f"{path}: expected a plan, as written by 'stagepack plan --out': {error}") from None
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -49,4 +51,4 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     try:
         Path(path).write_text(json_text)
     except OSError as error:
-        raise WriteError(f"{path}: could not be written: {error}") from None
+        raise WriteError(f"{path}: cannot be written: {error.strerror}") from None

@@ -107,7 +107,7 @@ def test_what_cannot_be_meant_is_wrong_usage(arguments: list[str], says: str, so
         ),
         (["plan", "{sound}", "--stages", "2", "--speed", "1"], "expected 2 numbers, one for each stage, found 1"),
         (["plan", "{sound}", "--split-at", "nowhere"], "no operator comes from a module 'nowhere'"),
-        (["plan", "{sound}", "--plan", "{out}"], "expected a plan, as `stagepack plan -o` writes it"),
+        (["plan", "{sound}", "--plan", "{out}"], "the plan cannot be read: No such file"),
         (["recut", "{out}", "--stages", "2", "-o", "{out}2"], "not a stagepack bundle"),
         (["recut", "{sound}", "--stages", "2", "-o", "{sound}"], "exists"),
     ],

@@ -116,9 +116,9 @@ def test_a_plan_that_does_not_fit_is_refused(stages: list[list[list[int]]], mess
 def test_a_file_that_is_no_plan_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(CutError, match="expected a plan, as `stagepack plan -o` writes it"):
+    with pytest.raises(CutError, match="expected a plan, as written by 'stagepack plan --out'"):
         stagepack.read_plan(path)
-    with pytest.raises(CutError, match="expected a plan"):
+    with pytest.raises(CutError, match="absent.json: the plan cannot be read: No such file or directory"):
         stagepack.read_plan(tmp_path / "absent.json")
 
 
