@@ -118,7 +118,7 @@ def test_a_file_that_is_no_plan_is_refused(content: str, tmp_path: Path) -> None
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(CutError, match="expected a plan, as written by 'stagepack plan --out'"):
         stagepack.read_plan(path)
-    with pytest.raises(CutError, match="absent.json: the plan cannot be read: No such file or directory"):
+    with pytest.raises(CutError, match=r"absent\.json: the plan cannot be read: No such file or directory"):
         stagepack.read_plan(tmp_path / "absent.json")
 
 
