@@ -45,22 +45,28 @@ def graphs(draw: st.DrawFn, weighted: bool = False) -> Graph:
     count = draw(st.integers(1, 12))
     nodes = []
     weights = []
-    for number in range(count):
-        sources = ["x", *(f"n{earlier}" for earlier in range(number))]
+    for node_number in range(count):
+        sources = ["x", *(f"n{earlier}" for earlier in range(node_number))]
         args: list[ValueArg] = [
-            ValueArg(name) for name in draw(st.lists(st.sampled_from(sources), min_size=1, max_size=3))
+            ValueArg(value_name) for value_name in draw(st.lists(st.sampled_from(sources), min_size=1, max_size=3))
         ]
         if weighted:
             size = draw(st.integers(0, 9))
             weights.append(
-                Weight(value=f"w{number}", names=(f"weight{number}",), kind="parameter", dtype="uint8", shape=(size,))
+                Weight(
+                    value=f"w{node_number}",
+                    names=(f"weight{node_number}",),
+                    kind="parameter",
+                    dtype="uint8",
+                    shape=(size,),
+                )
             )
-            args.append(ValueArg(f"w{number}"))
-        made = Value(name=f"n{number}", dtype="float32", shape=(draw(st.integers(0, 4)),))
+            args.append(ValueArg(f"w{node_number}"))
+        value = Value(name=f"n{node_number}", dtype="float32", shape=(draw(st.integers(0, 4)),))
         cost = Cost(bytes=draw(st.integers(0, 10**8)))
-        nodes.append(Node(op=0, args=tuple(args), outputs=(made,), cost=cost))
+        nodes.append(Node(op=0, args=tuple(args), outputs=(value,), cost=cost))
     outputs = draw(
-        st.lists(st.sampled_from(["x", *(f"n{number}" for number in range(count))]), min_size=1, unique=True)
+        st.lists(st.sampled_from(["x", *(f"n{node_number}" for node_number in range(count))]), min_size=1, unique=True)
     )
     return Graph(
         inputs=(Value(name="x", dtype="float32", shape=(2,)),),
@@ -103,13 +109,13 @@ def joined(result: Cut, graph: Graph) -> Graph:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(graphs(), st.data())
 def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObject) -> None:
-    asked = [data.draw(st.integers(0, 3)) for _ in graph.nodes]
+    labels = [data.draw(st.integers(0, 3)) for _ in graph.nodes]
     stages = None
     with contextlib.suppress(CutError):  # a cycle
-        stages = assign_by_policy(GraphAnalysis(graph), lambda node: asked[node.index])
+        stages = assign_by_policy(GraphAnalysis(graph), lambda node: labels[node.index])
     flows = [
-        (asked[int(leaf.name[1:])], asked[number])
-        for number, node in enumerate(graph.nodes)
+        (labels[int(leaf.name[1:])], labels[node_number])
+        for node_number, node in enumerate(graph.nodes)
         for leaf in node.args
         if leaf.name[0] == "n"
     ]
@@ -118,8 +124,8 @@ def test_any_order_of_stages_cuts_and_joins_again(graph: Graph, data: st.DataObj
         return
     for shared in ("replicate", "transmit"):
         result = cut_graph(with_costs(graph), stages, shared)
-        for number, stage in enumerate(result.stages):
-            assert list(check_graph(stage.graph, str(number))) == []
+        for stage_number, stage in enumerate(result.stages):
+            assert list(check_graph(stage.graph, str(stage_number))) == []
         assert joined(result, graph) == canonical_graph(graph)
     for edge in result.edges:
         assert edge.producer is None or all(edge.producer < consumer for consumer in edge.consumers)
@@ -156,8 +162,8 @@ def test_the_plan_is_the_best_of_all_cuts(graph: Graph, stages: int, data: st.Da
 
 @pytest.mark.parametrize("layers", [(1, 3), (0,), (2,), (1, 2, 3)])
 def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(layers: tuple[int, ...], tmp_path: Path) -> None:
-    where = CutOptions(split_at=[f"model.layers.{layer}" for layer in layers])
-    bundle = export_capture(llama(4).capture(), out=tmp_path / "m.stagepack", cut_options=where)
+    cut_options = CutOptions(split_at=[f"model.layers.{layer}" for layer in layers])
+    bundle = export_capture(llama(4).capture(), out=tmp_path / "m.stagepack", cut_options=cut_options)
     sent = [(edge.producer, edge.shape, edge.consumers) for edge in bundle.edges if edge.consumers]
     hidden = ("batch", "sequence", 32)
     assert sent == [
@@ -172,7 +178,7 @@ def test_what_is_computed_in_place_is_computed_again(tmp_path: Path) -> None:
     crossing = [edge.shape for edge in bundle.edges if edge.producer == 0 and edge.consumers]
     assert crossing == [("batch", "sequence", 32)]
     again = [[graph.ops[node.op].name for node in graph.nodes] for graph in (bundle.graph(0), bundle.graph(1))]
-    assert all("aten.add_.Tensor" in names for names in again)
+    assert all("aten.add_.Tensor" in op_names for op_names in again)
 
 
 def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
@@ -180,24 +186,24 @@ def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(split_at=["b", "d"]))
     first = [bundle.graph(stage).scopes[bundle.graph(stage).nodes[0].scope].path for stage in range(3)]
     assert first == ["a", "b", "d"]
-    names = [weight.names[0] for stage in range(3) for weight in bundle.graph(stage).weights]
-    assert names == ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias", "d.weight", "d.bias"]
+    weight_names = [weight.names[0] for stage in range(3) for weight in bundle.graph(stage).weights]
+    assert weight_names == ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias", "d.weight", "d.bias"]
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("module_paths", "message"),
     [
         (["layers.9"], "no operator comes from a module 'layers.9'"),
         (["a"], "'a' starts the model"),
         (["b", "b"], "start at the same operator"),
     ],
 )
-def test_split_at_says_what_is_wrong(names: list[str], message: str, tmp_path: Path) -> None:
+def test_split_at_says_what_is_wrong(module_paths: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(CutError, match=message):
         export_capture(
             named("values-skip-over-stages")[0].capture(),
             out=tmp_path / "m.stagepack",
-            cut_options=CutOptions(split_at=names),
+            cut_options=CutOptions(split_at=module_paths),
         )
 
 
@@ -207,11 +213,11 @@ def test_a_cut_through_written_state_is_refused_or_moved(tmp_path: Path) -> None
         self.count.add_(1)
         return self.b(y) * self.count
 
-    layers = {name: torch.nn.Linear(4, 4) for name in "ab"}
+    layers = {layer: torch.nn.Linear(4, 4) for layer in "ab"}
     capture = capture_module(Lambda(run, **layers, count=torch.zeros(1)), Inputs(args=(torch.randn(2, 4),)))
-    where = CutOptions(policy=lambda node: int(node.index > 1))
+    cut_options = CutOptions(policy=lambda node: int(node.index > 1))
     with pytest.raises(CutError, match=r"'count' is written.*stage 0.*stage 1"):
-        export_capture(capture, out=tmp_path / "torn.stagepack", cut_options=where)
+        export_capture(capture, out=tmp_path / "torn.stagepack", cut_options=cut_options)
     bundle = export_capture(capture, out=tmp_path / "moved.stagepack", cut_options=CutOptions(split_at=["b"]))
     assert [stage.state for stage in bundle.stages] == [(), ("count",)]
 
@@ -242,7 +248,7 @@ def test_marks_in_the_models_code_are_cuts(tmp_path: Path) -> None:
             pipe_split()
             return self.d(x)
 
-    layers = {name: torch.nn.Linear(4, 4) for name in "abcd"}
+    layers = {layer: torch.nn.Linear(4, 4) for layer in "abcd"}
     x = torch.randn(2, 4)
     model = Lambda(run, **layers)
     bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack")
@@ -266,7 +272,7 @@ def test_a_policy_sees_nodes_and_may_go_back_and_forth(tmp_path: Path) -> None:
         return self.c(second) * 2, self.d(first) * 2
 
     x = torch.randn(2, 4)
-    model = Lambda(run, **{name: torch.nn.Linear(4, 4) for name in "abcd"})
+    model = Lambda(run, **{layer: torch.nn.Linear(4, 4) for layer in "abcd"})
     bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack", policy=policy)
     assert [node.op for node in seen[:2]] == ["aten.linear.default"] * 2
     assert seen[0].flops == 2 * 2 * 4 * 4
@@ -314,7 +320,7 @@ def test_one_way_to_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"split_at": "layers.2"}, r"split_at: expected a list, found 'layers.2'"),
         ({"stages": 1, "memory": "24GiB"}, r"memory: expected a list, found '24GiB'"),
@@ -324,9 +330,9 @@ def test_one_way_to_cut() -> None:
         ({"shared": "both"}, "shared: expected 'replicate' or 'transmit', found 'both'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(CutError, match=message):
-        CutOptions(**given)
+        CutOptions(**options)
 
 
 def test_an_activation_is_bound_until_its_last_write() -> None:
@@ -335,6 +341,6 @@ def test_an_activation_is_bound_until_its_last_write() -> None:
     graph = linearize_program(named("aliasing-activation-written-in-place")[0].capture().program, {}, None).graph
     analysis = GraphAnalysis(graph)
     (group,) = analysis.colocation_groups
-    names = [graph.ops[graph.nodes[number].op].name for number in group.nodes]
-    assert names == ["aten.linear.default", "aten.slice.Tensor", "aten.linear.default", "aten.mul_.Tensor"]
+    op_names = [graph.ops[graph.nodes[node_number].op].name for node_number in group.nodes]
+    assert op_names == ["aten.linear.default", "aten.slice.Tensor", "aten.linear.default", "aten.mul_.Tensor"]
     assert assign_by_modules(analysis, execution_order(graph), ["c"]).stage_of == [0, 0, 0, 0, 1, 1]

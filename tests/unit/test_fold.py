@@ -1,4 +1,4 @@
-"""Fold: what is equal stands once, and unfolding gives the same graph back."""
+"""Folding: equal runs of nodes are stored once, and unfolding returns the same graph."""
 
 import itertools
 import random
@@ -43,22 +43,22 @@ class Build:
         self.weights: list[Weight] = []
         self.scopes: list[Scope] = []
 
-    def weight(self, name: str) -> str:
+    def weight(self, weight_name: str) -> str:
         """A weight of this name."""
         value = f"w{len(self.weights)}"
-        self.weights.append(Weight(value=value, names=(name,), kind="parameter", dtype="float32", shape=(4,)))
+        self.weights.append(Weight(value=value, names=(weight_name,), kind="parameter", dtype="float32", shape=(4,)))
         return value
 
-    def __call__(self, op: Op, *given: str | float, scope: str = "", shape: tuple[int, ...] = (4,)) -> str:
-        """Append a node, and name what it makes."""
-        name = f"{op.name.split('.')[1]}_{len(self.nodes)}"
-        args = tuple(ValueArg(part) if isinstance(part, str) else part for part in given)
+    def __call__(self, op: Op, *arguments: str | float, scope: str = "", shape: tuple[int, ...] = (4,)) -> str:
+        """Append a node, and return the name of its result."""
+        value_name = f"{op.name.split('.')[1]}_{len(self.nodes)}"
+        args = tuple(ValueArg(part) if isinstance(part, str) else part for part in arguments)
         if Scope(path=scope) not in self.scopes:
             self.scopes.append(Scope(path=scope))
-        value = Value(name=name, dtype="float32", shape=shape)
-        number = self.scopes.index(Scope(path=scope))
-        self.nodes.append(Node(op=OPS.index(op), args=args, outputs=(value,), scope=number))
-        return name
+        value = Value(name=value_name, dtype="float32", shape=shape)
+        scope_index = self.scopes.index(Scope(path=scope))
+        self.nodes.append(Node(op=OPS.index(op), args=args, outputs=(value,), scope=scope_index))
+        return value_name
 
     def graph(self, *outputs: str) -> Graph:
         """The graph of a whole model."""
@@ -76,43 +76,43 @@ class Build:
         )
 
     def calls(self) -> Iterator[ModuleCall]:
-        """The calls of modules whose nodes stand together: given what their first node is given, they give back what the last makes."""
-        numbers: dict[str, list[int]] = {}
-        for number, node in enumerate(self.nodes):
+        """The module calls with consecutive nodes: they take the inputs of their first node, and return the outputs of the last."""
+        module_nodes: dict[str, list[int]] = {}
+        for node_number, node in enumerate(self.nodes):
             parts = self.scopes[node.scope].path.split(".")
             for length in range(1, len(parts) + 1):
-                numbers.setdefault(".".join(parts[:length]), []).append(number)
-        for path, found in numbers.items():
-            first, last = self.nodes[found[0]], self.nodes[found[-1]]
-            if path and len(found) == found[-1] - found[0] + 1:
+                module_nodes.setdefault(".".join(parts[:length]), []).append(node_number)
+        for path, node_numbers in module_nodes.items():
+            first, last = self.nodes[node_numbers[0]], self.nodes[node_numbers[-1]]
+            if path and len(node_numbers) == node_numbers[-1] - node_numbers[0] + 1:
                 parameters = [
-                    Parameter(name=f"arg_{place}", tree=ValueLeaf(name), positional=True)
-                    for place, name in enumerate(input_names(first))
+                    Parameter(name=f"arg_{index}", tree=ValueLeaf(value_name), positional=True)
+                    for index, value_name in enumerate(input_names(first))
                 ]
                 result = SequenceTree(kind="tuple", items=tuple(map(ValueLeaf, output_names(last))))
                 signature = Signature(parameters=tuple(parameters), result=result)
-                yield ModuleCall(path=path, first=str(found[0]), nodes=len(found), signature=signature)
+                yield ModuleCall(path=path, first=str(node_numbers[0]), nodes=len(node_numbers), signature=signature)
 
 
-def block(build: Build, x: str, name: str, scope: str | None = None, factor: float = 2.0, length: int = 6) -> str:
+def block(build: Build, x: str, path: str, scope: str | None = None, factor: float = 2.0, length: int = 6) -> str:
     """A residual block."""
     hidden = x
     for _ in range(length - 2):
-        hidden = build(MUL, hidden, factor, scope=name if scope is None else scope)
-    hidden = build(MUL, hidden, build.weight(f"{name}.weight"), scope=name if scope is None else scope)
-    return build(ADD, x, hidden, scope=name if scope is None else scope)
+        hidden = build(MUL, hidden, factor, scope=path if scope is None else scope)
+    hidden = build(MUL, hidden, build.weight(f"{path}.weight"), scope=path if scope is None else scope)
+    return build(ADD, x, hidden, scope=path if scope is None else scope)
 
 
 def sizes(graph: Graph) -> list[tuple[int, int]]:
-    """The length of each repeat, and how often it stands there."""
+    """The length of each repeat, and the number of its runs."""
     return [(repeat.length, len(repeat.starts)) for repeat in find_repeats(GraphAnalysis(graph)).repeats]
 
 
 @pytest.mark.parametrize("scoped", [True, False])
 def test_layers_stand_once(scoped: bool) -> None:
     build, x = Build(), "x"
-    for number in range(8):
-        x = block(build, x, f"layers.{number}", None if scoped else "")
+    for layer in range(8):
+        x = block(build, x, f"layers.{layer}", None if scoped else "")
     graph = build.graph(x)
     folded = fold_graph(graph)
     assert sizes(graph) == [(6, 8)]
@@ -128,23 +128,23 @@ def test_layers_stand_once(scoped: bool) -> None:
 
 def test_layers_that_differ_in_one_place_stay_apart() -> None:
     build, x = Build(), "x"
-    for number in range(12):
-        x = block(build, x, f"layers.{number}", factor=3.0 if number % 3 == 2 else 2.0)
+    for layer in range(12):
+        x = block(build, x, f"layers.{layer}", factor=3.0 if layer % 3 == 2 else 2.0)
     graph = build.graph(x)
-    found = find_repeats(GraphAnalysis(graph)).repeats
-    assert [(repeat.length, len(repeat.starts)) for repeat in found] == [(6, 8), (6, 4)]
-    assert [start // 6 % 3 for start in found[1].starts] == [2] * 4
+    repeats = find_repeats(GraphAnalysis(graph)).repeats
+    assert [(repeat.length, len(repeat.starts)) for repeat in repeats] == [(6, 8), (6, 4)]
+    assert [start // 6 % 3 for start in repeats[1].starts] == [2] * 4
     assert unfold_graph(fold_graph(graph)) == graph
 
 
 def test_a_module_and_the_same_nodes_in_no_module_of_their_own() -> None:
     build, x = Build(), "x"
-    for name in ("first", "second", "third", "fourth"):
-        x = block(build, x, name)
+    for path in ("first", "second", "third", "fourth"):
+        x = block(build, x, path)
     for layer in range(2):
-        for number in range(3):
-            x = block(build, x, f"layers.{layer}.{number}", scope=f"layers.{layer}")
-            x = build(ADD, x, float(number), scope=f"layers.{layer}")
+        for child in range(3):
+            x = block(build, x, f"layers.{layer}.{child}", scope=f"layers.{layer}")
+            x = build(ADD, x, float(child), scope=f"layers.{layer}")
     graph = build.graph(x)
     folded = fold_graph(graph)
     assert unfold_graph(folded) == graph
@@ -163,28 +163,28 @@ def test_parts_inside_of_parts() -> None:
     folded = fold_graph(graph)
     assert sizes(graph) == [(31, 3), (6, 6)]
     assert [len(region.nodes) for region in folded.regions] == [6, 6]  # the second has five calls and a node
-    paths = [[call.path for call in held.calls] for held in (*folded.regions, folded)]
+    paths = [[call.path for call in body.calls] for body in (*folded.regions, folded)]
     assert paths == [["{0}"], ["layers.{0}.steps", "layers.{0}"], ["layers"]]
     assert unfold_graph(folded) == graph
 
 
 def test_outputs_that_only_one_place_gives_do_not_keep_parts_apart() -> None:
     build, x = Build(), "x"
-    kept = []
-    for number in range(6):
-        x = block(build, x, f"layers.{number}")
-        kept.append(f"mul_{6 * number + 2}")
-    graph = build.graph(x, kept[3])
+    inner_values = []
+    for layer in range(6):
+        x = block(build, x, f"layers.{layer}")
+        inner_values.append(f"mul_{6 * layer + 2}")
+    graph = build.graph(x, inner_values[3])
     assert sizes(graph) == [(6, 6)]
     assert unfold_graph(fold_graph(graph)) == graph
 
 
 def test_what_is_given_twice_is_not_what_is_given_two_values() -> None:
     build, x = Build(), "x"
-    for number in range(8):
+    for layer in range(8):
         for _ in range(4):
-            x = build(MUL, x, 2.0, scope=f"layers.{number}")
-        x = build(ADD, x, x if number % 2 else "y", scope=f"layers.{number}")
+            x = build(MUL, x, 2.0, scope=f"layers.{layer}")
+        x = build(ADD, x, x if layer % 2 else "y", scope=f"layers.{layer}")
     graph = build.graph(x)
     assert (5, 8) not in sizes(graph)
     assert unfold_graph(fold_graph(graph)) == graph
@@ -193,33 +193,33 @@ def test_what_is_given_twice_is_not_what_is_given_two_values() -> None:
 @pytest.mark.parametrize("op", [WRITE, VIEW])
 def test_parts_that_reach_outside_are_left_alone(op: Op) -> None:
     build, x = Build(), "x"
-    for number in range(6):
-        touched = build(op, "y", 1.0, scope=f"layers.{number}")
+    for layer in range(6):
+        touched = build(op, "y", 1.0, scope=f"layers.{layer}")
         for _ in range(4):
-            x = build(MUL, x, 2.0, scope=f"layers.{number}")
-        x = build(ADD, x, touched, scope=f"layers.{number}")
+            x = build(MUL, x, 2.0, scope=f"layers.{layer}")
+        x = build(ADD, x, touched, scope=f"layers.{layer}")
     graph = build.graph(x, *(node.outputs[0].name for node in build.nodes if node.op == OPS.index(op)))  # type: ignore[union-attr]
-    found = find_repeats(GraphAnalysis(graph))
-    assert all(repeat.length < 6 for repeat in found.repeats)
-    assert any(impure.repeat.length == 6 and len(impure.repeat.starts) == 6 for impure in found.impure)
+    search_result = find_repeats(GraphAnalysis(graph))
+    assert all(repeat.length < 6 for repeat in search_result.repeats)
+    assert any(impure.repeat.length == 6 and len(impure.repeat.starts) == 6 for impure in search_result.impure)
     assert {"writes y" if op is WRITE else "is a view of y"} & {
         " ".join(impure.reason.split()[-len(["is", "a", "view", "of", "y"]) :])
         if op is VIEW
         else " ".join(impure.reason.split()[-2:])
-        for impure in found.impure
+        for impure in search_result.impure
     }
     assert unfold_graph(fold_graph(graph)) == graph
 
 
 def test_symbols_and_types_count() -> None:
-    symbols = tuple(Symbol(name=f"u{number}") for number in range(8))
+    symbols = tuple(Symbol(name=f"u{layer}") for layer in range(8))
     nodes, x = [], "x"
-    for number in range(8):
-        for place in range(6):
-            dim = Expr(op="mul", args=(f"u{number}", 2 if place < 5 else f"u{number}"))
-            value = Value(name=f"mul_{6 * number + place}", dtype="float32", shape=(dim, f"u{number}"))
-            nodes.append(Node(op=0, args=(ValueArg(x), place), outputs=(value,)))
-            x = value.name if place < 5 else "x"
+    for layer in range(8):
+        for index in range(6):
+            dim = Expr(op="mul", args=(f"u{layer}", 2 if index < 5 else f"u{layer}"))
+            value = Value(name=f"mul_{6 * layer + index}", dtype="float32", shape=(dim, f"u{layer}"))
+            nodes.append(Node(op=0, args=(ValueArg(x), index), outputs=(value,)))
+            x = value.name if index < 5 else "x"
     graph = Graph(
         symbols=symbols,
         inputs=(Value(name="x", dtype="float32"),),
@@ -232,9 +232,9 @@ def test_symbols_and_types_count() -> None:
     folded = fold_graph(graph)
     assert folded.regions[0].nodes[0].outputs[0].shape == (Expr(op="mul", args=("u{1}", 2)), "u{1}")  # type: ignore[union-attr]
     assert unfold_graph(folded) == graph
-    other = nodes[6].outputs[0]
-    assert other is not None
-    nodes[6] = Node(op=0, args=nodes[6].args, outputs=(Value(name=other.name, dtype="float64", shape=other.shape),))
+    output = nodes[6].outputs[0]
+    assert output is not None
+    nodes[6] = Node(op=0, args=nodes[6].args, outputs=(Value(name=output.name, dtype="float64", shape=output.shape),))
     changed = Graph(
         symbols=symbols, inputs=graph.inputs, nodes=tuple(nodes), outputs=graph.outputs, ops=(MUL,), scopes=graph.scopes
     )
@@ -243,8 +243,8 @@ def test_symbols_and_types_count() -> None:
 
 def test_names_with_braces_and_without_a_pattern() -> None:
     build, x = Build(), "x"
-    for name in ("{a}", "b}.1", "c", "{{d.07", "e.9"):
-        x = block(build, x, name, length=9)
+    for path in ("{a}", "b}.1", "c", "{{d.07", "e.9"):
+        x = block(build, x, path, length=9)
     graph = build.graph(x)
     folded = fold_graph(graph)
     assert len(folded.regions) == 1
@@ -262,24 +262,24 @@ def test_unfolding_gives_the_graph_back(parts: list[tuple[int, int, int]], scope
     """Programs of loops of a few kinds of bodies, now and then with another constant, value or weight in the way."""
     build = Build()
     values = ["x", "y"]
-    for number, (kind, length, turns) in enumerate(parts):
+    for loop, (kind, length, turns) in enumerate(parts):
         weights: list[str] = []
         for turn in range(turns):
-            scope = f"p{number}.{turn}" if scoped else ""
+            scope = f"p{loop}.{turn}" if scoped else ""
             x = values[-1]
-            for place in range(length):
-                op = OPS[(kind + place) % len(OPS)] if kind else (MUL, ADD)[place % 2]
-                other: str | float = values[-2] if place == kind else float(kind)
+            for index in range(length):
+                op = OPS[(kind + index) % len(OPS)] if kind else (MUL, ADD)[index % 2]
+                operand: str | float = values[-2] if index == kind else float(kind)
                 if chance.random() < 0.05:
-                    other = chance.choice(values)
-                if place % 3 == 1:
-                    other = (
+                    operand = chance.choice(values)
+                if index % 3 == 1:
+                    operand = (
                         chance.choice(weights)
                         if weights and chance.random() < 0.2
-                        else build.weight(f"{number}.{turn}.{place}")
+                        else build.weight(f"{loop}.{turn}.{index}")
                     )
-                    weights.append(other)
-                x = build(op, x, other, scope=scope)
+                    weights.append(operand)
+                x = build(op, x, operand, scope=scope)
             values.append(x)
     graph = build.graph(*dict.fromkeys((values[-1], chance.choice(values[2:]))))
     folded = fold_graph(graph)
@@ -297,10 +297,11 @@ def test_unfolding_gives_the_graph_back(parts: list[tuple[int, int, int]], scope
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.text(max_size=8) | st.sampled_from(["{", "}", "{0}", "{{", "a.1", "٣"]), min_size=1, max_size=4))
 def test_templates_give_texts_back(parts: list[str]) -> None:
-    text = "".join(parts)
-    assert fill_template(escape_template(text), []) == text
-    assert fill_template(f"{escape_template(text)}{Hole(0)}{Hole(1, 5)}{Hole(1, -2)}", [text, "2"]) == f"{text}{text}70"
-    assert fill_template(str(Hole(0)), [text]) == text
+    plain_text = "".join(parts)
+    assert fill_template(escape_template(plain_text), []) == plain_text
+    template = f"{escape_template(plain_text)}{Hole(0)}{Hole(1, 5)}{Hole(1, -2)}"
+    assert fill_template(template, [plain_text, "2"]) == f"{plain_text}{plain_text}70"
+    assert fill_template(str(Hole(0)), [plain_text]) == plain_text
 
 
 @pytest.mark.parametrize(
@@ -329,8 +330,8 @@ def many(layers: int, length: int, *, scoped: bool) -> Graph:
     """A graph of equal layers of nodes that differ inside of one."""
     build, x = Build(), "x"
     for layer in range(layers):
-        for place in range(length):
-            x = build(OPS[place % 2], x, float(place), scope=f"layers.{layer}" if scoped else "")
+        for index in range(length):
+            x = build(OPS[index % 2], x, float(index), scope=f"layers.{layer}" if scoped else "")
     return build.graph(x)
 
 
@@ -365,10 +366,10 @@ def test_a_python_loop_over_functions() -> None:
 
 def test_a_graph_in_another_order_is_not_folded() -> None:
     build, x = Build(), "x"
-    for number in range(6):
-        x = block(build, x, f"layers.{number}")
+    for layer in range(6):
+        x = block(build, x, f"layers.{layer}")
     graph = build.graph(x)
     turned = Graph(
-        **{name: getattr(graph, name) for name in Graph.__struct_fields__} | {"weights": graph.weights[::-1]}
+        **{field: getattr(graph, field) for field in Graph.__struct_fields__} | {"weights": graph.weights[::-1]}
     )
     assert fold_graph(turned) == trivially_folded(turned)

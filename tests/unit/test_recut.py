@@ -33,21 +33,21 @@ def test_every_cut_from_every_cut(case: Case, tmp_path: Path) -> None:
         CutOptions(stages=5, shared="transmit"),
         CutOptions(stages=3, speeds=[1, 3, 2], memory=["1GiB", "24GB", 10**9]),
     ]
-    direct = [tmp_path / f"{number}.stagepack" for number in range(len(cuts))]
-    for where, path in zip(cuts, direct, strict=True):
-        export_capture(capture, out=path, cut_options=where)
+    direct = [tmp_path / f"{index}.stagepack" for index in range(len(cuts))]
+    for cut_options, path in zip(cuts, direct, strict=True):
+        export_capture(capture, out=path, cut_options=cut_options)
     for source in direct:
-        for where, wanted in zip(cuts, direct, strict=True):
+        for cut_options, expected_path in zip(cuts, direct, strict=True):
             again = stagepack.recut(
                 source,
                 out=tmp_path / "again.stagepack",
-                stages=where.stages,
-                shared=where.shared,
-                speeds=where.speeds,
-                memory=where.memory,
+                stages=cut_options.stages,
+                shared=cut_options.shared,
+                speeds=cut_options.speeds,
+                memory=cut_options.memory,
                 overwrite=True,
             )
-            assert files(again.path) == files(wanted), (source.name, wanted.name)
+            assert files(again.path) == files(expected_path), (source.name, expected_path.name)
 
 
 def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_
     def policy(node: PolicyNode) -> int:
         return {"a": 0, "c": 0, "b": 1, "d": 1}[node.scope] if node.scope in {"a", "b", "c", "d"} else 2
 
-    model = Lambda(run, **{name: torch.nn.Linear(4, 4) for name in "abcd"})
+    model = Lambda(run, **{layer: torch.nn.Linear(4, 4) for layer in "abcd"})
     x = (torch.randn(2, 4),)
     direct = stagepack.export(model, x, out=tmp_path / "direct.stagepack", stages=2)
     crossed = stagepack.export(model, x, out=tmp_path / "crossed.stagepack", policy=policy)
@@ -130,15 +130,15 @@ def test_recut_takes_no_output_that_is_there_and_no_damaged_input(tmp_path: Path
         stagepack.recut(bundle, out=bundle.path, stages=3)
     with pytest.raises(WriteError):
         stagepack.recut(bundle, out=tmp_path / "none" / "m.stagepack", stages=3)
-    other = stagepack.recut(bundle, out=bundle.path, stages=3, overwrite=True)
-    assert len(other.stages) == 3
-    stagepack.load(other)
+    overwritten = stagepack.recut(bundle, out=bundle.path, stages=3, overwrite=True)
+    assert len(overwritten.stages) == 3
+    stagepack.load(overwritten)
     weights = bundle.path / "shared-0.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(DigestError, match=r"shared-0.safetensors.*\[D2\]"):
-        stagepack.recut(other, out=tmp_path / "again.stagepack", stages=2)
+        stagepack.recut(overwritten, out=tmp_path / "again.stagepack", stages=2)
     assert not (tmp_path / "again.stagepack").exists()
 
 
