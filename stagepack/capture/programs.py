@@ -1,9 +1,11 @@
 """A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``."""
 
+import functools
 import logging
 import os
 import zipfile
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
@@ -14,6 +16,9 @@ from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
 from stagepack.errors import CaptureError
+
+# Whether this torch is 2.11, see `_export`.
+_PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +62,28 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
     with preserve_module(model):
         try:
             with suppress_stderr(), calls.recorded():
-                program = torch.export.export(
-                    model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=dynamic_shapes
-                )
+                program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
             message = f"{model_class} cannot be captured: {format_torch_error(error)}"
             raise CaptureError(with_location(message, error)) from error
     return Capture(program=program, inputs=inputs, model=model, calls=calls)
+
+
+def _export(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> ExportedProgram:
+    """Export a module; under torch 2.11 with assertions in the program where it cannot prove a guard.
+
+    torch 2.11 cannot prove such guards as ``min(8*s, 16*s) == 8*s``, which grouped-query attention with a dynamic sequence needs, and
+    refuses the range of `s`. Later versions prove them.
+    """
+    export = functools.partial(
+        torch.export.export, model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=dynamic_shapes
+    )
+    try:
+        return export()
+    except RuntimeError:
+        if not _PROVES_FEW_GUARDS:
+            raise
+    return export(prefer_deferred_runtime_asserts_over_guards=True)
 
 
 def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:
