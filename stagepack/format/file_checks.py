@@ -53,7 +53,12 @@ def check_digest(folder: Path, entry: File) -> list[Problem]:
 
 
 def check_digests(folder: Path, entries: Iterable[File]) -> list[Problem]:
-    """Return the problems that `check_digest` finds in several files. The files are read in parallel threads."""
+    """Return the problems that `check_digest` finds in several files. The files are read in parallel threads.
+
+    Args:
+        folder: the folder of the bundle.
+        entries: the manifest entries of the files.
+    """
     # The import takes 20 ms, which opening a bundle does not need.
     from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415
 
@@ -63,7 +68,12 @@ def check_digests(folder: Path, entries: Iterable[File]) -> list[Problem]:
 
 
 def digest_problem(entry: File, actual_digest: str) -> Problem:
-    """The D2 problem of a file whose content has another digest than the manifest lists."""
+    """Return the D2 problem of a file whose content has another digest than the manifest lists.
+
+    Args:
+        entry: the manifest entry of the file.
+        actual_digest: the SHA-256 of the content, in hexadecimal.
+    """
     message = f"the content was changed: expected sha256 {entry.sha256}, found {actual_digest}"
     return Problem(rule="D2", where=entry.name, message=message)
 

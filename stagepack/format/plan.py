@@ -20,6 +20,9 @@ def to_runs(node_numbers: Iterable[int]) -> tuple[Run, ...]:
 
     Law: ``list(run_members(to_runs(node_numbers))) == list(node_numbers)``.
 
+    Args:
+        node_numbers: ascending numbers without duplicates.
+
     Returns:
         Pairs of the first number and the count of each run.
     """

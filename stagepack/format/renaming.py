@@ -60,7 +60,12 @@ def names_in_region(region: Region) -> Iterator[str]:
 
 
 def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
-    """Return a value with other names; `rename` maps an old name to a new one, in the order of `names_in_value`."""
+    """Return a value with other names.
+
+    Args:
+        value: the value.
+        rename: maps an old name to a new one. It is called in the order of `names_in_value`.
+    """
     return replace(
         value,
         name=rename(value.name),
@@ -70,7 +75,12 @@ def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
 
 
 def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
-    """Return a node with other names; `rename` maps an old name to a new one, in the order of `names_in_node`."""
+    """Return a node with other names.
+
+    Args:
+        node: the node.
+        rename: maps an old name to a new one. It is called in the order of `names_in_node`.
+    """
 
     def rename_leaf(leaf: Argument) -> Argument:
         return ValueArg(rename(leaf.name)) if isinstance(leaf, ValueArg) else leaf
@@ -81,7 +91,12 @@ def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
 
 
 def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
-    """Return a weight with other names; `rename` maps an old name to a new one, in the order of `names_in_weight`."""
+    """Return a weight with other names.
+
+    Args:
+        weight: the weight.
+        rename: maps an old name to a new one. It is called in the order of `names_in_weight`.
+    """
     return replace(
         weight,
         value=rename(weight.value),
@@ -91,7 +106,12 @@ def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
 
 
 def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
-    """Return a module call with other names; `rename` maps an old name to a new one, in the order of `names_in_module_call`."""
+    """Return a module call with other names.
+
+    Args:
+        call: the module call.
+        rename: maps an old name to a new one. It is called in the order of `names_in_module_call`.
+    """
     return replace(
         call,
         path=rename(call.path),
@@ -101,6 +121,10 @@ def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> Module
 
 
 def rename_in_order(new_names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that ignores the old name and returns the next of `new_names`, for the functions above."""
+    """Return a function for the functions above that ignores the old name and returns the next new name.
+
+    Args:
+        new_names: the new names, one for each old name.
+    """
     remaining = iter(new_names)
     return lambda _: next(remaining)

@@ -61,7 +61,12 @@ def map_arguments(argument: Argument, function: Callable[[Argument], Argument]) 
 
 
 def map_node_arguments(node: Node, function: Callable[[Argument], Argument]) -> Node:
-    """Return a node with the leaves of its arguments replaced, as by `map_arguments`, in the order of `node_arguments`."""
+    """Return a node with the leaves of its arguments replaced, as by `map_arguments`.
+
+    Args:
+        node: the node.
+        function: maps an old leaf to a new one. It is called in the order of `node_arguments`.
+    """
     return replace(
         node,
         args=tuple([map_arguments(argument, function) for argument in node.args]),
@@ -132,7 +137,16 @@ def parameter_argument(node: Node, op: Op, parameter: str) -> Argument:
 
 
 def parameter_value_names(node: Node, op: Op, parameter: str) -> Iterator[str]:
-    """Yield the names of the values in the argument that `parameter_argument` returns."""
+    """Yield the names of the values that a node passes to one parameter of its operator.
+
+    Args:
+        node: a node.
+        op: its operator.
+        parameter: the name of a parameter of `op`.
+
+    Raises:
+        ValueError: `op` has no such parameter.
+    """
     return (leaf.name for leaf in leaf_arguments(parameter_argument(node, op, parameter)) if isinstance(leaf, ValueArg))
 
 

@@ -9,7 +9,12 @@ from stagepack.format.validate.problems import BrokenRule, format_names
 
 
 def check_depth(signature: Signature, location: str) -> Iterator[BrokenRule]:
-    """Yield a problem if the containers of a signature are nested too deep (L2). `check_signature` must not be called then."""
+    """Yield a problem if the containers of a signature are nested too deep (L2). `check_signature` must not be called then.
+
+    Args:
+        signature: a signature.
+        location: its location in the file.
+    """
     if any(_too_deep(tree) for tree in signature.trees):
         yield "L2", location, f"containers are nested deeper than {limits.NESTING_DEPTH}"
 
