@@ -29,6 +29,6 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path, modules = list(sys.path), set(sys.modules)
     yield tmp_path
     sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+    for module_name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[module_name], "__file__", "")):
+            del sys.modules[module_name]

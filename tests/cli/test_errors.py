@@ -33,7 +33,7 @@ def folder(user: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty", "file.txt", "link"])
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("export", "plan")])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("export", "plan")])
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []
     more += ["--stages", "2"] if command == "recut" else []
@@ -95,9 +95,9 @@ def test_bad_input_is_said_in_one_line(arguments: list[str], says: str, folder: 
 def test_wrong_usage_is_said_before_anything_is_loaded(
     arguments: list[str], says: str, folder: Path, sound: Path
 ) -> None:
-    done = run(*(argument.replace("BUNDLE", str(sound)) for argument in arguments))
-    assert done.exit_code == 2, done.output
-    assert says in done.stderr
+    result = run(*(argument.replace("BUNDLE", str(sound)) for argument in arguments))
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
 
 
 def test_a_file_that_must_not_be_read_is_named(sound: Path, tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_a_file_that_must_not_be_read_is_named(sound: Path, tmp_path: Path) -> N
 def test_a_full_disk_is_no_traceback(arguments: list[str], sound: Path) -> None:
     paths = [] if "--help" in arguments else [str(sound)]
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
+        result = subprocess.run(
             [STAGEPACK, *arguments, *paths], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    assert done.returncode == 1
-    assert re.fullmatch(r"stagepack: (standard output: )?No space left on device\n", done.stderr)
+    assert result.returncode == 1
+    assert re.fullmatch(r"stagepack: (standard output: )?No space left on device\n", result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -134,17 +134,17 @@ def test_a_full_disk_is_no_traceback(arguments: list[str], sound: Path) -> None:
 )
 def test_closed_streams_change_no_exit_status(redirection: str, arguments: str, status: int, sound: Path) -> None:
     line = f"{STAGEPACK} {arguments.replace('BUNDLE', str(sound))} {redirection}"
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
-    assert done.returncode == status
-    assert "Traceback" not in done.stdout + done.stderr
-    assert not done.stdout.startswith("stagepack: ")
+    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert result.returncode == status
+    assert "Traceback" not in result.stdout + result.stderr
+    assert not result.stdout.startswith("stagepack: ")
 
 
 def test_a_traceback_is_printed_on_request_before_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGEPACK_TRACEBACK", "1")
-    done = CliRunner().invoke(main, ["inspect", "nowhere"])
-    assert done.exit_code == 1
-    first, *_, last = done.stderr.splitlines()
+    result = CliRunner().invoke(main, ["inspect", "nowhere"])
+    assert result.exit_code == 1
+    first, *_, last = result.stderr.splitlines()
     assert first == "Traceback (most recent call last):"
     assert last.startswith("stagepack: nowhere: not a stagepack bundle")
 
@@ -165,10 +165,10 @@ def test_unexpected_errors_are_one_line_too(error: Exception, says: str, monkeyp
         raise error
 
     monkeypatch.setattr("stagepack.cli.inspect_command.Bundle", raise_error)
-    done = CliRunner().invoke(main, ["inspect", "x"])
-    assert done.exit_code == 1
-    assert done.stderr.startswith(says)
-    assert done.stderr.count("\n") == 1
+    result = CliRunner().invoke(main, ["inspect", "x"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(says)
+    assert result.stderr.count("\n") == 1
 
 
 WITHOUT_PACKAGES = """
@@ -189,9 +189,9 @@ print(json.dumps([CliRunner().invoke(main, arguments).stderr for arguments in js
 
 def test_serving_without_its_packages_says_which_extra_installs_them(sound: Path, tmp_path: Path) -> None:
     lines = [["serve", str(sound)], ["triton", str(sound), "-o", str(tmp_path / "out")]]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", WITHOUT_PACKAGES, json.dumps(lines)], capture_output=True, text=True, check=True
     )
-    serve_error, triton_error = json.loads(done.stdout)
+    serve_error, triton_error = json.loads(result.stdout)
     assert re.fullmatch(r"stagepack: the package '\S+' is not installed: .*'stagepack\[serve\]'.*\n", serve_error)
     assert re.fullmatch(r"stagepack: the package '\S+' is not installed: .*'stagepack\[triton\]'.*\n", triton_error)

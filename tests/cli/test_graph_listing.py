@@ -34,17 +34,17 @@ MODELS = named(
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
 def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> None:
     bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
-    for number in range(2):
-        folded, graph = bundle.graph_file(number)
+    for stage_number in range(2):
+        folded, graph = bundle.graph_file(stage_number)
         subgraphs = [f"subgraph_{index}" for index in range(len(graph.subgraphs))]
-        flat = functions(graph_lines(trivially_folded(graph), graph, f"stage_{number}"))
-        assert list(flat) == [*subgraphs, f"stage_{number}"]
-        assert lines(flat[f"stage_{number}"]) == len(graph.nodes)
-        found = functions(graph_lines(folded, graph, f"stage_{number}"))
+        flat = functions(graph_lines(trivially_folded(graph), graph, f"stage_{stage_number}"))
+        assert list(flat) == [*subgraphs, f"stage_{stage_number}"]
+        assert lines(flat[f"stage_{stage_number}"]) == len(graph.nodes)
+        folded_functions = functions(graph_lines(folded, graph, f"stage_{stage_number}"))
         regions = [f"region_{index}" for index in range(len(folded.regions))]
-        assert list(found) == [*subgraphs, *regions, f"stage_{number}"]
-        bodies = [*zip(regions, folded.regions, strict=True), (f"stage_{number}", folded)]
-        assert all(lines(found[name]) == len(body.nodes) for name, body in bodies)
+        assert list(folded_functions) == [*subgraphs, *regions, f"stage_{stage_number}"]
+        bodies = [*zip(regions, folded.regions, strict=True), (f"stage_{stage_number}", folded)]
+        assert all(lines(folded_functions[function_name]) == len(body.nodes) for function_name, body in bodies)
 
 
 def functions(printed: Iterable[str]) -> dict[str, ast.FunctionDef]:
@@ -60,40 +60,40 @@ def lines(function: ast.FunctionDef) -> int:
 
 def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
     bundle = stagepack.open(sound)
-    one = run("inspect", str(sound), "--graph", "--stage", "1").stdout
-    assert one.splitlines()[:-1] == list(graph_lines(*bundle.graph_file(1), "stage_1"))
+    one_stage = run("inspect", str(sound), "--graph", "--stage", "1").stdout
+    assert one_stage.splitlines()[:-1] == list(graph_lines(*bundle.graph_file(1), "stage_1"))
     assert (
         "    # first (torch.nn.modules.linear.Linear)\n    linear_1 = aten.linear.default(embedding_0, weights['first.weight']"
-        in one
+        in one_stage
     )
-    every = run("inspect", str(sound), "--graph").stdout
-    assert [line for line in every.splitlines() if line.startswith("def ")] == [
+    all_stages = run("inspect", str(sound), "--graph").stdout
+    assert [line for line in all_stages.splitlines() if line.startswith("def ")] == [
         "def stage_0(",
         "def stage_1(",
         "def stage_2(",
     ]
-    assert one in every
+    assert one_stage in all_stages
 
 
 def test_code_and_json_exclude_each_other(sound: Path) -> None:
-    done = run("inspect", str(sound), "--graph", "--json")
-    assert done.exit_code == 2
-    assert "--graph and --json cannot be used together" in done.stderr
+    result = run("inspect", str(sound), "--graph", "--json")
+    assert result.exit_code == 2
+    assert "--graph and --json cannot be used together" in result.stderr
 
 
 def test_names_with_braces_are_written_as_python_reads_them(tmp_path: Path) -> None:
     layers = torch.nn.ModuleDict(
         {
-            f"k{{0}}{number}": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4))
-            for number in range(12)
+            f"k{{0}}{layer_number}": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4))
+            for layer_number in range(12)
         }
     )
     bundle = stagepack.export(InTurn(layers), (torch.randn(2, 4),), out=tmp_path / "m.stagepack")
     printed = "\n".join(graph_lines(*bundle.graph_file(0), "stage_0"))
-    [name] = set(re.findall(r"weights\[(f'.*?\.0\.weight')\]", printed))
-    at = re.search(r"\{(at\d+)\}", name)
+    [weight_name] = set(re.findall(r"weights\[(f'.*?\.0\.weight')\]", printed))
+    at = re.search(r"\{(at\d+)\}", weight_name)
     assert at
-    assert eval(name, {at[1]: 5}) == "layers.k{0}5.0.weight"  # noqa: S307 - ours
+    assert eval(weight_name, {at[1]: 5}) == "layers.k{0}5.0.weight"  # noqa: S307 - ours
 
 
 class InTurn(torch.nn.Module):

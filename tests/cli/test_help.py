@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from stagepack.cli import main
 
 CONTEXT = click.Context(main, info_name="stagepack")
-COMMANDS = {name: main.get_command(CONTEXT, name) for name in main.list_commands(CONTEXT)}
+COMMANDS = {command_name: main.get_command(CONTEXT, command_name) for command_name in main.list_commands(CONTEXT)}
 
 
 def options(command: click.Command) -> Iterator[click.Option]:
@@ -21,17 +21,17 @@ def options(command: click.Command) -> Iterator[click.Option]:
             yield parameter
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_summary_is_the_same_in_both_helps(name: str) -> None:
+@pytest.mark.parametrize("command_name", COMMANDS)
+def test_the_summary_is_the_same_in_both_helps(command_name: str) -> None:
     root_help = CliRunner().invoke(main, ["--help"]).output
-    [summary] = re.findall(rf"^  {name} +(.*)$", root_help, re.MULTILINE)
-    shown = CliRunner().invoke(main, [name, "--help"]).output
+    [summary] = re.findall(rf"^  {command_name} +(.*)$", root_help, re.MULTILINE)
+    shown = CliRunner().invoke(main, [command_name, "--help"]).output
     assert shown.splitlines()[2] == f"  {summary}"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_examples_are_valid_command_lines(name: str) -> None:
-    command = COMMANDS[name]
+@pytest.mark.parametrize("command_name", COMMANDS)
+def test_the_examples_are_valid_command_lines(command_name: str) -> None:
+    command = COMMANDS[command_name]
     assert command is not None
     examples = re.findall(r"^    stagepack (.*)$", command.help or "", re.MULTILINE)
     assert examples
@@ -42,15 +42,15 @@ def test_the_examples_are_valid_command_lines(name: str) -> None:
         subcommand.make_context(subcommand_name, arguments, parent=CONTEXT)
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, ""])
-def test_no_line_is_wider_than_80_columns(name: str) -> None:
-    shown = CliRunner().invoke(main, [*filter(None, [name]), "--help"]).output
+@pytest.mark.parametrize("command_name", [*COMMANDS, ""])
+def test_no_line_is_wider_than_80_columns(command_name: str) -> None:
+    shown = CliRunner().invoke(main, [*filter(None, [command_name]), "--help"]).output
     assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_with_a_value_shows_its_default(name: str) -> None:
-    command = COMMANDS[name]
+@pytest.mark.parametrize("command_name", COMMANDS)
+def test_every_option_with_a_value_shows_its_default(command_name: str) -> None:
+    command = COMMANDS[command_name]
     assert command is not None
     for option in options(command):
         assert option.help, option.name
@@ -58,12 +58,12 @@ def test_every_option_with_a_value_shows_its_default(name: str) -> None:
         assert option.required or "default" in extra, option.name
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_has_the_context_that_documentation_tools_make(name: str) -> None:
-    command = COMMANDS[name]
+@pytest.mark.parametrize("command_name", COMMANDS)
+def test_a_command_has_the_context_that_documentation_tools_make(command_name: str) -> None:
+    command = COMMANDS[command_name]
     assert command is not None
-    context = click.Context(command, info_name=name, parent=CONTEXT)
-    assert command.name == name
-    assert context.command_path == f"stagepack {name}"
-    assert command.get_usage(context).startswith(f"Usage: stagepack {name} ")
+    context = click.Context(command, info_name=command_name, parent=CONTEXT)
+    assert command.name == command_name
+    assert context.command_path == f"stagepack {command_name}"
+    assert command.get_usage(context).startswith(f"Usage: stagepack {command_name} ")
     assert all(parameter.name for parameter in command.get_params(context))

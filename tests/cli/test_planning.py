@@ -61,17 +61,17 @@ def test_a_plan_is_written_edited_and_given_back(sound: Path, tmp_path: Path) ->
     assert len(plan["stages"]) == 2
     plan["stages"] = [{"nodes": [run for stage in plan["stages"] for run in stage["nodes"]]}]
     file.write_text(json.dumps(plan))
-    done = run("recut", str(sound), "--plan", str(file), "-o", str(out))
-    assert done.exit_code == 0, done.output
-    assert ": 1 stage, " in done.stdout
+    result = run("recut", str(sound), "--plan", str(file), "-o", str(out))
+    assert result.exit_code == 0, result.output
+    assert ": 1 stage, " in result.stdout
     assert len(stagepack.open(out).stages) == 1
 
 
 def test_recut_gives_the_same_bytes_again(sound: Path, tmp_path: Path) -> None:
-    one, back = tmp_path / "one.stagepack", tmp_path / "back.stagepack"
-    assert run("recut", str(sound), "--stages", "1", "-o", str(one)).exit_code == 0
-    done = run("recut", str(one), "--split-at", "first", "--split-at", "second", "-o", str(back), "--json")
-    assert json.loads(done.stdout)["digest"] == stagepack.open(sound).digest
+    one_stage, back = tmp_path / "one.stagepack", tmp_path / "back.stagepack"
+    assert run("recut", str(sound), "--stages", "1", "-o", str(one_stage)).exit_code == 0
+    result = run("recut", str(one_stage), "--split-at", "first", "--split-at", "second", "-o", str(back), "--json")
+    assert json.loads(result.stdout)["digest"] == stagepack.open(sound).digest
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_recut_gives_the_same_bytes_again(sound: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_wrong_usage(arguments: list[str], says: str, sound: Path, tmp_path: Path) -> None:
-    done = run(*(argument.format(sound=sound, out=tmp_path / "out") for argument in arguments))
-    assert done.exit_code == 2
-    assert says in done.stderr
+    result = run(*(argument.format(sound=sound, out=tmp_path / "out") for argument in arguments))
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -28,39 +28,39 @@ def test_an_export_is_quiet_in_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\ndef model():\n    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), (torch.ones(1, 4),)\n"
     )
-    done = command("export", "net.py:model", "-o", "m.stagepack", "--stages", "3", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    result = command("export", "net.py:model", "-o", "m.stagepack", "--stages", "3", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
     assert lines[0] == "captured net.py:model (torch.export.export)"
     assert lines[1].startswith("wrote m.stagepack: 3 stages, ")
     assert lines[-1] == "replayed the example: largest difference from the model 0"
     assert all(line.isprintable() for line in lines)
-    done = command("load", "m.stagepack", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(line.isprintable() for line in done.stdout.splitlines())
+    result = command("load", "m.stagepack", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert all(line.isprintable() for line in result.stdout.splitlines())
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--json"], ["inspect", "--stage", "1"], ["verify"]])
 def test_facts_are_plain_in_a_pipe(arguments: list[str], sound: Path) -> None:
-    done = command(*arguments, str(sound))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(line.isprintable() for line in done.stdout.splitlines())
+    result = command(*arguments, str(sound))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert all(line.isprintable() for line in result.stdout.splitlines())
 
 
 def test_nobody_who_reads_on_is_no_error(sound: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = command("inspect", "--json", str(sound), stdout=writer)
+    result = command("inspect", "--json", str(sound), stdout=writer)
     os.close(writer)
-    assert done.returncode == 1
-    assert done.stderr == ""
+    assert result.returncode == 1
+    assert result.stderr == ""
 
 
 def test_an_output_that_is_full_is_said_in_one_line(sound: Path) -> None:
     with Path("/dev/full").open("wb") as full:
-        done = command("inspect", str(sound), stdout=full.fileno())
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == ["stagepack: standard output: No space left on device"]
+        result = command("inspect", str(sound), stdout=full.fileno())
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == ["stagepack: standard output: No space left on device"]
 
 
 def on_a_terminal(*arguments: str) -> tuple[int, str]:
@@ -127,15 +127,15 @@ sys.meta_path.insert(0, Absent())
 import stagepack
 from stagepack.cli import main
 
-bundle, found = sys.argv[1], {}
+bundle, outcomes = sys.argv[1], {}
 for arguments in json.loads(sys.argv[2]):
-    done = CliRunner().invoke(main, [part.replace("BUNDLE", bundle) for part in arguments])
-    found[" ".join(arguments)] = [done.exit_code, done.stdout, done.stderr]
+    result = CliRunner().invoke(main, [part.replace("BUNDLE", bundle) for part in arguments])
+    outcomes[" ".join(arguments)] = [result.exit_code, result.stdout, result.stderr]
 opened = stagepack.open(bundle)
 opened.verify()
-found["weights"] = [[weight.names[0] for weight in opened.graph(number).weights] for number in range(len(opened.stages))]
-found["imported"] = sorted({"torch", "transformers", "sympy", "rich", "numpy"} & set(sys.modules))
-print(json.dumps(found))
+outcomes["weights"] = [[weight.names[0] for weight in opened.graph(number).weights] for number in range(len(opened.stages))]
+outcomes["imported"] = sorted({"torch", "transformers", "sympy", "rich", "numpy"} & set(sys.modules))
+print(json.dumps(outcomes))
 """
 
 
@@ -150,17 +150,17 @@ def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_pa
     lacks = ["load BUNDLE", "load BUNDLE --stage 1", "verify --run BUNDLE", f"export x.py:f -o {tmp_path}/m.stagepack"]
     helps = ["--help", "export --help", "load --help", "--version"]
     arguments = json.dumps([line.split() for line in [*works, *lacks, *helps]])
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(sound), arguments], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["imported"] == []
-    assert found["weights"][0] == ["embed.weight"]
+    assert result.returncode == 0, result.stderr
+    outcomes = json.loads(result.stdout)
+    assert outcomes["imported"] == []
+    assert outcomes["weights"][0] == ["embed.weight"]
     for line in [*works, *helps]:
-        assert (found[line][0], found[line][2]) == (0, ""), line
+        assert (outcomes[line][0], outcomes[line][2]) == (0, ""), line
     for line in lacks:
-        status, out, err = found[line]
+        status, out, err = outcomes[line]
         assert (status, out) == (1, ""), line
         assert err == "stagepack: the package 'torch' is not installed: pip install 'stagepack[torch]' installs it\n"
 
@@ -173,8 +173,8 @@ def test_inspecting_imports_no_torch_where_it_is_installed(sound: Path) -> None:
         "import stagepack\nstagepack.open(sys.argv[1]).verify()\n"
         "print(sorted({'torch', 'numpy', 'sympy', 'rich', 'transformers', 'safetensors'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(sound)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    result = subprocess.run([sys.executable, "-c", code, str(sound)], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
 
 
 ONNXRUNTIME_ALONE = """
@@ -203,12 +203,12 @@ for line in (
     "verify BUNDLE --run --runtime onnxruntime",
 ):
     arguments = [part.replace("BUNDLE", sys.argv[1]).replace("OUT", sys.argv[2]) for part in line.split()]
-    done = CliRunner().invoke(main, arguments)
-    assert (done.exit_code, done.stderr) == (0, ""), (line, done.output)
-    print(done.stdout)
-done = CliRunner().invoke(main, ["onnx", sys.argv[1]])
-assert done.exit_code == 1
-assert done.stderr == "stagepack: the package 'torch' is not installed: pip install 'stagepack[onnx]' installs it\\n", done.stderr
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.stderr) == (0, ""), (line, result.output)
+    print(result.stdout)
+result = CliRunner().invoke(main, ["onnx", sys.argv[1]])
+assert result.exit_code == 1
+assert result.stderr == "stagepack: the package 'torch' is not installed: pip install 'stagepack[onnx]' installs it\\n", result.stderr
 assert "torch" not in sys.modules
 """
 
@@ -217,7 +217,7 @@ def test_a_machine_with_onnxruntime_alone_runs_a_bundle(tmp_path: Path) -> None:
     tower = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
     out = tmp_path / "out.safetensors"
     command = [sys.executable, "-c", ONNXRUNTIME_ALONE, str(tower), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("largest difference 0\n") == 3
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("largest difference 0\n") == 3
     assert load_file(out)["output.0"].shape == (2, 3, 2)

@@ -19,12 +19,12 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 class Page(HTMLParser):
     """The elements of a page, and the text in each kind."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {}
         self._open: list[str] = []
-        self.feed(text)
+        self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -40,9 +40,9 @@ class Page(HTMLParser):
 
 
 def report(bundle: Path, folder: Path) -> str:
-    done = run("report", str(bundle), "-o", str(folder / "page.html"))
-    assert done.exit_code == 0, done.output
-    assert "wrote" in done.stdout
+    result = run("report", str(bundle), "-o", str(folder / "page.html"))
+    assert result.exit_code == 0, result.output
+    assert "wrote" in result.stdout
     return (folder / "page.html").read_text(encoding="utf-8")
 
 
@@ -54,8 +54,8 @@ def test_the_page_shows_stages_edges_and_nodes(sound: Path, tmp_path: Path) -> N
     assert bundle.digest in page.texts["code"]
     assert f"{facts['slowest_over_mean']:.2f}" in page.texts["strong"]
     assert {edge.name for edge in bundle.edges} <= set(page.texts["code"])
-    assert [text for text in page.texts["text"] if text.startswith("stage ")] == ["stage 0", "stage 1", "stage 2"]
-    bubbles = [text for text in page.texts["title"] if re.fullmatch(r"\d+: [\d.]+%", text)]
+    assert [label for label in page.texts["text"] if label.startswith("stage ")] == ["stage 0", "stage 1", "stage 2"]
+    bubbles = [title for title in page.texts["title"] if re.fullmatch(r"\d+: [\d.]+%", title)]
     assert len(bubbles) == 32
     nodes = json.loads(page.texts["script"][0])
     assert len(nodes) == sum(stage.nodes for stage in bundle.stages)
@@ -65,7 +65,7 @@ def test_the_page_shows_stages_edges_and_nodes(sound: Path, tmp_path: Path) -> N
 def test_the_page_asks_for_nothing_and_runs_nothing_but_its_own(sound: Path, tmp_path: Path) -> None:
     page = Page(report(sound, tmp_path))
     assert not any({"src", "href", "style", "action"} & attributes.keys() for _, attributes in page.tags)
-    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert not any(attribute.startswith("on") for _, attributes in page.tags for attribute in attributes)
     policy = next(a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a) or ""
     assert policy.startswith("default-src 'none'; ")
     for tag in ("style", "script"):
@@ -77,15 +77,15 @@ def test_names_of_a_bundle_are_text(editor: BundleEditor, tmp_path: Path) -> Non
     def scopes(graph: dict[str, Any]) -> None:
         graph["scopes"] = [scope | {"path": EVIL} for scope in graph["scopes"]]
 
-    def names(manifest: dict[str, Any]) -> None:
+    def rename_modules(manifest: dict[str, Any]) -> None:
         for stage in manifest["plan"]["stages"]:
             stage["module"] = EVIL
 
     editor.edit_graph(1, scopes)
-    editor.edit_manifest(names)
-    text = report(editor.path, tmp_path)
-    page = Page(text)
-    assert text.count("<img") == 0
+    editor.edit_manifest(rename_modules)
+    html = report(editor.path, tmp_path)
+    page = Page(html)
+    assert html.count("<img") == 0
     assert "img" not in {tag for tag, _ in page.tags}
     assert EVIL in page.texts["code"]
     assert EVIL in {row[2] for row in json.loads(page.texts["script"][0])}

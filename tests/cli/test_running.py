@@ -19,26 +19,26 @@ IDS = torch.arange(6).reshape(2, 3)
 def test_inputs_and_outputs_are_safetensors_files(prefix: str, sound: Path, tmp_path: Path) -> None:
     ids = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     save_file({f"{prefix}ids": ids}, tmp_path / "in.safetensors")
-    done = run(
+    result = run(
         "load", str(sound), "--inputs", str(tmp_path / "in.safetensors"), "--outputs", str(tmp_path / "out.safetensors")
     )
-    assert done.exit_code == 0, done.output
-    assert done.stderr == ""
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
     expected = stagepack.load(sound)(ids)
-    found = load_file(tmp_path / "out.safetensors")
-    assert torch.equal(found["output.0"], expected["logits"])
-    assert torch.equal(found["output.1"], expected["calls"])
+    outputs = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(outputs["output.0"], expected["logits"])
+    assert torch.equal(outputs["output.1"], expected["calls"])
 
 
 def test_the_recorded_example_can_be_the_inputs(sound: Path, tmp_path: Path) -> None:
     example = sound / "example.safetensors"
-    done = run("load", str(sound), "--inputs", str(example), "--outputs", str(tmp_path / "out.safetensors"), "--json")
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)
+    result = run("load", str(sound), "--inputs", str(example), "--outputs", str(tmp_path / "out.safetensors"), "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
     assert "difference" not in facts
     assert facts["outputs"] == 2
-    recorded = {name: tensor for name, tensor in load_file(example).items() if name.startswith("output.")}
-    assert all(torch.equal(tensor, load_file(tmp_path / "out.safetensors")[name]) for name, tensor in recorded.items())
+    recorded = {key: tensor for key, tensor in load_file(example).items() if key.startswith("output.")}
+    assert all(torch.equal(tensor, load_file(tmp_path / "out.safetensors")[key]) for key, tensor in recorded.items())
 
 
 @pytest.mark.parametrize(
@@ -106,16 +106,16 @@ def test_one_stage_is_loaded_from_its_own_files(stage: int, sound: Path) -> None
     assert row["stage"] == stage
     assert row["device"] == "cpu"
     assert row["files"] == [entry.graph, *entry.weights]
-    assert row["bytes_read"] == sum(bundle.files[name].size for name in row["files"])
+    assert row["bytes_read"] == sum(bundle.files[file_name].size for file_name in row["files"])
     assert "difference" not in facts
 
 
 def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(editor: BundleEditor) -> None:
     editor.flip_bit("stage-1.safetensors", (editor / "stage-1.safetensors").stat().st_size - 2, bit=5)
     command_fails("load", str(editor.path), says=r"stage-1\.safetensors: the content was changed")
-    done = run("load", str(editor.path), "--no-verify", "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["difference"] > 0
+    result = run("load", str(editor.path), "--no-verify", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["difference"] > 0
 
 
 def without_example(editor: BundleEditor) -> None:
@@ -128,9 +128,9 @@ def without_example(editor: BundleEditor) -> None:
 
 def test_a_bundle_without_an_example_is_loaded_and_not_run(editor: BundleEditor) -> None:
     without_example(editor)
-    done = run("load", str(editor.path))
-    assert done.exit_code == 0, done.output
-    assert "example" not in done.stdout
+    result = run("load", str(editor.path))
+    assert result.exit_code == 0, result.output
+    assert "example" not in result.stdout
     assert "difference" not in json.loads(run("load", str(editor.path), "--json").stdout)
     assert run("verify", str(editor.path)).exit_code == 0
     command_fails("verify", "--run", str(editor.path), says="the bundle has no example to run")
@@ -138,13 +138,14 @@ def test_a_bundle_without_an_example_is_loaded_and_not_run(editor: BundleEditor)
 
 
 def example(editor: BundleEditor, **tensors: torch.Tensor) -> None:
-    """Change tensors of the example, and list its file so."""
-    held = {
-        name: tensor for name, tensor in load_file(editor / "example.safetensors").items() if not name.startswith("__")
+    """Change tensors of the example; ``_`` in the names of arguments stands for ``.``."""
+    recorded = {
+        key: tensor for key, tensor in load_file(editor / "example.safetensors").items() if not key.startswith("__")
     }
+    changed = {argument.replace("_", "."): tensor for argument, tensor in tensors.items()}
     fields: dict[str, Any] = {}
     data = b""
-    for name, tensor in (held | {name.replace("_", "."): tensor for name, tensor in tensors.items()}).items():
+    for key, tensor in (recorded | changed).items():
         data += bytes(-len(data) % 64)
         content = tensor.contiguous().numpy().tobytes()
         if fields and (end := max(entry["data_offsets"][1] for entry in fields.values())) != len(data):
@@ -154,7 +155,7 @@ def example(editor: BundleEditor, **tensors: torch.Tensor) -> None:
                 "data_offsets": [end, len(data)],
             }
         dtype = {"float32": "F32", "int64": "I64"}[str(tensor.dtype).removeprefix("torch.")]
-        fields[name] = {
+        fields[key] = {
             "dtype": dtype,
             "shape": list(tensor.shape),
             "data_offsets": [len(data), len(data) + len(content)],
@@ -166,9 +167,9 @@ def example(editor: BundleEditor, **tensors: torch.Tensor) -> None:
 def test_an_example_with_other_numbers_shows_the_difference(editor: BundleEditor) -> None:
     example(editor, output_1=torch.tensor([5.0]))
     for command in ("load", "verify"):
-        done = run(command, str(editor.path), *(["--run"] if command == "verify" else []), "--json")
-        assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["difference"] == 4.0
+        result = run(command, str(editor.path), *(["--run"] if command == "verify" else []), "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["difference"] == 4.0
 
 
 @pytest.mark.parametrize("recorded", [torch.ones(1, 1), torch.ones(1, dtype=torch.int64), torch.tensor([float("nan")])])
@@ -177,9 +178,9 @@ def test_an_example_of_another_kind_fails_the_check(recorded: torch.Tensor, edit
     command_fails(
         "verify", "--run", str(editor.path), says="the results of the example have other shapes, types or values"
     )
-    done = run("verify", "--run", str(editor.path), "--json")
-    assert done.exit_code == 1
-    facts = json.loads(done.stdout, parse_constant=pytest.fail)
+    result = run("verify", "--run", str(editor.path), "--json")
+    assert result.exit_code == 1
+    facts = json.loads(result.stdout, parse_constant=pytest.fail)
     assert (facts["ok"], facts["difference"]) == (False, None)
     facts = json.loads(run("load", str(editor.path), "--json").stdout, parse_constant=pytest.fail)
     assert facts["difference"] is None
@@ -214,23 +215,23 @@ def test_an_example_that_is_no_weight_file_is_refused(editor: BundleEditor) -> N
 def test_verify_says_in_json_which_rules_are_broken(editor: BundleEditor) -> None:
     editor.edit_graph(1, lambda fields: fields["nodes"][0].update(op=9))
     (editor / "extra").touch()
-    done = run("verify", str(editor.path), "--json")
-    assert done.exit_code == 1
-    facts = json.loads(done.stdout)
+    result = run("verify", str(editor.path), "--json")
+    assert result.exit_code == 1
+    facts = json.loads(result.stdout)
     assert facts["ok"] is False
     assert [problem["where"] for problem in facts["problems"]] == ["extra"]
     (editor / "extra").unlink()
-    done = run("verify", str(editor.path), "--json")
-    (problem,) = json.loads(done.stdout)["problems"]
+    result = run("verify", str(editor.path), "--json")
+    (problem,) = json.loads(result.stdout)["problems"]
     assert problem["where"] == "stage-1.msgpack: node 0"
     assert problem["message"] == "op 9 is not in the table"
-    assert problem["rule"] in done.stderr
+    assert problem["rule"] in result.stderr
 
 
 def test_verify_says_how_many_files_hold_and_the_digest(sound: Path) -> None:
-    done = run("verify", str(sound))
+    result = run("verify", str(sound))
     bundle = stagepack.open(sound)
-    assert done.stdout == (
+    assert result.stdout == (
         f"{sound}: verified {len(bundle.files) + 1} files and all format rules\nsha256: {bundle.digest}\n"
     )
     assert len(bundle.files) + 1 == len(list(sound.iterdir()))
@@ -247,10 +248,10 @@ def test_inspect_tells_what_the_bundle_tells(sound: Path) -> None:
     assert [edge["name"] for edge in facts["edges"] if edge["result"]] == ["div_7", "mul_8"]
     assert [(edge["producer"], edge["consumers"]) for edge in facts["edges"]][:2] == [(None, [0]), (0, [1])]
     assert facts["bytes"] == sum(file.size for file in bundle.manifest.files)
-    text = run("inspect", str(sound)).stdout
-    assert all(edge.name in text for edge in bundle.edges)
-    assert bundle.digest in text
-    assert "stage 2 has state: calls" in text
+    shown = run("inspect", str(sound)).stdout
+    assert all(edge.name in shown for edge in bundle.edges)
+    assert bundle.digest in shown
+    assert "stage 2 has state: calls" in shown
 
 
 def test_inspect_of_a_stage_lists_its_nodes_and_weights(sound: Path) -> None:
@@ -259,6 +260,6 @@ def test_inspect_of_a_stage_lists_its_nodes_and_weights(sound: Path) -> None:
     assert [node["op"] for node in facts["nodes"]] == [graph.ops[node.op].name for node in graph.nodes]
     tied = next(weight for weight in facts["weights"] if weight["also"])
     assert {tied["name"], *tied["also"]} == {"embed.weight", "head.weight"}
-    text = run("inspect", str(sound), "--stage", "2").stdout
-    assert "aten.add_.Tensor" in text
-    assert "\x1b" not in text
+    shown = run("inspect", str(sound), "--stage", "2").stdout
+    assert "aten.add_.Tensor" in shown
+    assert "\x1b" not in shown

@@ -63,8 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `tower.py`, `tower.pt2` and `tower.stagepack`."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "tower.py").write_text(MODEL)
-    done = run("export", f"{folder}/tower.py:with_inputs", "-o", f"{folder}/tower.stagepack", "--stages", "2")
-    assert done.exit_code == 0, done.stderr
+    result = run("export", f"{folder}/tower.py:with_inputs", "-o", f"{folder}/tower.stagepack", "--stages", "2")
+    assert result.exit_code == 0, result.stderr
     sys.path.insert(0, str(folder))
     import tower  # type: ignore[import-not-found]
 
@@ -79,10 +79,10 @@ def run(*arguments: str) -> Result:
 
 def fails(*arguments: str) -> str:
     """Run a command that must fail with one line on standard error."""
-    done = run(*arguments)
-    assert done.exit_code == 1, done.output
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
     assert line.startswith("stagepack: ")
     return line
 
@@ -103,14 +103,14 @@ def test_every_kind_of_source(
     source: str, more: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    done = run(
+    result = run(
         "export", source, *more, "-o", str(tmp_path / "m.stagepack"), "--split-at", "layers.1", "--split-at", "layers.3"
     )
-    assert done.exit_code == 0, done.stderr
-    assert "3 stages" in done.stdout
-    assert "largest difference from the model 0\n" in done.stdout
-    assert done.stderr == ""
-    assert "\x1b" not in done.stdout
+    assert result.exit_code == 0, result.stderr
+    assert "3 stages" in result.stdout
+    assert "largest difference from the model 0\n" in result.stdout
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,18 @@ COMMANDS = ["compile", "export", "inspect", "load", "onnx", "plan", "recut", "re
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_the_help_lists_the_commands(flag: str) -> None:
-    done = CliRunner().invoke(main, [flag])
-    assert done.exit_code == 0
-    assert all(f"\n  {command} " in done.output for command in COMMANDS)
+    result = CliRunner().invoke(main, [flag])
+    assert result.exit_code == 0
+    assert all(f"\n  {command} " in result.output for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_the_help_of_a_command_describes_its_options(command: str, flag: str) -> None:
-    done = CliRunner().invoke(main, [command, flag], terminal_width=200)
-    assert done.exit_code == 0
-    assert done.output.startswith("Usage: ")
-    options = [line for line in done.output.splitlines() if line.startswith("  -")]
+    result = CliRunner().invoke(main, [command, flag], terminal_width=200)
+    assert result.exit_code == 0
+    assert result.output.startswith("Usage: ")
+    options = [line for line in result.output.splitlines() if line.startswith("  -")]
     assert options
     assert all(len(line.split("  ", 2)[2].strip()) > 0 or line.endswith("]") for line in options)
 
@@ -53,12 +53,12 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
     ],
 )
 def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says: str) -> None:
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith(("Usage: ", "Error: "))
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(("Usage: ", "Error: "))
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says:
     ],
 )
 def test_options_that_exclude_each_other_are_wrong_usage(arguments: list[str], says: str, sound: object) -> None:
-    done = CliRunner().invoke(main, ["load", str(sound), *arguments])
-    assert done.exit_code == 2
-    assert says in done.stderr
+    result = CliRunner().invoke(main, ["load", str(sound), *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -37,8 +37,8 @@ def test_a_file_finds_its_neighbours(user: Path) -> None:
     (user / "code").mkdir()
     (user / "code" / "helper_a.py").write_text("WIDTH = 3\n")
     (user / "code" / "net_a.py").write_text(MODEL.format(helper="helper_a"))
-    done = export("code/net_a.py:model", "--stages", "2")
-    assert done.exit_code == 0, done.output
+    result = export("code/net_a.py:model", "--stages", "2")
+    assert result.exit_code == 0, result.output
     assert len(stagepack.open(user / "m.stagepack").stages) == 2
 
 
@@ -46,8 +46,8 @@ def test_a_file_finds_modules_of_the_current_folder(user: Path) -> None:
     (user / "code").mkdir()
     (user / "helper_j.py").write_text("WIDTH = 3\n")
     (user / "code" / "net_j.py").write_text(MODEL.format(helper="helper_j"))
-    done = export("code/net_j.py:model")
-    assert done.exit_code == 0, done.output
+    result = export("code/net_j.py:model")
+    assert result.exit_code == 0, result.output
 
 
 def test_a_module_is_found_in_the_current_folder(user: Path) -> None:
@@ -55,8 +55,8 @@ def test_a_module_is_found_in_the_current_folder(user: Path) -> None:
     (user / "package_b" / "__init__.py").touch()
     (user / "package_b" / "helper.py").write_text("WIDTH = 3\n")
     (user / "package_b" / "net.py").write_text(MODEL.format(helper="package_b.helper"))
-    done = export("package_b.net:model")
-    assert done.exit_code == 0, done.output
+    result = export("package_b.net:model")
+    assert result.exit_code == 0, result.output
     assert {scope.path for scope in stagepack.open(user / "m.stagepack").graph(0).scopes} == {"first", "last"}
 
 
@@ -66,12 +66,12 @@ def test_what_the_code_prints_does_not_mix_with_the_facts(user: Path) -> None:
     (user / "net_c.py").write_text(
         text.replace("        return self.last", "        print('in forward')\n        return self.last")
     )
-    done = export("net_c.py:model", "--json")
-    assert done.exit_code == 0, done.output
-    facts = json.loads(done.stdout)
+    result = export("net_c.py:model", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
     assert (facts["difference"], len(facts["stages"])) == (0, 1)
-    assert done.stderr.splitlines()[:2] == ["on import", "in the factory"]
-    assert set(done.stderr.splitlines()[2:]) == {"in forward"}
+    assert result.stderr.splitlines()[:2] == ["on import", "in the factory"]
+    assert set(result.stderr.splitlines()[2:]) == {"in forward"}
 
 
 FAILURES = {
@@ -107,14 +107,14 @@ def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Pa
         "def helper():\n    raise ValueError('no')\n"
         f"def model():\n    {body}\n"
     )
-    done = export("net_d.py:model")
-    assert done.exit_code == 1, done.output
-    assert done.stdout == ""
-    assert done.stderr.startswith("stagepack: ")
-    assert done.stderr.count("\n") == 1
-    assert done.stderr[:-1].isprintable()
-    assert says in done.stderr
-    assert "internal error" not in done.stderr
+    result = export("net_d.py:model")
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("stagepack: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr[:-1].isprintable()
+    assert says in result.stderr
+    assert "internal error" not in result.stderr
     assert [path.name for path in user.iterdir() if path.name != "__pycache__"] == ["net_d.py"]
 
 
@@ -137,11 +137,11 @@ def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Pa
 def test_a_file_that_cannot_be_imported_is_said_in_one_line(text: str, says: str, user: Path) -> None:
     (user / "net_e.py").write_text(text)
     for arguments in (["net_e.py:model"], ["net_e:model"]):
-        done = export(*arguments)
+        result = export(*arguments)
         sys.modules.pop("net_e", None)
-        assert done.exit_code == 1, done.output
-        assert done.stderr.count("\n") == 1
-        assert says in done.stderr
+        assert result.exit_code == 1, result.output
+        assert result.stderr.count("\n") == 1
+        assert says in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_a_file_that_cannot_be_imported_is_said_in_one_line(text: str, says: str
 )
 def test_a_source_that_is_not_there_is_said_in_one_line(source: str, says: str, user: Path) -> None:
     (user / "empty").mkdir()
-    done = export(source)
-    assert done.exit_code == 1, done.output
-    assert done.stderr.count("\n") == 1
-    assert says in done.stderr
+    result = export(source)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.count("\n") == 1
+    assert says in result.stderr
     assert not (user / "m.stagepack").exists()
 
 
@@ -171,10 +171,10 @@ def test_a_pt2_file_that_is_something_else_is_said_in_one_line(user: Path) -> No
     torch.save({"x": 1}, user / "other.pt2")
     (user / "text.pt2").write_text("text")
     for name, says in (("other.pt2", "torch.export.load cannot read it"), ("text.pt2", "expected a .pt2 file")):
-        done = export(name)
-        assert done.exit_code == 1, done.output
-        assert done.stderr.count("\n") == 1
-        assert says in done.stderr
+        result = export(name)
+        assert result.exit_code == 1, result.output
+        assert result.stderr.count("\n") == 1
+        assert says in result.stderr
 
 
 def test_a_hugging_face_folder_without_transformers_says_what_to_install(
@@ -183,19 +183,19 @@ def test_a_hugging_face_folder_without_transformers_says_what_to_install(
     (user / "llama").mkdir()
     (user / "llama" / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setitem(sys.modules, "transformers", None)  # as Python itself marks a package that must not be found
-    done = export("llama")
-    assert done.exit_code == 1, done.output
+    result = export("llama")
+    assert result.exit_code == 1, result.output
     assert (
-        done.stderr
+        result.stderr
         == "stagepack: the package 'transformers' is not installed: pip install 'stagepack[hf]' installs it\n"
     )
 
 
 def test_an_interrupt_ends_the_command_without_a_traceback(user: Path) -> None:
     (user / "net_g.py").write_text("def model():\n    raise KeyboardInterrupt\n")
-    done = export("net_g.py:model")
-    assert done.exit_code in (1, 130)
-    assert done.output.strip() == "Aborted!"
+    result = export("net_g.py:model")
+    assert result.exit_code in (1, 130)
+    assert result.output.strip() == "Aborted!"
     assert not (user / "m.stagepack").exists()
 
 
@@ -207,10 +207,10 @@ def test_a_module_to_import_that_fails_is_said_in_one_line(
     (user / "broken_h.py").write_text("1 / 0\n")
     (user / "leaves_h.py").write_text("raise SystemExit(3)\n")
     for command in (["load", str(sound)], ["verify", "--run", str(sound)]):
-        done = CliRunner().invoke(main, [*command, "--import", module])
-        assert done.exit_code == 1, done.output
-        assert done.stderr.startswith(f"stagepack: --import {module}: ")
-        assert done.stderr.count("\n") == 1
+        result = CliRunner().invoke(main, [*command, "--import", module])
+        assert result.exit_code == 1, result.output
+        assert result.stderr.startswith(f"stagepack: --import {module}: ")
+        assert result.stderr.count("\n") == 1
 
 
 def test_what_an_imported_module_prints_does_not_mix_with_the_facts(
@@ -218,6 +218,6 @@ def test_what_an_imported_module_prints_does_not_mix_with_the_facts(
 ) -> None:
     monkeypatch.syspath_prepend(user)
     (user / "chatty_i.py").write_text("print('hello')\n")
-    done = CliRunner().invoke(main, ["load", str(sound), "--json", "--import", "chatty_i"])
-    assert json.loads(done.stdout)["difference"] == 0
-    assert done.stderr == "hello\n"
+    result = CliRunner().invoke(main, ["load", str(sound), "--json", "--import", "chatty_i"])
+    assert json.loads(result.stdout)["difference"] == 0
+    assert result.stderr == "hello\n"
