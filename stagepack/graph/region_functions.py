@@ -1,6 +1,6 @@
 """The regions of a graph as functions: their inputs, their outputs, and where they are called."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,29 +51,31 @@ class RegionFunction:
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
 
-    def input_names(self, graph: Graph, start: int) -> list[str]:
+    def input_names(self, graph: Graph, start_node: int) -> list[str]:
         """Return the names of the values that a call takes.
 
         Args:
             graph: the unfolded graph.
-            start: the number of the first node of the call.
+            start_node: the number of the first node of the call.
 
         Returns:
             A name for each entry of `inputs`.
         """
-        return [input_names(graph.nodes[start + offset])[index] for offset, index in self.inputs]
+        return [input_names(graph.nodes[start_node + offset])[value_index] for offset, value_index in self.inputs]
 
-    def output_names(self, graph: Graph, start: int) -> list[str]:
+    def output_names(self, graph: Graph, start_node: int) -> list[str]:
         """Return the names of the values that a call returns.
 
         Args:
             graph: the unfolded graph.
-            start: the number of the first node of the call.
+            start_node: the number of the first node of the call.
 
         Returns:
             A name for each entry of `outputs`.
         """
-        return [list(output_names(graph.nodes[start + offset]))[index] for offset, index in self.outputs]
+        return [
+            list(output_names(graph.nodes[start_node + offset]))[value_index] for offset, value_index in self.outputs
+        ]
 
 
 def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem], list[RegionFunction]]:
@@ -94,11 +96,11 @@ def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem],
         call_sites[call.region].append(call)
         items = bodies.items(folded.regions[call.region].nodes, call.start, call.hole_texts)
         pending += (item for item in items if isinstance(item, RegionCallSite))
-    analysis = GraphAnalysis(graph)
+    last_uses = GraphAnalysis(graph).last_uses
     functions = []
     for region, length, calls in zip(folded.regions, bodies.lengths, call_sites, strict=True):
         first_call = min(calls)
-        outputs = {output for call in calls for output in _outputs(analysis, call.start, length)}
+        outputs = {output for call in calls for output in _outputs(graph, last_uses, call.start, length)}
         functions.append(
             RegionFunction(
                 items=tuple(bodies.items(region.nodes, first_call.start, first_call.hole_texts)),
@@ -127,35 +129,35 @@ class _Bodies:
             )
 
     def items(
-        self, body: Sequence[Node | RegionCall], start: int, hole_texts: Sequence[str] | None = None
+        self, body: Sequence[Node | RegionCall], start_node: int, hole_texts: Sequence[str] | None = None
     ) -> Iterator[BodyItem]:
-        """Yield the items of the graph or, with the texts of a call, of a region whose first node has the number `start`."""
+        """Yield the items of the graph or, with the texts of a call, of a region whose first node has the number `start_node`."""
         for item in body:
             if isinstance(item, Node):
-                yield start
-                start += 1
+                yield start_node
+                start_node += 1
             else:
                 call_texts = (
                     item.holes if hole_texts is None else tuple(fill_template(hole, hole_texts) for hole in item.holes)
                 )
-                yield RegionCallSite(start, item.region, call_texts)
-                start += self.lengths[item.region]
+                yield RegionCallSite(start_node, item.region, call_texts)
+                start_node += self.lengths[item.region]
 
 
-def _inputs(graph: Graph, start: int, length: int) -> Iterator[tuple[int, int]]:
+def _inputs(graph: Graph, start_node: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield the first use of each value that a run of nodes does not define: the offset of the node, and the index of the value."""
     known_names: set[str] = set()
     for offset in range(length):
-        for index, value_name in enumerate(input_names(graph.nodes[start + offset])):
+        for value_index, value_name in enumerate(input_names(graph.nodes[start_node + offset])):
             if value_name not in known_names:
                 known_names.add(value_name)
-                yield offset, index
-        known_names.update(output_names(graph.nodes[start + offset]))
+                yield offset, value_index
+        known_names.update(output_names(graph.nodes[start_node + offset]))
 
 
-def _outputs(analysis: GraphAnalysis, start: int, length: int) -> Iterator[tuple[int, int]]:
+def _outputs(graph: Graph, last_uses: Mapping[str, int], start_node: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield the values of a run of nodes that are used after it: the offset of the node, and the index of the value."""
     for offset in range(length):
-        for index, value_name in enumerate(analysis.node_outputs[start + offset]):
-            if analysis.last_uses.get(value_name, -1) >= start + length:
-                yield offset, index
+        for value_index, value_name in enumerate(output_names(graph.nodes[start_node + offset])):
+            if last_uses.get(value_name, -1) >= start_node + length:
+                yield offset, value_index
