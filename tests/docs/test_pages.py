@@ -1,0 +1,87 @@
+"""Every code block of README, CONTRIBUTING and docs is run; what it prints is what the page states.
+
+`make docs-outputs` writes the outputs into the pages. `tools/docs/page.py` says what the blocks are.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.docs.normalize import is_same_output
+from tools.docs.page import ROOT, Block, documented_pages, read_blocks
+from tools.docs.session import Session, check_output, copy_tree
+
+PAGES = {str(page): read_blocks(ROOT / page) for page in documented_pages()}
+# What the outputs in the pages were written with. Another torch makes other graphs, so that only errors count there.
+PINNED_TORCH = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+IS_PINNED_TORCH = torch.__version__.split("+")[0] == PINNED_TORCH
+
+
+class _PageRun:
+    """The session of a page, and how many of its blocks have run."""
+
+    def __init__(self, page: str, folder: Path) -> None:
+        self.blocks = PAGES[page]
+        self.session = Session(folder)
+        self.position = 0
+        if page == "CONTRIBUTING.md":
+            copy_tree(folder)
+
+    def run(self, block: Block) -> str:
+        """Run a block, and those before it that have not run; return what is wrong with it."""
+        problem = ""
+        while self.position <= self.blocks.index(block):
+            number = self.position
+            self.position += 1
+            current = self.blocks[number]
+            if current.not_run:
+                continue
+            outputs = self.session.run(current)
+            following = self.blocks[number + 1] if number + 1 < len(self.blocks) else None
+            problem = check_output(current, following, outputs, is_same_output if IS_PINNED_TORCH else lambda *_: True)
+        return problem
+
+
+class _PageRuns:
+    """The sessions of all pages, made when they are first used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: dict[str, _PageRun] = {}
+
+    def of(self, page: str) -> _PageRun:
+        if page not in self.runs:
+            self.runs[page] = _PageRun(page, self.folder / page.replace("/", "-"))
+        return self.runs[page]
+
+
+@pytest.fixture(scope="module")
+def page_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_PageRuns]:
+    """The sessions of all pages."""
+    page_runs = _PageRuns(tmp_path_factory.mktemp("pages"))
+    yield page_runs
+    for run in page_runs.runs.values():
+        run.session.close()
+
+
+def _tested_blocks() -> Iterator[object]:
+    for page, blocks in PAGES.items():
+        for block in blocks:
+            if block.kind not in ("shown", "output"):
+                yield pytest.param(
+                    page, block, id=f"{page}:{block.line}", marks=pytest.mark.xdist_group(f"docs {page}")
+                )
+
+
+@pytest.mark.parametrize(("page", "block"), _tested_blocks())
+def test_block(page: str, block: Block, page_runs: _PageRuns) -> None:
+    """A block runs, and prints what the page states."""
+    assert block.kind != "unknown" or block.not_run, f"```{block.language}: neither run nor marked `not run`"
+    if block.not_run:
+        pytest.skip(f"not run: {block.not_run}")
+    problem = page_runs.of(page).run(block)
+    if problem:
+        pytest.fail(f"{page}:{block.line}: {problem}\n`make docs-outputs` writes the outputs anew.", pytrace=False)

@@ -1,0 +1,30 @@
+"""Outputs of commands without what differs from run to run: times, digests, paths, versions, rounding errors."""
+
+import re
+
+_VARYING = [
+    (re.compile(r"\b[0-9a-f]{16,64}\b"), "DIGEST"),
+    (re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? ?(?:s|ms|µs)\b"), "TIME"),
+    # The phases of "first answer after 1.4 s: open 0.001, import torch 1.3, ..."
+    (re.compile(r"(?<=\w )\d+\.\d{3}(?=,|$)", re.MULTILINE), "TIME"),
+    (re.compile(r"\b\d(?:\.\d+)?e-\d+\b"), "SMALL"),
+    (re.compile(r"\btorch \d[\w.+]*"), "torch VERSION"),
+    (re.compile(r"\bidle by microbatches: .*"), "idle by microbatches"),
+    (re.compile(r"(?<=127\.0\.0\.1:)\d+"), "PORT"),
+    (re.compile(r"(?m)[ \t]+"), " "),
+    (re.compile(r"(?m)^ | $"), ""),
+]
+
+
+def normalize(output: str) -> str:
+    """An output with placeholders for what varies, and one space for any run of spaces."""
+    for pattern, placeholder in _VARYING:
+        output = pattern.sub(placeholder, output)
+    return output.strip("\n ")
+
+
+def is_same_output(stated: str, actual: str) -> bool:
+    """Whether an output is what a page states; a line ``...`` of the page stands for any lines."""
+    parts = re.split(r"(?m)^[ ]*\.\.\.[ ]*$\n?", stated)
+    pattern = r"(?:.*\n)*?".join(re.escape(normalize(part) + "\n") if part.strip() else "" for part in parts)
+    return re.fullmatch(pattern, normalize(actual) + "\n" if actual.strip() else "") is not None
