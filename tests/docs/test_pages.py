@@ -25,10 +25,11 @@ class _PageRun:
 
     def __init__(self, page: str, folder: Path) -> None:
         self.blocks = PAGES[page]
-        self.session = Session(folder)
-        self.position = 0
-        if page == "CONTRIBUTING.md":
+        is_contributing = page == "CONTRIBUTING.md"
+        if is_contributing:
             copy_tree(folder)
+        self.session = Session(folder, fresh=is_contributing)
+        self.position = 0
 
     def run(self, block: Block) -> str:
         """Run a block, and those before it that have not run; return what is wrong with it."""

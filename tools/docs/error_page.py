@@ -25,7 +25,7 @@ def rule_reference() -> str:
     rows = ["| rule | requirement |", "|---|---|"]
     for number, text in rules():
         sentence = re.split(r"(?<=[.:])\s", _one_line(text), maxsplit=1)[0].rstrip(":")
-        rows.append(f"| [{number}](spec.md) | {sentence} |")
+        rows.append(f"| [{number}](spec.md#{number}) | {sentence} |")
     return "\n".join(rows)
 
 

@@ -24,7 +24,7 @@ def normalize(output: str) -> str:
 
 
 def is_same_output(stated: str, actual: str) -> bool:
-    """Whether an output is what a page states; a line ``...`` of the page stands for any lines."""
+    """Whether an output is what a page states; a line ``...`` of the page stands for any lines but an exit status."""
     parts = re.split(r"(?m)^[ ]*\.\.\.[ ]*$\n?", stated)
-    pattern = r"(?:.*\n)*?".join(re.escape(normalize(part) + "\n") if part.strip() else "" for part in parts)
+    pattern = r"(?:(?!\[exit status).*\n)*?".join(re.escape(normalize(part) + "\n") if part.strip() else "" for part in parts)
     return re.fullmatch(pattern, normalize(actual) + "\n" if actual.strip() else "") is not None

@@ -30,9 +30,9 @@ def main() -> None:
 def rewrite(page: Path, folder: Path, *, not_run: bool, every: bool) -> int:
     """Write the outputs of one page; return how many changed."""
     path = ROOT / page
-    session = Session(folder, fresh=True)
     if page.name == "CONTRIBUTING.md":
         copy_tree(folder)
+    session = Session(folder, fresh=True)
     text = path.read_text()
     blocks = read_blocks(path)
     edits: list[tuple[int, int, str]] = []

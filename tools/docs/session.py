@@ -72,6 +72,8 @@ class Session:
         self._interpreter: tuple[ForkServerProcess, Connection] | None = None
         self._job: _Job | None = None
         folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "examples").exists():
+            (folder / "examples").symlink_to(ROOT / "examples")
         _FORKS.set_forkserver_preload(_PRELOADED)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 A hook of MkDocs (https://www.mkdocs.org/user-guide/configuration/#hooks): it calls the functions ``on_*``.
 """
 
+import functools
 import importlib
 import os
 import re
@@ -14,7 +15,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from tools.docs.benchmark_page import benchmark_tables
-from tools.docs.error_page import error_reference
+from tools.docs.error_page import error_reference, rule_reference
+from tools.docs.option_page import option_reference
+from tools.docs.source_tree import source_tree
 
 ROOT = Path(__file__).parents[2]
 # Pages of the site that are files of the tree outside docs/.
@@ -30,7 +33,13 @@ INCLUDED = {
 }
 _SOURCES = {page: source for source, page in INCLUDED.items()}
 # Lines of pages that are replaced by what the function returns.
-_GENERATED = {"<!-- benchmarks -->": benchmark_tables, "<!-- errors -->": error_reference}
+_GENERATED = {
+    "<!-- benchmarks -->": benchmark_tables,
+    "<!-- errors -->": error_reference,
+    "<!-- rules -->": rule_reference,
+    "<!-- options: serve -->": functools.partial(option_reference, "serve"),
+    "<!-- tree -->": source_tree,
+}
 _LINK = re.compile(r"(?P<mark>!?)\[(?P<label>[^\[\]]*)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
 _FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2[ ]*$", re.MULTILINE | re.DOTALL)
 
@@ -50,9 +59,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     for mark, function in _GENERATED.items():
         if mark in markdown:
             markdown = markdown.replace(mark, function())
-    # Titles of code fences are for the site; of the specification's, which have none, the second word is one.
     if page.file.src_uri == INCLUDED["schema/SPEC.md"]:
         markdown = re.sub(r"^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
+        markdown = re.sub(r"^\*\*([A-Z]\d+)\*\*", r"**\1**{ #\1 }", markdown, flags=re.MULTILINE)
     fences = [match.span() for match in _FENCE.finditer(markdown)]
 
     def replaced(match: re.Match[str]) -> str:
