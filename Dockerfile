@@ -1,4 +1,4 @@
-# An image that serves bundles with `stagepack serve`. For Triton's own image see docs/deploying.md.
+# An image that serves bundles with `stagepack serve`. For Triton's own image see docs/how-to/deploy.md.
 #
 # Build it for one runtime:
 #

@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints
 
 help:
 	@echo "make demo      export, verify and run a real model"
-	@echo "make test      everything that CI checks: lint typecheck schema-check smoke unit, each a target too"
+	@echo "make test      everything that CI checks: lint typecheck schema-check smoke docs unit, each a target too"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  every model of the zoo; make test runs a tenth of the architectures"
 	@echo "make docs      the site of docs/, in build/site; make docs-outputs runs its commands and writes what they print into the pages"
@@ -21,7 +21,7 @@ help:
 demo: $(VENV)/ready
 	$(BIN)/python tools/demo.py
 
-test: lint typecheck schema-check smoke unit
+test: lint typecheck schema-check smoke docs unit
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check
@@ -45,7 +45,7 @@ test-zoo: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo
 
 docs: $(VENV)/ready
-	PYTHONPATH=.:loaders $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:loaders $(BIN)/mkdocs build --quiet
 
 docs-outputs: $(VENV)/ready
 	$(BIN)/python -m tools.docs.diagrams

@@ -68,16 +68,15 @@ def page_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_PageRuns]:
         run.session.close()
 
 
-def _tested_blocks() -> Iterator[object]:
-    for page, blocks in PAGES.items():
-        for block in blocks:
-            if block.kind not in ("shown", "output"):
-                yield pytest.param(
-                    page, block, id=f"{page}:{block.line}", marks=pytest.mark.xdist_group(f"docs {page}")
-                )
+TESTED = [
+    pytest.param(page, block, id=f"{page}:{block.line}", marks=pytest.mark.xdist_group(f"docs {page}"))
+    for page, blocks in PAGES.items()
+    for block in blocks
+    if block.kind not in ("shown", "output")
+]
 
 
-@pytest.mark.parametrize(("page", "block"), _tested_blocks())
+@pytest.mark.parametrize(("page", "block"), TESTED)
 def test_block(page: str, block: Block, page_runs: _PageRuns) -> None:
     """A block runs, and prints what the page states."""
     assert block.kind != "unknown" or block.not_run, f"```{block.language}: neither run nor marked `not run`"

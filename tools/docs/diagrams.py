@@ -78,7 +78,9 @@ class Drawing:
 
 def overview() -> Drawing:
     """What stagepack is for: one export, many places to run."""
-    drawing = Drawing(780, 268, "A PyTorch model is exported into a bundle of stages, each of which is loaded on a device")
+    drawing = Drawing(
+        780, 268, "A PyTorch model is exported into a bundle of stages, each of which is loaded on a device"
+    )
     drawing.box(8, 96, 128, 62, "blue", "PyTorch model", "module, .pt2, HF")
     drawing.arrow((136, 127), (222, 127))
     drawing.words(179, 117, "export")
@@ -168,7 +170,9 @@ def packages() -> Drawing:
     drawing.words(716, lowest - 40, "format and", anchor="start")
     drawing.words(716, lowest - 24, "errors only", anchor="start")
     drawing.words(248, height - 12, "each layer imports only the layers below it")
-    for position, (color, text) in enumerate((("grey", "imports torch"), ("green", "never imports torch"), ("amber", "what both sides share"))):
+    for position, (color, text) in enumerate(
+        (("grey", "imports torch"), ("green", "never imports torch"), ("amber", "what both sides share"))
+    ):
         fill, border, _ = COLORS[color]
         y = height - 84 + 24 * position
         drawing.parts.append(f'<rect x="580" y="{y}" width="16" height="14" rx="3" fill="{fill}" stroke="{border}"/>')
@@ -187,7 +191,9 @@ def main() -> None:
     for name, draw in DRAWINGS.items():
         path, content = FOLDER / name, draw().svg()
         if check and (not path.exists() or path.read_text() != content):
-            sys.exit(f"{path.relative_to(ROOT)} is not what tools/docs/diagrams.py draws: run python -m tools.docs.diagrams")
+            sys.exit(
+                f"{path.relative_to(ROOT)} is not what tools/docs/diagrams.py draws: run python -m tools.docs.diagrams"
+            )
         if not check:
             path.write_text(content)
 

@@ -9,6 +9,8 @@ _VARYING = [
     (re.compile(r"(?<=\w )\d+\.\d{3}(?=,|$)", re.MULTILINE), "TIME"),
     (re.compile(r"\b\d(?:\.\d+)?e-\d+\b"), "SMALL"),
     (re.compile(r"\btorch \d[\w.+]*"), "torch VERSION"),
+    # The last line of pytest.
+    (re.compile(r"\b\d+ (?=passed|deselected|skipped|warnings?)"), "N "),
     (re.compile(r"\bidle by microbatches: .*"), "idle by microbatches"),
     (re.compile(r"(?<=127\.0\.0\.1:)\d+"), "PORT"),
     (re.compile(r"(?m)[ \t]+"), " "),
@@ -26,5 +28,7 @@ def normalize(output: str) -> str:
 def is_same_output(stated: str, actual: str) -> bool:
     """Whether an output is what a page states; a line ``...`` of the page stands for any lines but an exit status."""
     parts = re.split(r"(?m)^[ ]*\.\.\.[ ]*$\n?", stated)
-    pattern = r"(?:(?!\[exit status).*\n)*?".join(re.escape(normalize(part) + "\n") if part.strip() else "" for part in parts)
+    pattern = r"(?:(?!\[exit status).*\n)*?".join(
+        re.escape(normalize(part) + "\n") if part.strip() else "" for part in parts
+    )
     return re.fullmatch(pattern, normalize(actual) + "\n" if actual.strip() else "") is not None

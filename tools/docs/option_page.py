@@ -14,7 +14,9 @@ def option_reference(command_name: str) -> str:
             default = f"`{option.default:g}`" if isinstance(option.default, int | float) and not option.is_flag else ""
             if isinstance(option.default, str):
                 default = f"`{option.default}`"
-            rows.append(f"| `{max(option.opts, key=len)}` | {default} | {_allowed(option.type)} | {option.help or ''} |")
+            rows.append(
+                f"| `{max(option.opts, key=len)}` | {default} | {_allowed(option.type)} | {option.help or ''} |"
+            )
     return "\n".join(rows)
 
 

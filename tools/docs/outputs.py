@@ -59,7 +59,7 @@ def _edits(
         if is_same_output(stated, outputs[0]) and not (every and stated):
             return []
         if following is None or following.kind != "output":
-            sys.exit(f"line {block.line}: the block prints, but no block `text title=\"Output\"` follows:\n{outputs[0]}")
+            sys.exit(f'line {block.line}: the block prints, but no block `text title="Output"` follows:\n{outputs[0]}')
         return [_with_source(text, following, outputs[0])]
     if block.kind != "console":
         return []
@@ -71,7 +71,11 @@ def _edits(
     for command, output, unchanged in zip(commands, outputs, same, strict=True):
         shown = command.output if unchanged and not (every and "..." not in command.output) else output
         parts.append("\n".join(filter(None, [f"$ {command.text}", shown.strip("\n")])))
-    spacing = "\n\n" if any(command.output or output.strip() for command, output in zip(commands, outputs, strict=True)) else "\n"
+    spacing = (
+        "\n\n"
+        if any(command.output or output.strip() for command, output in zip(commands, outputs, strict=True))
+        else "\n"
+    )
     return [_with_source(text, block, spacing.join(parts))]
 
 

@@ -67,7 +67,9 @@ def read_blocks(page: Path) -> list[Block]:
     }
     blocks: list[Block] = []
     for region in sorted(RawFencedCodeBlockLexer(_INFO)(document), key=lambda region: region.start):
-        before = [end for end in reasons if end <= region.start and not document.text[end : region.start].strip(" \n->")]
+        before = [
+            end for end in reasons if end <= region.start and not document.text[end : region.start].strip(" \n->")
+        ]
         language, title = region.lexemes["language"], region.lexemes["title"] or ""
         blocks.append(
             Block(

@@ -10,6 +10,7 @@ import json
 import linecache
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,6 +34,8 @@ _FORKS = multiprocessing.get_context("forkserver")
 _PRELOADED = ["stagepack.exporter", "stagepack_loaders.load", "stagepack_loaders.torch.stage", "torch._dynamo"]
 _SHELL = set("|&;<>$`*?(){}\n")  # what a shell does something with
 _PORTS = (8000, 8001)  # of `stagepack serve`
+# Lines that torch and torchao log, which depend on the packages beside them.
+_LOGGED = re.compile(r"^(?:[WIE]\d{4} \d\d:\d\d:.*|Failed to load .*torchao.*)\n", re.MULTILINE)
 _PATIENCE = 120  # seconds for one block
 
 
@@ -144,13 +147,14 @@ class Session:
             words += ["--http-port", str(self._ports[8000]), "--grpc-port", str(self._ports[8001])]
             text = shlex.join(words)
         environment = page_environment(self.folder)
+        log.touch()
         if words[0] == "stagepack" and not self._fresh and not _SHELL & set(text.replace("'", "")):
             process = _FORKS.Process(target=_run_stagepack, args=(words, str(self.folder), str(log), environment))
             process.start()
             return process
         with log.open("wb") as output:
             return subprocess.Popen(
-                ["bash", "-c", text], cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+                ["/bin/bash", "-c", text], cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
 
     def _await_server(self, job: _Job) -> str:
@@ -187,9 +191,10 @@ class Session:
         return text
 
     def _as_shown(self, output: str) -> str:
-        """An output as pages show it: with the default ports, and no path of this machine."""
+        """An output as pages show it: with the default ports, no path of this machine, and no logs of libraries."""
         for stated, actual in self._ports.items():
             output = output.replace(f"127.0.0.1:{actual}", f"127.0.0.1:{stated}")
+        output = _LOGGED.sub("", output)
         return output.replace(f"{self.folder}/", "").replace(str(self.folder), ".").replace(f"{ROOT}/", "")
 
 
@@ -213,7 +218,9 @@ def copy_tree(folder: Path) -> None:
         else:
             shutil.copy(source, folder / name)
     shutil.copytree(
-        ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "zoo", "libraries", "serve", "docs")
+        ROOT / "tests",
+        folder / "tests",
+        ignore=shutil.ignore_patterns("__pycache__", "zoo", "libraries", "serve", "docs"),
     )
     (folder / "schema" / "frozen").symlink_to(ROOT / "schema" / "frozen")
 
@@ -231,7 +238,7 @@ def _interpret(connection: Connection, folder: str) -> None:
             problem = ""
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 try:
-                    exec(compile(source, name, "exec"), namespace)  # noqa: S102, TID251 - the project's own docs
+                    exec(compile(source, name, "exec"), namespace)  # noqa: S102 - the project's own docs
                 except BaseException:  # noqa: BLE001 - whatever it is, the reader of the test must see it
                     problem = traceback.format_exc()
             connection.send((output.getvalue(), problem))

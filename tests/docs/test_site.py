@@ -1,0 +1,60 @@
+"""What the site is made of: links, diagrams, generated tables. `make docs` builds all of it, strictly."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from stagepack import errors
+from tests.conformance.vectors import all_rules
+from tools.docs.benchmark_page import FOLDER, TITLES, benchmark_tables
+from tools.docs.error_page import error_reference, rule_reference, rules
+from tools.docs.option_page import option_reference
+from tools.docs.page import ROOT, documented_pages
+
+LINK = re.compile(r"\[[^\[\]]*\]\(([^()\s#]+)[^()\s]*\)")
+FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 6000
+
+
+@pytest.mark.parametrize("page", documented_pages(), ids=str)
+def test_links_lead_to_files_of_the_tree(page: Path) -> None:
+    text = FENCE.sub("", (ROOT / page).read_text())
+    targets = [target for target in LINK.findall(text) if "://" not in target]
+    missing = [target for target in targets if not (ROOT / page.parent / target).exists()]
+    assert not missing
+
+
+def test_the_diagrams_are_those_that_the_script_draws() -> None:
+    command = [sys.executable, "-m", "tools.docs.diagrams", "--check"]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+
+
+def test_the_reference_has_every_error_and_every_rule() -> None:
+    names = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert all(f"| `{name}` |" in error_reference() for name in names)
+    assert [number for number, _ in rules()] == list(all_rules())
+    assert rule_reference().count("\n") == len(rules()) + 1
+
+
+def test_the_reference_of_the_server_has_every_option() -> None:
+    from stagepack.cli.serve_command import command
+
+    table = option_reference("serve")
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    assert all(f"| `{max(option.opts, key=len)}` |" in table for option in options)
+    assert "| `--max-batch` | `32` | 1 to 2,147,483,647 |" in table
+
+
+def test_every_benchmark_has_results() -> None:
+    tables = benchmark_tables()
+    assert all(f"## {title}" in tables for title in TITLES.values())
+    assert {path.stem.partition("-")[0] for path in FOLDER.glob("*.json")} == TITLES.keys()
+    assert {path.stem.removeprefix("bench_") for path in (ROOT / "tools").glob("bench_*.py")} == TITLES.keys()
