@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-Cell = str | int | float
+CellValue = str | int | float
 
 
 @dataclass(slots=True)
@@ -32,19 +32,27 @@ class ResultTable:
 
     title: str
     columns: Sequence[str]
-    rows: list[Sequence[Cell]] = field(default_factory=list)
+    rows: list[Sequence[CellValue]] = field(default_factory=list)
 
-    def add(self, *cells: Cell) -> None:
+    def add(self, *cells: CellValue) -> None:
         """Add a row and print it."""
         if not self.rows:
             print(f"{self.title}\n{self._line(self.columns)}")
         self.rows.append(cells)
         print(self._line([format_cell(cell) for cell in cells]), flush=True)
 
-    def _line(self, texts: Sequence[str]) -> str:
-        widths = [max(len(column), 9) for column in self.columns]
-        first = texts[0].ljust(max(widths[0], 24))
-        return "  ".join([first, *(text.rjust(width) for text, width in zip(texts[1:], widths[1:], strict=True))])
+    def _line(self, cell_texts: Sequence[str]) -> str:
+        column_widths = [max(len(column_title), 9) for column_title in self.columns]
+        first_cell = cell_texts[0].ljust(max(column_widths[0], 24))
+        return "  ".join(
+            [
+                first_cell,
+                *(
+                    cell_text.rjust(column_width)
+                    for cell_text, column_width in zip(cell_texts[1:], column_widths[1:], strict=True)
+                ),
+            ]
+        )
 
 
 @dataclass(slots=True)
@@ -63,36 +71,36 @@ class BenchmarkResults:
         return self.tables[-1]
 
 
-def format_cell(cell: Cell) -> str:
+def format_cell(cell: CellValue) -> str:
     """A cell as people read it: four significant digits, thousands separated."""
     if isinstance(cell, float):
         return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
+def add_json_option(argument_parser: argparse.ArgumentParser) -> None:
     """Add ``--json FILE``."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    argument_parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 @contextmanager
-def benchmark_results(path: Path | None, **environment: str) -> Iterator[BenchmarkResults]:
+def benchmark_results(json_path: Path | None, **environment: str) -> Iterator[BenchmarkResults]:
     """Collect the results of a run, and write them to a file when it ends.
 
     Args:
-        path: the file; None writes nothing.
+        json_path: the file; None writes nothing.
         environment: facts about the run beside those of this machine, such as the device.
     """
-    results = BenchmarkResults()
-    yield results
-    if path is not None:
-        record: dict[str, Any] = {
+    run_results = BenchmarkResults()
+    yield run_results
+    if json_path is not None:
+        run_record: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "command": shlex.join(["python", "-m", f"tools.{Path(sys.argv[0]).stem}", *_arguments()]),
+            "command": shlex.join(["python", "-m", f"tools.{Path(sys.argv[0]).stem}", *_benchmark_arguments()]),
             "environment": machine_facts() | environment,
-            "tables": [asdict(table) for table in results.tables],
+            "tables": [asdict(result_table) for result_table in run_results.tables],
         }
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        json_path.write_text(json.dumps(run_record, indent=1) + "\n")
 
 
 def machine_facts() -> dict[str, str]:
@@ -100,24 +108,24 @@ def machine_facts() -> dict[str, str]:
     import torch  # noqa: PLC0415 - a benchmark imports it when it is ready to
 
     return {
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": str(len(os.sched_getaffinity(0))),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+def _processor_name() -> str:
+    cpuinfo_path = Path("/proc/cpuinfo")
+    info_lines = cpuinfo_path.read_text().splitlines() if cpuinfo_path.exists() else []
+    model_names = [info_line.split(":", 1)[1].strip() for info_line in info_lines if info_line.startswith("model name")]
+    return model_names[0] if model_names else platform.machine()
 
 
-def _arguments() -> list[str]:
+def _benchmark_arguments() -> list[str]:
     """The arguments of the command line without ``--json FILE``."""
-    arguments = sys.argv[1:]
-    if "--json" in arguments:
-        position = arguments.index("--json")
-        del arguments[position : position + 2]
-    return [argument for argument in arguments if not argument.startswith("--json=")]
+    kept_arguments = sys.argv[1:]
+    if "--json" in kept_arguments:
+        json_position = kept_arguments.index("--json")
+        del kept_arguments[json_position : json_position + 2]
+    return [kept_argument for kept_argument in kept_arguments if not kept_argument.startswith("--json=")]

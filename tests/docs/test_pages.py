@@ -14,35 +14,38 @@ from tools.docs.normalize import is_same_output
 from tools.docs.page import ROOT, Block, documented_pages, read_blocks
 from tools.docs.session import Session, check_output, copy_tree
 
-PAGES = {str(page): read_blocks(ROOT / page) for page in documented_pages()}
+BLOCKS_OF_PAGE = {str(page): read_blocks(ROOT / page) for page in documented_pages()}
 # What the outputs in the pages were written with. Another torch makes other graphs, so that only errors count there.
-PINNED_TORCH = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
-IS_PINNED_TORCH = torch.__version__.split("+")[0] == PINNED_TORCH
+_PIN = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+assert _PIN is not None
+IS_PINNED_TORCH = torch.__version__.split("+")[0] == _PIN[1]
 
 
 class _PageRun:
     """The session of a page, and how many of its blocks have run."""
 
     def __init__(self, page: str, folder: Path) -> None:
-        self.blocks = PAGES[page]
+        self.blocks = BLOCKS_OF_PAGE[page]
         is_contributing = page == "CONTRIBUTING.md"
         if is_contributing:
             copy_tree(folder)
-        self.session = Session(folder, fresh=is_contributing)
+        self.session = Session(folder, is_fresh=is_contributing)
         self.position = 0
 
     def run(self, block: Block) -> str:
         """Run a block, and those before it that have not run; return what is wrong with it."""
         problem = ""
         while self.position <= self.blocks.index(block):
-            number = self.position
+            block_index = self.position
             self.position += 1
-            current = self.blocks[number]
-            if current.not_run:
+            current_block = self.blocks[block_index]
+            if current_block.not_run:
                 continue
-            outputs = self.session.run(current)
-            following = self.blocks[number + 1] if number + 1 < len(self.blocks) else None
-            problem = check_output(current, following, outputs, is_same_output if IS_PINNED_TORCH else lambda *_: True)
+            block_outputs = self.session.run(current_block)
+            next_block = self.blocks[block_index + 1] if block_index + 1 < len(self.blocks) else None
+            problem = check_output(
+                current_block, next_block, block_outputs, is_same_output if IS_PINNED_TORCH else lambda *_: True
+            )
         return problem
 
 
@@ -68,15 +71,15 @@ def page_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_PageRuns]:
         run.session.close()
 
 
-TESTED = [
+TESTED_BLOCKS = [
     pytest.param(page, block, id=f"{page}:{block.line}", marks=pytest.mark.xdist_group(f"docs {page}"))
-    for page, blocks in PAGES.items()
+    for page, blocks in BLOCKS_OF_PAGE.items()
     for block in blocks
     if block.kind not in ("shown", "output")
 ]
 
 
-@pytest.mark.parametrize(("page", "block"), TESTED)
+@pytest.mark.parametrize(("page", "block"), TESTED_BLOCKS)
 def test_block(page: str, block: Block, page_runs: _PageRuns) -> None:
     """A block runs, and prints what the page states."""
     assert block.kind != "unknown" or block.not_run, f"```{block.language}: neither run nor marked `not run`"

@@ -10,13 +10,13 @@ import pytest
 
 from stagepack import errors
 from tests.conformance.vectors import all_rules
-from tools.docs.benchmark_page import FOLDER, TITLES, benchmark_tables
-from tools.docs.error_page import error_reference, rule_reference, rules
+from tools.docs.benchmark_page import RESULTS_FOLDER, SECTION_TITLES, benchmark_tables
+from tools.docs.error_page import error_reference, rule_reference, specified_rules
 from tools.docs.option_page import option_reference
 from tools.docs.page import ROOT, documented_pages
 
-LINK = re.compile(r"\[[^\[\]]*\]\(([^()\s#]+)[^()\s]*\)")
-FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+LINK_PATTERN = re.compile(r"\[[^\[\]]*\]\(([^()\s#]+)[^()\s]*\)")
+FENCE_PATTERN = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 
 def test_the_readme_is_short() -> None:
@@ -25,10 +25,10 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("page", documented_pages(), ids=str)
 def test_links_lead_to_files_of_the_tree(page: Path) -> None:
-    text = FENCE.sub("", (ROOT / page).read_text())
-    targets = [target for target in LINK.findall(text) if "://" not in target]
-    missing = [target for target in targets if not (ROOT / page.parent / target).exists()]
-    assert not missing
+    page_text = FENCE_PATTERN.sub("", (ROOT / page).read_text())
+    link_targets = [link_target for link_target in LINK_PATTERN.findall(page_text) if "://" not in link_target]
+    missing_targets = [link_target for link_target in link_targets if not (ROOT / page.parent / link_target).exists()]
+    assert not missing_targets
 
 
 def test_the_diagrams_are_those_that_the_script_draws() -> None:
@@ -38,10 +38,14 @@ def test_the_diagrams_are_those_that_the_script_draws() -> None:
 
 
 def test_the_reference_has_every_error_and_every_rule() -> None:
-    names = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
-    assert all(f"| `{name}` |" in error_reference() for name in names)
-    assert [number for number, _ in rules()] == list(all_rules())
-    assert rule_reference().count("\n") == len(rules()) + 1
+    class_names = {
+        class_name
+        for class_name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    }
+    assert all(f"| `{class_name}` |" in error_reference() for class_name in class_names)
+    assert [rule_number for rule_number, _ in specified_rules()] == list(all_rules())
+    assert rule_reference().count("\n") == len(specified_rules()) + 1
 
 
 def test_the_reference_of_the_server_has_every_option() -> None:
@@ -55,6 +59,6 @@ def test_the_reference_of_the_server_has_every_option() -> None:
 
 def test_every_benchmark_has_results() -> None:
     tables = benchmark_tables()
-    assert all(f"## {title}" in tables for title in TITLES.values())
-    assert {path.stem.partition("-")[0] for path in FOLDER.glob("*.json")} == TITLES.keys()
-    assert {path.stem.removeprefix("bench_") for path in (ROOT / "tools").glob("bench_*.py")} == TITLES.keys()
+    assert all(f"## {title}" in tables for title in SECTION_TITLES.values())
+    assert {path.stem.partition("-")[0] for path in RESULTS_FOLDER.glob("*.json")} == SECTION_TITLES.keys()
+    assert {path.stem.removeprefix("bench_") for path in (ROOT / "tools").glob("bench_*.py")} == SECTION_TITLES.keys()

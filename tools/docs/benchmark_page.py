@@ -8,8 +8,8 @@ from typing import Any
 
 from tools.benchmark_results import format_cell
 
-FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-TITLES = {
+RESULTS_FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
+SECTION_TITLES = {
     "balance": "Balance of the stages",
     "traffic": "Bytes between stages",
     "graph_load": "Loading a graph",
@@ -21,38 +21,49 @@ TITLES = {
 
 def benchmark_tables() -> str:
     """All benchmarks, the newest run of each open, older ones folded."""
-    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in sorted(FOLDER.glob("*.json"), reverse=True):
-        name, _, date = path.stem.partition("-")
-        record = json.loads(path.read_text())
-        if not record["date"] == date:
-            raise ValueError(f"{path.name}: expected the name to end with the date of the run, {record['date']}")
-        runs[name].append(record)
-    if unknown := runs.keys() - TITLES.keys():
-        raise ValueError(f"docs/benchmarks: expected one of {', '.join(TITLES)}, found {', '.join(unknown)}")
-    parts = []
-    for name, title in TITLES.items():
-        for number, record in enumerate(runs[name]):
-            lines = "\n".join(_run(record))
-            if number == 0:
-                parts.append(f"## {title}\n\n{lines}")
+    runs_by_benchmark: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for result_path in sorted(RESULTS_FOLDER.glob("*.json"), reverse=True):
+        benchmark_name, _, run_date = result_path.stem.partition("-")
+        run_record = json.loads(result_path.read_text())
+        if not run_record["date"] == run_date:
+            raise ValueError(
+                f"{result_path.name}: expected the name to end with the date of the run, {run_record['date']}"
+            )
+        runs_by_benchmark[benchmark_name].append(run_record)
+    if unknown_names := runs_by_benchmark.keys() - SECTION_TITLES.keys():
+        raise ValueError(
+            f"docs/benchmarks: expected one of {', '.join(SECTION_TITLES)}, found {', '.join(unknown_names)}"
+        )
+    page_parts = []
+    for benchmark_name, section_title in SECTION_TITLES.items():
+        for run_index, run_record in enumerate(runs_by_benchmark[benchmark_name]):
+            run_lines = "\n".join(describe_run(run_record))
+            if run_index == 0:
+                page_parts.append(f"## {section_title}\n\n{run_lines}")
             else:
-                indented = "\n".join(f"    {line}" if line else "" for line in lines.splitlines())
-                parts.append(f'??? note "Run of {record["date"]}"\n\n{indented}')
-    return "\n\n".join(parts)
+                indented_lines = "\n".join(f"    {run_line}" if run_line else "" for run_line in run_lines.splitlines())
+                page_parts.append(f'??? note "Run of {run_record["date"]}"\n\n{indented_lines}')
+    return "\n\n".join(page_parts)
 
 
-def _run(record: dict[str, Any]) -> Iterator[str]:
-    facts = ", ".join(f"{name} {value}" for name, value in record["environment"].items())
-    yield f"`{record['command']}`, {record['date']}; {facts}."
-    for table in record["tables"]:
+def describe_run(run_record: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of one run: its command, its machine, its tables."""
+    machine_facts = ", ".join(
+        f"{fact_name} {fact_value}" for fact_name, fact_value in run_record["environment"].items()
+    )
+    yield f"`{run_record['command']}`, {run_record['date']}; {machine_facts}."
+    for result_table in run_record["tables"]:
         yield ""
-        yield f"**{table['title']}**"
+        yield f"**{result_table['title']}**"
         yield ""
-        yield f"| {' | '.join(table['columns'])} |"
-        yield "|" + "|".join("---" if number == 0 else "--:" for number in range(len(table["columns"]))) + "|"
-        for row in table["rows"]:
-            yield f"| {' | '.join(map(format_cell, row))} |"
-        if note := table.get("note"):
+        yield f"| {' | '.join(result_table['columns'])} |"
+        yield (
+            "|"
+            + "|".join("---" if column_index == 0 else "--:" for column_index in range(len(result_table["columns"])))
+            + "|"
+        )
+        for table_row in result_table["rows"]:
+            yield f"| {' | '.join(map(format_cell, table_row))} |"
+        if table_note := result_table.get("note"):
             yield ""
-            yield note
+            yield table_note

@@ -11,10 +11,10 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "images"
-GREY = "#7b8794"
+IMAGE_FOLDER = ROOT / "docs" / "images"
+LINE_COLOR = "#7b8794"
 # Fill, border, text.
-COLORS = {
+BOX_COLORS = {
     "blue": ("#dbe7ff", "#5b7fd1", "#14244a"),
     "green": ("#d9f2e1", "#4f9d6b", "#123320"),
     "amber": ("#fdeccb", "#c08a2e", "#402b05"),
@@ -32,51 +32,56 @@ class Drawing:
     title: str
     parts: list[str] = field(default_factory=list)
 
-    def box(self, x: float, y: float, width: float, height: float, color: str, *lines: str) -> None:
+    def box(self, x: float, y: float, width: float, height: float, color_name: str, *text_lines: str) -> None:
         """A box; its first line is bold."""
-        fill, border, text = COLORS[color]
+        fill_color, border_color, text_color = BOX_COLORS[color_name]
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{border}"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill_color}" stroke="{border_color}"/>'
         )
-        top = y + height / 2 - 8.5 * (len(lines) - 1) + 4.5
-        for number, line in enumerate(lines):
-            weight = ' font-weight="600"' if number == 0 else ' font-size="12"'
+        first_baseline = y + height / 2 - 8.5 * (len(text_lines) - 1) + 4.5
+        for line_index, text_line in enumerate(text_lines):
+            font_style = ' font-weight="600"' if line_index == 0 else ' font-size="12"'
+            baseline = first_baseline + 17 * line_index
             self.parts.append(
-                f'<text x="{x + width / 2:g}" y="{top + 17 * number:g}" fill="{text}"{weight}>{escape(line)}</text>'
+                f'<text x="{x + width / 2:g}" y="{baseline:g}" fill="{text_color}"{font_style}>{escape(text_line)}</text>'
             )
 
     def frame(self, x: float, y: float, width: float, height: float, label: str) -> None:
         """A dashed frame around other things, with its label inside at the top."""
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" fill="none" stroke="{GREY}" '
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" fill="none" stroke="{LINE_COLOR}" '
             'stroke-dasharray="5 4"/>'
         )
         self.words(x + width / 2, y + 18, label)
 
-    def words(self, x: float, y: float, text: str, *, anchor: str = "middle") -> None:
+    def words(self, x: float, y: float, words_text: str, *, anchor: str = "middle") -> None:
         """Words outside of boxes."""
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" fill="{GREY}" font-size="12" text-anchor="{anchor}">{escape(text)}</text>'
+            f'<text x="{x:g}" y="{y:g}" fill="{LINE_COLOR}" font-size="12" text-anchor="{anchor}">{escape(words_text)}</text>'
         )
 
     def arrow(self, *points: tuple[float, float]) -> None:
         """An arrow along some points."""
-        path = " ".join(f"{'M' if number == 0 else 'L'}{x:g},{y:g}" for number, (x, y) in enumerate(points))
-        self.parts.append(f'<path d="{path}" fill="none" stroke="{GREY}" stroke-width="1.6" marker-end="url(#head)"/>')
+        path_data = " ".join(
+            f"{'M' if point_index == 0 else 'L'}{x:g},{y:g}" for point_index, (x, y) in enumerate(points)
+        )
+        self.parts.append(
+            f'<path d="{path_data}" fill="none" stroke="{LINE_COLOR}" stroke-width="1.6" marker-end="url(#head)"/>'
+        )
 
     def svg(self) -> str:
         """The file."""
-        body = "\n".join(self.parts)
+        svg_body = "\n".join(self.parts)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
             f'height="{self.height}" role="img" font-family="system-ui, -apple-system, \'Segoe UI\', sans-serif" '
             f'font-size="13" text-anchor="middle">\n<title>{escape(self.title)}</title>\n'
             f'<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
-            f'<path d="M0,0 L8,4 L0,8 z" fill="{GREY}"/></marker></defs>\n{body}\n</svg>\n'
+            f'<path d="M0,0 L8,4 L0,8 z" fill="{LINE_COLOR}"/></marker></defs>\n{svg_body}\n</svg>\n'
         )
 
 
-def overview() -> Drawing:
+def overview_drawing() -> Drawing:
     """What stagepack is for: one export, many places to run."""
     drawing = Drawing(
         780, 268, "A PyTorch model is exported into a bundle of stages, each of which is loaded on a device"
@@ -86,17 +91,17 @@ def overview() -> Drawing:
     drawing.words(179, 117, "export")
     drawing.frame(226, 8, 250, 238, "model.stagepack/ (on disk)")
     drawing.box(240, 38, 222, 34, "amber", "manifest.json")
-    for stage in range(3):
-        y = 82 + 54 * stage
-        drawing.box(240, y, 104, 44, "green", f"stage {stage}", "graph")
-        drawing.box(350, y, 112, 44, "green", "weights", "safetensors")
-        drawing.arrow((462, y + 22), (560, y + 22))
+    for stage_number in range(3):
+        stage_top = 82 + 54 * stage_number
+        drawing.box(240, stage_top, 104, 44, "green", f"stage {stage_number}", "graph")
+        drawing.box(350, stage_top, 112, 44, "green", "weights", "safetensors")
+        drawing.arrow((462, stage_top + 22), (560, stage_top + 22))
     drawing.words(518, 96, "load")
-    devices = [("GPU host", "torch"), ("GPU host", "torch"), ("CPU host", "ONNX Runtime")]
-    for stage, (host, runtime) in enumerate(devices):
-        drawing.box(564, 82 + 54 * stage, 128, 44, "violet", host, runtime)
-        if stage:
-            drawing.arrow((628, 72 + 54 * stage), (628, 82 + 54 * stage))
+    device_names = [("GPU host", "torch"), ("GPU host", "torch"), ("CPU host", "ONNX Runtime")]
+    for stage_number, (host_name, runtime_name) in enumerate(device_names):
+        drawing.box(564, 82 + 54 * stage_number, 128, 44, "violet", host_name, runtime_name)
+        if stage_number:
+            drawing.arrow((628, 72 + 54 * stage_number), (628, 82 + 54 * stage_number))
     drawing.arrow((628, 50), (628, 82))
     drawing.words(628, 42, "request")
     drawing.arrow((692, 212), (716, 212))
@@ -105,13 +110,13 @@ def overview() -> Drawing:
     return drawing
 
 
-def road() -> Drawing:
+def road_drawing() -> Drawing:
     """The steps from a model to an answer."""
     drawing = Drawing(1010, 300, "The steps from a model to an answer, and the packages that do them")
-    for number, source in enumerate(("nn.Module", ".pt2 file", "HF folder")):
-        drawing.box(8, 70 + 38 * number, 92, 30, "blue", source)
-        drawing.arrow((100, 85 + 38 * number), (138, 123))
-    steps = [
+    for step_index, source_name in enumerate(("nn.Module", ".pt2 file", "HF folder")):
+        drawing.box(8, 70 + 38 * step_index, 92, 30, "blue", source_name)
+        drawing.arrow((100, 85 + 38 * step_index), (138, 123))
+    road_steps = [
         ("capture", "torch.export", "grey"),
         ("linearize", "program to graph", "grey"),
         ("Graph", "pure data", "amber"),
@@ -119,83 +124,93 @@ def road() -> Drawing:
         ("cut", "one graph a stage", "green"),
         ("fold", "equal runs once", "green"),
     ]
-    width, gap, left = 122, 20, 142
-    for number, (name, text, color) in enumerate(steps):
-        x = left + (width + gap) * number
-        drawing.box(x, 96, width, 54, color, name, text)
-        if number:
-            drawing.arrow((x - gap, 123), (x, 123))
-    drawing.frame(left - 10, 44, 2 * width + gap + 20, 120, "needs torch")
-    plan, last = left + 3 * (width + gap), left + 5 * (width + gap) + width / 2
-    drawing.frame(plan - 10, 44, 3 * width + 2 * gap + 20, 120, "needs no torch")
-    drawing.arrow((last, 150), (last, 212))
-    drawing.words(last + 8, 188, "write", anchor="start")
+    box_width, box_gap, left_edge = 122, 20, 142
+    for step_index, (step_name, step_text, color_name) in enumerate(road_steps):
+        step_left = left_edge + (box_width + box_gap) * step_index
+        drawing.box(step_left, 96, box_width, 54, color_name, step_name, step_text)
+        if step_index:
+            drawing.arrow((step_left - box_gap, 123), (step_left, 123))
+    drawing.frame(left_edge - 10, 44, 2 * box_width + box_gap + 20, 120, "needs torch")
+    plan_left, fold_center = (
+        left_edge + 3 * (box_width + box_gap),
+        left_edge + 5 * (box_width + box_gap) + box_width / 2,
+    )
+    drawing.frame(plan_left - 10, 44, 3 * box_width + 2 * box_gap + 20, 120, "needs no torch")
+    drawing.arrow((fold_center, 150), (fold_center, 212))
+    drawing.words(fold_center + 8, 188, "write", anchor="start")
     drawing.box(824, 216, 160, 60, "amber", "BUNDLE", "graphs, weights, manifest")
-    row = [("loader", "checks, reads"), ("pipeline", "torch, ONNX Runtime"), ("server", "REST, gRPC, Triton")]
-    for number, (name, text) in enumerate(row):
-        x = 634 - 190 * number
-        drawing.arrow((824 - 190 * number, 246), (x + 150, 246))
-        drawing.box(x, 216, 150, 60, "violet", name, text)
+    running_steps = [("loader", "checks, reads"), ("pipeline", "torch, ONNX Runtime"), ("server", "REST, gRPC, Triton")]
+    for step_index, (step_name, step_text) in enumerate(running_steps):
+        step_left = 634 - 190 * step_index
+        drawing.arrow((824 - 190 * step_index, 246), (step_left + 150, 246))
+        drawing.box(step_left, 216, 150, 60, "violet", step_name, step_text)
     drawing.arrow((254, 246), (196, 246))
     drawing.words(166, 250, "answers")
-    graph = left + 2 * (width + gap) + width / 2
-    drawing.arrow((984, 246), (1002, 246), (1002, 24), (graph, 24), (graph, 96))
-    drawing.words((graph + 1002) / 2, 16, "recut: join the stages to the whole graph, and cut it again")
+    graph_center = left_edge + 2 * (box_width + box_gap) + box_width / 2
+    drawing.arrow((984, 246), (1002, 246), (1002, 24), (graph_center, 24), (graph_center, 96))
+    drawing.words((graph_center + 1002) / 2, 16, "recut: join the stages to the whole graph, and cut it again")
     return drawing
 
 
-def packages() -> Drawing:
+def package_drawing() -> Drawing:
     """The layers of stagepack as import-linter keeps them, and the packages that run bundles."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = [layer.split(" | ") for layer in next(c for c in contracts if c["type"] == "layers")["layers"]]
-    height = 96 + 58 * len(layers)
-    drawing = Drawing(860, height, "The layers of stagepack, and the packages that run and serve bundles")
-    drawing.frame(8, 8, 480, height - 44, "stagepack: writes bundles")
-    for number, names in enumerate(layers):
-        names = [name.strip(" ()") for name in names]
-        y, width = 40 + 58 * number, (452 - 10 * (len(names) - 1)) / len(names)
-        for position, name in enumerate(names):
-            is_of_torch = name in ("capture", "linearize", "onnx", "exporter", "torch_internals")
-            color = "grey" if is_of_torch else "amber" if name in ("format", "errors") else "green"
-            color = "blue" if name == "cli" else color
-            drawing.box(22 + (width + 10) * position, y, width, 38, color, name)
-        if number:
-            drawing.arrow((248, y - 20), (248, y))
+    import_contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layer_names = [
+        layer_text.split(" | ")
+        for layer_text in next(contract for contract in import_contracts if contract["type"] == "layers")["layers"]
+    ]
+    drawing_height = 96 + 58 * len(layer_names)
+    drawing = Drawing(860, drawing_height, "The layers of stagepack, and the packages that run and serve bundles")
+    drawing.frame(8, 8, 480, drawing_height - 44, "stagepack: writes bundles")
+    for layer_index, package_names in enumerate(layer_names):
+        package_names = [package_name.strip(" ()") for package_name in package_names]
+        box_top, box_width = 40 + 58 * layer_index, (452 - 10 * (len(package_names) - 1)) / len(package_names)
+        for box_index, package_name in enumerate(package_names):
+            is_of_torch = package_name in ("capture", "linearize", "onnx", "exporter", "torch_internals")
+            color_name = "grey" if is_of_torch else "amber" if package_name in ("format", "errors") else "green"
+            color_name = "blue" if package_name == "cli" else color_name
+            drawing.box(22 + (box_width + 10) * box_index, box_top, box_width, 38, color_name, package_name)
+        if layer_index:
+            drawing.arrow((248, box_top - 20), (248, box_top))
     drawing.frame(560, 8, 290, 228, "loaders: run and serve bundles")
     drawing.box(580, 40, 250, 62, "violet", "stagepack_serving", "protocol, server, triton")
     drawing.arrow((705, 102), (705, 140))
     drawing.box(580, 140, 250, 76, "violet", "stagepack_loaders", "load, pipeline, placement", "torch, onnxruntime")
-    lowest = 40 + 58 * (len(layers) - 2) + 19
-    drawing.arrow((705, 216), (705, lowest), (476, lowest))
-    drawing.words(716, lowest - 40, "format and", anchor="start")
-    drawing.words(716, lowest - 24, "errors only", anchor="start")
-    drawing.words(248, height - 12, "each layer imports only the layers below it")
-    for position, (color, text) in enumerate(
+    format_middle = 40 + 58 * (len(layer_names) - 2) + 19
+    drawing.arrow((705, 216), (705, format_middle), (476, format_middle))
+    drawing.words(716, format_middle - 40, "format and", anchor="start")
+    drawing.words(716, format_middle - 24, "errors only", anchor="start")
+    drawing.words(248, drawing_height - 12, "each layer imports only the layers below it")
+    for box_index, (color_name, legend_text) in enumerate(
         (("grey", "imports torch"), ("green", "never imports torch"), ("amber", "what both sides share"))
     ):
-        fill, border, _ = COLORS[color]
-        y = height - 84 + 24 * position
-        drawing.parts.append(f'<rect x="580" y="{y}" width="16" height="14" rx="3" fill="{fill}" stroke="{border}"/>')
-        drawing.words(604, y + 11, text, anchor="start")
+        fill_color, border_color, _ = BOX_COLORS[color_name]
+        box_top = drawing_height - 84 + 24 * box_index
+        drawing.parts.append(
+            f'<rect x="580" y="{box_top}" width="16" height="14" rx="3" fill="{fill_color}" stroke="{border_color}"/>'
+        )
+        drawing.words(604, box_top + 11, legend_text, anchor="start")
     return drawing
 
 
-DRAWINGS = {"overview.svg": overview, "road.svg": road, "packages.svg": packages}
+DRAWING_BY_FILE = {"overview.svg": overview_drawing, "road.svg": road_drawing, "packages.svg": package_drawing}
 
 
 def main() -> None:
     """Write the files, or compare them with what would be written."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is not the current one")
-    check = parser.parse_args().check
-    for name, draw in DRAWINGS.items():
-        path, content = FOLDER / name, draw().svg()
-        if check and (not path.exists() or path.read_text() != content):
+    argument_parser = argparse.ArgumentParser(description=__doc__)
+    argument_parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail when a file is not the current one"
+    )
+    is_check = argument_parser.parse_args().check
+    for file_name, draw_picture in DRAWING_BY_FILE.items():
+        file_path, svg_content = IMAGE_FOLDER / file_name, draw_picture().svg()
+        if is_check and (not file_path.exists() or file_path.read_text() != svg_content):
             sys.exit(
-                f"{path.relative_to(ROOT)} is not what tools/docs/diagrams.py draws: run python -m tools.docs.diagrams"
+                f"{file_path.relative_to(ROOT)} is not what tools/docs/diagrams.py draws: run python -m tools.docs.diagrams"
             )
-        if not check:
-            path.write_text(content)
+        if not is_check:
+            file_path.write_text(svg_content)
 
 
 if __name__ == "__main__":

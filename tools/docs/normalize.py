@@ -2,7 +2,7 @@
 
 import re
 
-_VARYING = [
+_VARYING_PATTERNS = [
     (re.compile(r"\b[0-9a-f]{16,64}\b"), "DIGEST"),
     (re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? ?(?:s|ms|µs)\b"), "TIME"),
     # The phases of "first answer after 1.4 s: open 0.001, import torch 1.3, ..."
@@ -18,17 +18,20 @@ _VARYING = [
 ]
 
 
-def normalize(output: str) -> str:
+def normalize_output(normal_output: str) -> str:
     """An output with placeholders for what varies, and one space for any run of spaces."""
-    for pattern, placeholder in _VARYING:
-        output = pattern.sub(placeholder, output)
-    return output.strip("\n ")
+    for pattern, placeholder in _VARYING_PATTERNS:
+        normal_output = pattern.sub(placeholder, normal_output)
+    return normal_output.strip("\n ")
 
 
-def is_same_output(stated: str, actual: str) -> bool:
+def is_same_output(stated_output: str, actual_output: str) -> bool:
     """Whether an output is what a page states; a line ``...`` of the page stands for any lines but an exit status."""
-    parts = re.split(r"(?m)^[ ]*\.\.\.[ ]*$\n?", stated)
-    pattern = r"(?:(?!\[exit status).*\n)*?".join(
-        re.escape(normalize(part) + "\n") if part.strip() else "" for part in parts
+    stated_parts = re.split(r"(?m)^[ ]*\.\.\.[ ]*$\n?", stated_output)
+    output_pattern = r"(?:(?!\[exit status).*\n)*?".join(
+        re.escape(normalize_output(stated_part) + "\n") if stated_part.strip() else "" for stated_part in stated_parts
     )
-    return re.fullmatch(pattern, normalize(actual) + "\n" if actual.strip() else "") is not None
+    return (
+        re.fullmatch(output_pattern, normalize_output(actual_output) + "\n" if actual_output.strip() else "")
+        is not None
+    )

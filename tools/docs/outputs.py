@@ -16,75 +16,91 @@ from tools.docs.session import Session, copy_tree
 
 def main() -> None:
     """Rewrite the pages."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pages", nargs="*", type=Path, help="relative to the root of the tree; all of them by default")
-    parser.add_argument("--not-run", action="store_true", help="also run the blocks that tests do not run")
-    parser.add_argument("--all", action="store_true", help="also write outputs that differ only in times and the like")
-    options = parser.parse_args()
-    for page in options.pages or documented_pages():
-        with tempfile.TemporaryDirectory() as folder:
-            changed = rewrite(page, Path(folder), not_run=options.not_run, every=options.all)
-        print(f"{page}: {changed} outputs written", flush=True)
+    argument_parser = argparse.ArgumentParser(description=__doc__)
+    argument_parser.add_argument(
+        "pages", nargs="*", type=Path, help="relative to the root of the tree; all of them by default"
+    )
+    argument_parser.add_argument("--not-run", action="store_true", help="also run the blocks that tests do not run")
+    argument_parser.add_argument(
+        "--all", action="store_true", help="also write outputs that differ only in times and the like"
+    )
+    options = argument_parser.parse_args()
+    for page_path in options.pages or documented_pages():
+        with tempfile.TemporaryDirectory() as work_folder:
+            output_count = rewrite_page(page_path, Path(work_folder), not_run=options.not_run, rewrite_all=options.all)
+        print(f"{page_path}: {output_count} outputs written", flush=True)
 
 
-def rewrite(page: Path, folder: Path, *, not_run: bool, every: bool) -> int:
+def rewrite_page(page_path: Path, work_folder: Path, *, not_run: bool, rewrite_all: bool) -> int:
     """Write the outputs of one page; return how many changed."""
-    path = ROOT / page
-    if page.name == "CONTRIBUTING.md":
-        copy_tree(folder)
-    session = Session(folder, fresh=True)
-    text = path.read_text()
-    blocks = read_blocks(path)
-    edits: list[tuple[int, int, str]] = []
+    full_path = ROOT / page_path
+    if page_path.name == "CONTRIBUTING.md":
+        copy_tree(work_folder)
+    session = Session(work_folder, is_fresh=True)
+    page_text = full_path.read_text()
+    page_blocks = read_blocks(full_path)
+    text_edits: list[tuple[int, int, str]] = []
     try:
-        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        for block, next_block in zip(page_blocks, [*page_blocks[1:], None], strict=True):
             if block.not_run and not not_run:
                 continue
-            outputs = session.run(block)
-            edits += _edits(text, block, following, outputs, every=every)
+            block_outputs = session.run(block)
+            text_edits += _block_edits(page_text, block, next_block, block_outputs, rewrite_all=rewrite_all)
     finally:
         session.close()
-    for start, end, replacement in reversed(edits):
-        text = text[:start] + replacement + text[end:]
-    path.write_text(text)
-    return len(edits)
+    for edit_start, edit_end, replacement in reversed(text_edits):
+        page_text = page_text[:edit_start] + replacement + page_text[edit_end:]
+    full_path.write_text(page_text)
+    return len(text_edits)
 
 
-def _edits(
-    text: str, block: Block, following: Block | None, outputs: list[str], *, every: bool
+def _block_edits(
+    page_text: str, block: Block, next_block: Block | None, block_outputs: list[str], *, rewrite_all: bool
 ) -> list[tuple[int, int, str]]:
     """The changes of the page's text: first character, end, and what comes there."""
     if block.kind == "python":
-        stated = following.source if following is not None and following.kind == "output" else ""
-        if is_same_output(stated, outputs[0]) and not (every and stated):
+        stated_output = next_block.source if next_block is not None and next_block.kind == "output" else ""
+        if is_same_output(stated_output, block_outputs[0]) and not (rewrite_all and stated_output):
             return []
-        if following is None or following.kind != "output":
-            sys.exit(f'line {block.line}: the block prints, but no block `text title="Output"` follows:\n{outputs[0]}')
-        return [_with_source(text, following, outputs[0])]
+        if next_block is None or next_block.kind != "output":
+            sys.exit(
+                f'line {block.line}: the block prints, but no block `text title="Output"` follows:\n{block_outputs[0]}'
+            )
+        return [_with_source(page_text, next_block, block_outputs[0])]
     if block.kind != "console":
         return []
-    commands = list(read_commands(block.source))
-    same = [is_same_output(command.output, output) for command, output in zip(commands, outputs, strict=True)]
-    if all(same) and not every:
+    block_commands = list(read_commands(block.source))
+    same_flags = [
+        is_same_output(block_command.stated_output, actual_output)
+        for block_command, actual_output in zip(block_commands, block_outputs, strict=True)
+    ]
+    if all(same_flags) and not rewrite_all:
         return []
-    parts = []
-    for command, output, unchanged in zip(commands, outputs, same, strict=True):
-        shown = command.output if unchanged and not (every and "..." not in command.output) else output
-        parts.append("\n".join(filter(None, [f"$ {command.text}", shown.strip("\n")])))
-    spacing = (
+    command_texts = []
+    for block_command, actual_output, is_same in zip(block_commands, block_outputs, same_flags, strict=True):
+        shown_output = (
+            block_command.stated_output
+            if is_same and not (rewrite_all and "..." not in block_command.stated_output)
+            else actual_output
+        )
+        command_texts.append("\n".join(filter(None, [f"$ {block_command.command_text}", shown_output.strip("\n")])))
+    command_separator = (
         "\n\n"
-        if any(command.output or output.strip() for command, output in zip(commands, outputs, strict=True))
+        if any(
+            block_command.stated_output or actual_output.strip()
+            for block_command, actual_output in zip(block_commands, block_outputs, strict=True)
+        )
         else "\n"
     )
-    return [_with_source(text, block, spacing.join(parts))]
+    return [_with_source(page_text, block, command_separator.join(command_texts))]
 
 
-def _with_source(text: str, block: Block, source: str) -> tuple[int, int, str]:
+def _with_source(page_text: str, block: Block, new_source: str) -> tuple[int, int, str]:
     """The change that gives a block another content."""
-    opening, *_, closing = text[block.start : block.end].split("\n")
-    indent = opening[: len(opening) - len(opening.lstrip())]
-    lines = "\n".join(line.rstrip() for line in source.strip("\n").splitlines())
-    return block.start, block.end, f"{opening}\n{textwrap.indent(lines, indent)}\n{closing}"
+    opening_fence, *_, closing_fence = page_text[block.start : block.end].split("\n")
+    fence_indent = opening_fence[: len(opening_fence) - len(opening_fence.lstrip())]
+    stripped_lines = "\n".join(source_line.rstrip() for source_line in new_source.strip("\n").splitlines())
+    return block.start, block.end, f"{opening_fence}\n{textwrap.indent(stripped_lines, fence_indent)}\n{closing_fence}"
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from sybil.document import Document
 from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer, RawFencedCodeBlockLexer
 
 ROOT = Path(__file__).parents[2]
-Kind = Literal["python", "output", "console", "file", "diff", "data", "shown", "unknown"]
-_INFO = re.compile(r'[ ]*(?P<language>[\w-]*)(?: title="(?P<title>[^"\n]*)")?[^\n]*\n')
-_DATA = frozenset({"yaml", "json"})
-_SHOWN = frozenset({"text", "mermaid", "hex"})
+BlockKind = Literal["python", "output", "console", "file", "diff", "data", "shown", "unknown"]
+_INFO_PATTERN = re.compile(r'[ ]*(?P<language>[\w-]*)(?: title="(?P<title>[^"\n]*)")?[^\n]*\n')
+_DATA_LANGUAGES = frozenset({"yaml", "json"})
+_SHOWN_LANGUAGES = frozenset({"text", "mermaid", "hex"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,77 +48,83 @@ class Block:
     language: str
     title: str
     source: str
-    kind: Kind
+    kind: BlockKind
     not_run: str
 
 
 def documented_pages() -> list[Path]:
     """The Markdown pages whose blocks are run, relative to the root of the tree."""
-    others = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
-    return sorted(page.relative_to(ROOT) for page in (*others, *(ROOT / "docs").rglob("*.md")) if page.exists())
+    pages_outside = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
+    return sorted(
+        page_path.relative_to(ROOT)
+        for page_path in (*pages_outside, *(ROOT / "docs").rglob("*.md"))
+        if page_path.exists()
+    )
 
 
-def read_blocks(page: Path) -> list[Block]:
+def read_blocks(page_path: Path) -> list[Block]:
     """The code blocks of a page, in order."""
-    document = Document(page.read_text(), str(page))
-    reasons = {
+    sybil_document = Document(page_path.read_text(), str(page_path))
+    reason_by_end = {
         region.end: region.lexemes["arguments"].strip()
-        for region in DirectiveInHTMLCommentLexer(directive="not run", arguments=".+?")(document)
+        for region in DirectiveInHTMLCommentLexer(directive="not run", arguments=".+?")(sybil_document)
     }
-    blocks: list[Block] = []
-    for region in sorted(RawFencedCodeBlockLexer(_INFO)(document), key=lambda region: region.start):
-        before = [
-            end for end in reasons if end <= region.start and not document.text[end : region.start].strip(" \n->")
+    page_blocks: list[Block] = []
+    for region in sorted(RawFencedCodeBlockLexer(_INFO_PATTERN)(sybil_document), key=lambda region: region.start):
+        reason_ends = [
+            end
+            for end in reason_by_end
+            if end <= region.start and not sybil_document.text[end : region.start].strip(" \n->")
         ]
-        language, title = region.lexemes["language"], region.lexemes["title"] or ""
-        blocks.append(
+        fence_language, fence_title = region.lexemes["language"], region.lexemes["title"] or ""
+        page_blocks.append(
             Block(
-                line=document.text.count("\n", 0, region.start) + 1,
+                line=sybil_document.text.count("\n", 0, region.start) + 1,
                 start=region.start,
                 end=region.end,
-                language=language,
-                title=title,
+                language=fence_language,
+                title=fence_title,
                 source=str(region.lexemes["source"]),
-                kind=_kind(language, title, blocks),
-                not_run=reasons[before[-1]] if before else "",
+                kind=_block_kind(fence_language, fence_title, page_blocks),
+                not_run=reason_by_end[reason_ends[-1]] if reason_ends else "",
             )
         )
-    return blocks
+    return page_blocks
 
 
-def _kind(language: str, title: str, before: list[Block]) -> Kind:
+def _block_kind(fence_language: str, fence_title: str, earlier_blocks: list[Block]) -> BlockKind:
     """What a block is for."""
-    if language == "text" and title == "Output":
-        return "output" if before and before[-1].kind == "python" else "shown"
-    if title:
+    if fence_language == "text" and fence_title == "Output":
+        return "output" if earlier_blocks and earlier_blocks[-1].kind == "python" else "shown"
+    if fence_title:
         return "file"
-    if language in ("python", "console", "diff"):
-        return language  # type: ignore[return-value]
-    if language in _DATA:
+    if fence_language in ("python", "console", "diff"):
+        return fence_language  # type: ignore[return-value]
+    if fence_language in _DATA_LANGUAGES:
         return "data"
-    return "shown" if language in _SHOWN else "unknown"
+    return "shown" if fence_language in _SHOWN_LANGUAGES else "unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class BlockCommand:
     """A command of a console block, and what the page says that it prints."""
 
-    text: str
-    output: str
+    command_text: str
+    stated_output: str
 
 
-def read_commands(source: str) -> Iterator[Command]:
+def read_commands(block_source: str) -> Iterator[BlockCommand]:
     """Yield the commands of a console block; a command that ends with a backslash goes on in the next line."""
-    command: list[str] = []
-    output: list[str] = []
-    for line in source.splitlines():
-        if command and command[-1].endswith("\\") and not output:
-            command.append(line)
-        elif line.startswith("$ "):
-            if command:
-                yield Command("\n".join(command), "\n".join(output).strip("\n"))
-            command, output = [line[2:]], []
+    command_lines: list[str] = []
+    output_lines: list[str] = []
+    for source_line in block_source.splitlines():
+        if command_lines and command_lines[-1].endswith("\\") and not output_lines:
+            command_lines.append(source_line)
+        elif source_line.startswith("$ "):
+            if command_lines:
+                yield BlockCommand("\n".join(command_lines), "\n".join(output_lines).strip("\n"))
+            command_lines, output_lines = [source_line[2:]], []
         else:
-            output.append(line)
-    if command:
-        yield Command("\n".join(command), "\n".join(output).strip("\n"))
+            output_lines.append(source_line)
+    if command_lines:
+        yield BlockCommand("\n".join(command_lines), "\n".join(output_lines).strip("\n"))

@@ -30,34 +30,34 @@ import yaml
 
 from tools.docs.page import ROOT, Block, read_commands
 
-_FORKS = multiprocessing.get_context("forkserver")
-_PRELOADED = ["stagepack.exporter", "stagepack_loaders.load", "stagepack_loaders.torch.stage", "torch._dynamo"]
-_SHELL = set("|&;<>$`*?(){}\n")  # what a shell does something with
-_PORTS = (8000, 8001)  # of `stagepack serve`
+_FORK_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOADED_MODULES = ["stagepack.exporter", "stagepack_loaders.load", "stagepack_loaders.torch.stage", "torch._dynamo"]
+_SHELL_CHARACTERS = set("|&;<>$`*?(){}\n")  # what a shell does something with
+_DEFAULT_PORTS = (8000, 8001)  # of `stagepack serve`
 # Lines that torch and torchao log, which depend on the packages beside them.
-_LOGGED = re.compile(r"^(?:[WIE]\d{4} \d\d:\d\d:.*|Failed to load .*torchao.*)\n", re.MULTILINE)
-_PATIENCE = 120  # seconds for one block
+_LOG_PATTERN = re.compile(r"^(?:[WIE]\d{4} \d\d:\d\d:.*|Failed to load .*torchao.*)\n", re.MULTILINE)
+_TIME_LIMIT = 120  # seconds for one block
 
 
 @dataclass(slots=True)
-class _Job:
+class _ServerJob:
     """A server that a page started with ``&``."""
 
-    process: subprocess.Popen[bytes] | ForkServerProcess
-    log: Path
-    shown: int = 0
+    server_process: subprocess.Popen[bytes] | ForkServerProcess
+    log_path: Path
+    shown_count: int = 0
 
     def has_ended(self) -> bool:
         """Whether the process is gone."""
-        if isinstance(self.process, subprocess.Popen):
-            return self.process.poll() is not None
-        return self.process.exitcode is not None
+        if isinstance(self.server_process, subprocess.Popen):
+            return self.server_process.poll() is not None
+        return self.server_process.exitcode is not None
 
     def new_output(self) -> str:
         """What it printed since the last call."""
-        text = self.log.read_text()
-        shown, self.shown = self.shown, len(text)
-        return text[shown:]
+        log_text = self.log_path.read_text()
+        shown_count, self.shown_count = self.shown_count, len(log_text)
+        return log_text[shown_count:]
 
 
 class Session:
@@ -67,25 +67,25 @@ class Session:
         folder: where the blocks run.
     """
 
-    def __init__(self, folder: Path, *, fresh: bool = False) -> None:
+    def __init__(self, folder: Path, *, is_fresh: bool = False) -> None:
         """Prepare a session; with `fresh`, every command is a new process, so that the times it prints are those of users."""
         self.folder = folder
-        self._fresh = fresh
-        self._ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-        self._interpreter: tuple[ForkServerProcess, Connection] | None = None
-        self._job: _Job | None = None
+        self._is_fresh = is_fresh
+        self._port_by_default = dict(zip(_DEFAULT_PORTS, _free_ports(len(_DEFAULT_PORTS)), strict=True))
+        self._page_interpreter: tuple[ForkServerProcess, Connection] | None = None
+        self._server_job: _ServerJob | None = None
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "examples").exists():
             (folder / "examples").symlink_to(ROOT / "examples")
-        _FORKS.set_forkserver_preload(_PRELOADED)
+        _FORK_CONTEXT.set_forkserver_preload(_PRELOADED_MODULES)
 
     def close(self) -> None:
         """End what still runs."""
-        if self._interpreter is not None:
-            self._interpreter[0].kill()
-            self._interpreter[0].join()
-        if self._job is not None and not self._job.has_ended():
-            os.kill(self._job.process.pid or 0, signal.SIGKILL)
+        if self._page_interpreter is not None:
+            self._page_interpreter[0].kill()
+            self._page_interpreter[0].join()
+        if self._server_job is not None and not self._server_job.has_ended():
+            os.kill(self._server_job.server_process.pid or 0, signal.SIGKILL)
 
     def run(self, block: Block) -> list[str]:
         """Run a block; return what each of its commands printed, or what its code printed.
@@ -98,11 +98,11 @@ class Session:
             case "python":
                 return [self._run_python(block)]
             case "console":
-                return [self._run_command(command.text) for command in read_commands(block.source)]
+                return [self._run_command(command.command_text) for command in read_commands(block.source)]
             case "file":
-                path = self.folder / block.title
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(block.source)
+                file_path = self.folder / block.title
+                file_path.parent.mkdir(parents=True, exist_ok=True)
+                file_path.write_text(block.source)
             case "diff":
                 self._apply(block.source)
             case "data":
@@ -110,100 +110,117 @@ class Session:
         return []
 
     def _run_python(self, block: Block) -> str:
-        if self._interpreter is None:
-            here, there = _FORKS.Pipe()
-            process = _FORKS.Process(target=_interpret, args=(there, str(self.folder)), daemon=True)
+        if self._page_interpreter is None:
+            parent_end, child_end = _FORK_CONTEXT.Pipe()
+            process = _FORK_CONTEXT.Process(target=_interpret, args=(child_end, str(self.folder)), daemon=True)
             process.start()
-            there.close()
-            self._interpreter = process, here
-        connection = self._interpreter[1]
+            child_end.close()
+            self._page_interpreter = process, parent_end
+        connection = self._page_interpreter[1]
         connection.send((self._with_ports(block.source), block.line))
-        if not connection.poll(_PATIENCE):
-            raise RuntimeError(f"the block of line {block.line} ran for more than {_PATIENCE} s")
-        output, problem = connection.recv()
-        if problem:
-            raise RuntimeError(f"the block of line {block.line} raised:\n{problem}")
-        return self._as_shown(output)
+        if not connection.poll(_TIME_LIMIT):
+            raise RuntimeError(f"the block of line {block.line} ran for more than {_TIME_LIMIT} s")
+        printed_text, error_text = connection.recv()
+        if error_text:
+            raise RuntimeError(f"the block of line {block.line} raised:\n{error_text}")
+        return self._as_shown(printed_text)
 
-    def _run_command(self, text: str) -> str:
-        if text == "kill %1":
+    def _run_command(self, command_text: str) -> str:
+        if command_text == "kill %1":
             return self._stop_job()
-        background = text.endswith(" &")
-        text = self._with_ports(text.removesuffix(" &"))
-        log = self.folder / f".output-{time.monotonic_ns()}"
-        process = self._start(text, log)
-        if background:
-            self._job = _Job(process, log)
-            return self._as_shown(self._await_server(self._job))
-        status = _wait(process)
-        output = self._as_shown(log.read_text())
-        log.unlink()
-        return output if status == 0 else f"{output}[exit status {status}]\n"
+        is_background = command_text.endswith(" &")
+        command_text = self._with_ports(command_text.removesuffix(" &"))
+        log_path = self.folder / f".output-{time.monotonic_ns()}"
+        process = self._start(command_text, log_path)
+        if is_background:
+            self._server_job = _ServerJob(process, log_path)
+            return self._as_shown(self._await_server(self._server_job))
+        exit_status = _wait_for_exit(process)
+        printed_text = self._as_shown(log_path.read_text())
+        log_path.unlink()
+        return printed_text if exit_status == 0 else f"{printed_text}[exit status {exit_status}]\n"
 
-    def _start(self, text: str, log: Path) -> "subprocess.Popen[bytes] | ForkServerProcess":
+    def _start(self, command_text: str, log_path: Path) -> "subprocess.Popen[bytes] | ForkServerProcess":
         """Start a command with its output in a file."""
-        words = shlex.split(text)
-        if words[:2] == ["stagepack", "serve"] and "--http-port" not in words:
-            words += ["--http-port", str(self._ports[8000]), "--grpc-port", str(self._ports[8001])]
-            text = shlex.join(words)
+        command_words = shlex.split(command_text)
+        if command_words[:2] == ["stagepack", "serve"] and "--http-port" not in command_words:
+            command_words += [
+                "--http-port",
+                str(self._port_by_default[8000]),
+                "--grpc-port",
+                str(self._port_by_default[8001]),
+            ]
+            command_text = shlex.join(command_words)
         environment = page_environment(self.folder)
-        log.touch()
-        if words[0] == "stagepack" and not self._fresh and not _SHELL & set(text.replace("'", "")):
-            process = _FORKS.Process(target=_run_stagepack, args=(words, str(self.folder), str(log), environment))
+        log_path.touch()
+        if (
+            command_words[0] == "stagepack"
+            and not self._is_fresh
+            and not _SHELL_CHARACTERS & set(command_text.replace("'", ""))
+        ):
+            process = _FORK_CONTEXT.Process(
+                target=_run_stagepack, args=(command_words, str(self.folder), str(log_path), environment)
+            )
             process.start()
             return process
-        with log.open("wb") as output:
+        with log_path.open("wb") as log_file:
             return subprocess.Popen(
-                ["/bin/bash", "-c", text], cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+                ["/bin/bash", "-c", command_text],
+                cwd=self.folder,
+                env=environment,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
             )
 
-    def _await_server(self, job: _Job) -> str:
+    def _await_server(self, server_job: _ServerJob) -> str:
         """What a server prints until it listens.
 
         Raises:
             RuntimeError: it ended.
         """
-        until = time.monotonic() + _PATIENCE
-        while time.monotonic() < until and "REST on" not in job.log.read_text():
-            if job.has_ended():
-                raise RuntimeError(f"the server ended: {job.log.read_text()}")
+        latest_time = time.monotonic() + _TIME_LIMIT
+        while time.monotonic() < latest_time and "REST on" not in server_job.log_path.read_text():
+            if server_job.has_ended():
+                raise RuntimeError(f"the server ended: {server_job.log_path.read_text()}")
             time.sleep(0.02)
-        return job.new_output()
+        return server_job.new_output()
 
     def _stop_job(self) -> str:
-        assert self._job is not None
-        os.kill(self._job.process.pid or 0, signal.SIGTERM)
-        _wait(self._job.process)
-        output = self._as_shown(self._job.new_output())
-        self._job = None
-        return output
+        assert self._server_job is not None
+        os.kill(self._server_job.server_process.pid or 0, signal.SIGTERM)
+        _wait_for_exit(self._server_job.server_process)
+        printed_text = self._as_shown(self._server_job.new_output())
+        self._server_job = None
+        return printed_text
 
-    def _apply(self, patch: str) -> None:
-        command = ["patch", "--strip=1", "--no-backup-if-mismatch", "--silent"]
-        done = subprocess.run(command, cwd=self.folder, input=patch, text=True, capture_output=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"the patch does not apply: {done.stdout}{done.stderr}")
+    def _apply(self, patch_text: str) -> None:
+        patch_command = ["patch", "--strip=1", "--no-backup-if-mismatch", "--silent"]
+        patch_run = subprocess.run(
+            patch_command, cwd=self.folder, input=patch_text, text=True, capture_output=True, check=False
+        )
+        if patch_run.returncode:
+            raise RuntimeError(f"the patch does not apply: {patch_run.stdout}{patch_run.stderr}")
 
-    def _with_ports(self, text: str) -> str:
+    def _with_ports(self, page_text: str) -> str:
         """A text of the page with the ports of this session."""
-        for stated, actual in self._ports.items():
-            text = text.replace(f"127.0.0.1:{stated}", f"127.0.0.1:{actual}")
-        return text
+        for default_port, session_port in self._port_by_default.items():
+            page_text = page_text.replace(f"127.0.0.1:{default_port}", f"127.0.0.1:{session_port}")
+        return page_text
 
-    def _as_shown(self, output: str) -> str:
+    def _as_shown(self, printed_text: str) -> str:
         """An output as pages show it: with the default ports, no path of this machine, and no logs of libraries."""
-        for stated, actual in self._ports.items():
-            output = output.replace(f"127.0.0.1:{actual}", f"127.0.0.1:{stated}")
-        output = _LOGGED.sub("", output)
-        return output.replace(f"{self.folder}/", "").replace(str(self.folder), ".").replace(f"{ROOT}/", "")
+        for default_port, session_port in self._port_by_default.items():
+            printed_text = printed_text.replace(f"127.0.0.1:{session_port}", f"127.0.0.1:{default_port}")
+        printed_text = _LOG_PATTERN.sub("", printed_text)
+        return printed_text.replace(f"{self.folder}/", "").replace(str(self.folder), ".").replace(f"{ROOT}/", "")
 
 
 def page_environment(folder: Path) -> dict[str, str]:
     """The environment of a page's commands: the programs of this Python, the modules of this tree."""
-    tree = folder if (folder / "stagepack").is_dir() else ROOT  # a page may work on a copy of the tree
+    source_root = folder if (folder / "stagepack").is_dir() else ROOT  # a page may work on a copy of the tree
     return os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'loaders'}",
+        "PYTHONPATH": f"{source_root}{os.pathsep}{source_root / 'loaders'}",
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "100",
     }
@@ -211,12 +228,12 @@ def page_environment(folder: Path) -> dict[str, str]:
 
 def copy_tree(folder: Path) -> None:
     """Copy the tree into a page's folder, for the pages that change it."""
-    for name in ("stagepack", "loaders", "schema", "tools", "docs", "examples", "pyproject.toml", "README.md"):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "frozen"))
+    for file_name in ("stagepack", "loaders", "schema", "tools", "docs", "examples", "pyproject.toml", "README.md"):
+        source_path = ROOT / file_name
+        if source_path.is_dir():
+            shutil.copytree(source_path, folder / file_name, ignore=shutil.ignore_patterns("__pycache__", "frozen"))
         else:
-            shutil.copy(source, folder / name)
+            shutil.copy(source_path, folder / file_name)
     shutil.copytree(
         ROOT / "tests",
         folder / "tests",
@@ -232,32 +249,32 @@ def _interpret(connection: Connection, folder: str) -> None:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.suppress(EOFError):
         while True:
-            source, line = connection.recv()
-            name = f"<block of line {line}>"
-            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-            problem = ""
-            with contextlib.redirect_stdout(io.StringIO()) as output:
+            block_source, line_number = connection.recv()
+            block_name = f"<block of line {line_number}>"
+            linecache.cache[block_name] = (len(block_source), None, block_source.splitlines(keepends=True), block_name)
+            error_text = ""
+            with contextlib.redirect_stdout(io.StringIO()) as captured_output:
                 try:
-                    exec(compile(source, name, "exec"), namespace)  # noqa: S102 - the project's own docs
+                    exec(compile(block_source, block_name, "exec"), namespace)  # noqa: S102 - the project's own docs
                 except BaseException:  # noqa: BLE001 - whatever it is, the reader of the test must see it
-                    problem = traceback.format_exc()
-            connection.send((output.getvalue(), problem))
+                    error_text = traceback.format_exc()
+            connection.send((captured_output.getvalue(), error_text))
 
 
-def _run_stagepack(words: list[str], folder: str, log: str, environment: Mapping[str, str]) -> None:
+def _run_stagepack(command_words: list[str], folder: str, log_path: str, environment: Mapping[str, str]) -> None:
     """Run the `stagepack` command in this process, with its output in a file."""
     from stagepack.cli import main  # noqa: PLC0415 - in the child
 
     os.chdir(folder)
     os.environ.update(environment)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    log_descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for output_stream in (sys.stdout, sys.stderr):
+        output_stream.flush()
+    os.dup2(log_descriptor, 1)
+    os.dup2(log_descriptor, 2)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8")
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
-    sys.argv = words
+    sys.argv = command_words
     try:
         main(prog_name="stagepack")
     finally:
@@ -265,34 +282,43 @@ def _run_stagepack(words: list[str], folder: str, log: str, environment: Mapping
             sys.stdout.flush()
 
 
-def _wait(process: "subprocess.Popen[bytes] | ForkServerProcess") -> int:
+def _wait_for_exit(process: "subprocess.Popen[bytes] | ForkServerProcess") -> int:
     """Wait for a process; return its exit status."""
     if isinstance(process, subprocess.Popen):
-        return process.wait(timeout=_PATIENCE)
-    process.join(_PATIENCE)
+        return process.wait(timeout=_TIME_LIMIT)
+    process.join(_TIME_LIMIT)
     if process.exitcode is None:
         process.kill()
-        raise RuntimeError(f"a command ran for more than {_PATIENCE} s")
+        raise RuntimeError(f"a command ran for more than {_TIME_LIMIT} s")
     return process.exitcode
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    free_sockets = [socket.socket() for _ in range(count)]
+    for free_socket in free_sockets:
+        free_socket.bind(("127.0.0.1", 0))
+    free_ports = [free_socket.getsockname()[1] for free_socket in free_sockets]
+    for free_socket in free_sockets:
+        free_socket.close()
+    return free_ports
 
 
-def check_output(block: Block, following: Block | None, outputs: list[str], is_same: Callable[[str, str], bool]) -> str:
+def check_output(
+    block: Block, next_block: Block | None, actual_outputs: list[str], is_same: Callable[[str, str], bool]
+) -> str:
     """What is wrong with the outputs of a block; empty when they are what the page states."""
     if block.kind == "python":
-        stated = [following.source if following is not None and following.kind == "output" else ""]
+        stated_outputs = [next_block.source if next_block is not None and next_block.kind == "output" else ""]
     elif block.kind == "console":
-        stated = [command.output for command in read_commands(block.source)]
+        stated_outputs = [command.stated_output for command in read_commands(block.source)]
     else:
         return ""
-    wrong = [(want, found) for want, found in zip(stated, outputs, strict=True) if not is_same(want, found)]
-    return "\n".join(f"the page states:\n{want}\nthe run printed:\n{found}" for want, found in wrong)
+    wrong_outputs = [
+        (stated_output, actual_output)
+        for stated_output, actual_output in zip(stated_outputs, actual_outputs, strict=True)
+        if not is_same(stated_output, actual_output)
+    ]
+    return "\n".join(
+        f"the page states:\n{stated_output}\nthe run printed:\n{actual_output}"
+        for stated_output, actual_output in wrong_outputs
+    )

@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,9 +20,9 @@ from tools.docs.error_page import error_reference, rule_reference
 from tools.docs.option_page import option_reference
 from tools.docs.source_tree import source_tree
 
-ROOT = Path(__file__).parents[2]
+TREE_ROOT = Path(__file__).parents[2]
 # Pages of the site that are files of the tree outside docs/.
-INCLUDED = {
+INCLUDED_PAGES = {
     "CHANGELOG.md": "development/changelog.md",
     "CONTRIBUTING.md": "development/contributing.md",
     "examples/README.md": "how-to/examples.md",
@@ -31,23 +32,23 @@ INCLUDED = {
     "schema/SPEC.md": "reference/spec.md",
     "schema/vectors/README.md": "reference/vectors.md",
 }
-_SOURCES = {page: source for source, page in INCLUDED.items()}
+_SOURCE_OF_PAGE = {page: source for source, page in INCLUDED_PAGES.items()}
 # Lines of pages that are replaced by what the function returns.
-_GENERATED = {
+_GENERATED_TEXTS: dict[str, Callable[[], str]] = {
     "<!-- benchmarks -->": benchmark_tables,
     "<!-- errors -->": error_reference,
     "<!-- rules -->": rule_reference,
     "<!-- options: serve -->": functools.partial(option_reference, "serve"),
     "<!-- tree -->": source_tree,
 }
-_LINK = re.compile(r"(?P<mark>!?)\[(?P<label>[^\[\]]*)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
-_FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2[ ]*$", re.MULTILINE | re.DOTALL)
+_LINK_PATTERN = re.compile(r"(?P<mark>!?)\[(?P<label>[^\[\]]*)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
+_FENCE_PATTERN = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2[ ]*$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the included pages; leave out the data of benchmarks."""
-    for source, page in INCLUDED.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    for source_path, page_uri in INCLUDED_PAGES.items():
+        files.append(File.generated(config, page_uri, content=(TREE_ROOT / source_path).read_text()))
     for file in list(files):
         if file.src_uri.startswith("benchmarks/"):
             files.remove(file)
@@ -56,38 +57,40 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fill in what is generated, and let links lead to pages of the site."""
-    for mark, function in _GENERATED.items():
-        if mark in markdown:
-            markdown = markdown.replace(mark, function())
-    if page.file.src_uri == INCLUDED["schema/SPEC.md"]:
+    for generated_mark, generate_text in _GENERATED_TEXTS.items():
+        if generated_mark in markdown:
+            markdown = markdown.replace(generated_mark, generate_text())
+    if page.file.src_uri == INCLUDED_PAGES["schema/SPEC.md"]:
         markdown = re.sub(r"^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
         markdown = re.sub(r"^\*\*([A-Z]\d+)\*\*", r"**\1**{ #\1 }", markdown, flags=re.MULTILINE)
-    fences = [match.span() for match in _FENCE.finditer(markdown)]
+    fence_spans = [match.span() for match in _FENCE_PATTERN.finditer(markdown)]
 
-    def replaced(match: re.Match[str]) -> str:
-        if any(start <= match.start() < end for start, end in fences):
+    def replace_link(match: re.Match[str]) -> str:
+        if any(fence_start <= match.start() < fence_end for fence_start, fence_end in fence_spans):
             return match[0]
         return _site_link(match, page.file.src_uri)
 
-    return _LINK.sub(replaced, markdown)
+    return _LINK_PATTERN.sub(replace_link, markdown)
 
 
-def _site_link(match: re.Match[str], page: str) -> str:
+def _site_link(match: re.Match[str], page_uri: str) -> str:
     """A link of a page as a link of the site; its label alone where the target is not in the site."""
-    target = match["target"]
-    if "://" in target or target.startswith("mailto:"):
+    link_target = match["target"]
+    if "://" in link_target or link_target.startswith("mailto:"):
         return match[0]
-    source = PurePosixPath(_SOURCES.get(page, f"docs/{page}"))
-    path = os.path.normpath(source.parent / target)
-    found = INCLUDED.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-    if found is None:
+    source_path = PurePosixPath(_SOURCE_OF_PAGE.get(page_uri, f"docs/{page_uri}"))
+    tree_path = os.path.normpath(source_path.parent / link_target)
+    site_uri = INCLUDED_PAGES.get(tree_path) or (
+        tree_path.removeprefix("docs/") if tree_path.startswith("docs/") else None
+    )
+    if site_uri is None:
         return f"`{match['label'].strip('`')}`"
-    relative = os.path.relpath(found, PurePosixPath(page).parent)
-    return f"{match['mark']}[{match['label']}]({relative}{match['anchor'] or ''})"
+    relative_uri = os.path.relpath(site_uri, PurePosixPath(page_uri).parent)
+    return f"{match['mark']}[{match['label']}]({relative_uri}{match['anchor'] or ''})"
 
 
 def on_pre_build(**_: Any) -> None:
     """Fail early where the package that is documented is another one than this tree."""
-    package = Path(importlib.import_module("stagepack").__file__ or "")
-    if not package.is_relative_to(ROOT):
-        raise SystemExit(f"stagepack is imported from {package.parent}, not from {ROOT}")
+    package_path = Path(importlib.import_module("stagepack").__file__ or "")
+    if not package_path.is_relative_to(TREE_ROOT):
+        raise SystemExit(f"stagepack is imported from {package_path.parent}, not from {TREE_ROOT}")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("stagepack", "loaders/stagepack_loaders", "loaders/stagepack_serving")
-FOLDERS = {
+PACKAGE_PATHS = ("stagepack", "loaders/stagepack_loaders", "loaders/stagepack_serving")
+OTHER_FOLDERS = {
     "examples": "models to serve, and clients: sentence embeddings, pictures, text token by token",
     "schema": "the specification, JSON Schemas, test vectors for other readers, frozen bundles of each release",
     "docs": "this site",
@@ -17,33 +17,45 @@ FOLDERS = {
 
 def source_tree() -> str:
     """A foldable table for each package."""
-    parts = []
-    for package in PACKAGES:
-        for folder in (ROOT / package, *sorted(path.parent for path in (ROOT / package).glob("*/__init__.py"))):
-            summary = _summary(folder / "__init__.py")
-            rows = "\n".join(f"    | `{name}` | {text} |" for name, text in _modules(folder))
-            table = f"\n\n    | module | |\n    |---|---|\n{rows}" if rows else ""
-            parts.append(f'??? note "{folder.relative_to(ROOT)}: {_plain(summary)}"{table}')
-    rows = "\n".join(f"| `{name}/` | {text} |" for name, text in FOLDERS.items())
-    return "\n\n".join([*parts, f"| other folder | |\n|---|---|\n{rows}"])
+    page_parts = []
+    for package_path in PACKAGE_PATHS:
+        for package_folder in (
+            ROOT / package_path,
+            *sorted(path.parent for path in (ROOT / package_path).glob("*/__init__.py")),
+        ):
+            package_summary = _docstring_summary(package_folder / "__init__.py")
+            table_rows = "\n".join(
+                f"    | `{module_name}` | {module_summary} |"
+                for module_name, module_summary in _module_summaries(package_folder)
+            )
+            module_table = f"\n\n    | module | |\n    |---|---|\n{table_rows}" if table_rows else ""
+            page_parts.append(
+                f'??? note "{package_folder.relative_to(ROOT)}: {_plain_text(package_summary)}"{module_table}'
+            )
+    table_rows = "\n".join(
+        f"| `{module_name}/` | {module_summary} |" for module_name, module_summary in OTHER_FOLDERS.items()
+    )
+    return "\n\n".join([*page_parts, f"| other folder | |\n|---|---|\n{table_rows}"])
 
 
-def _modules(folder: Path) -> Iterator[tuple[str, str]]:
+def _module_summaries(package_folder: Path) -> Iterator[tuple[str, str]]:
     """The modules of a package and of the packages below its first level."""
-    for path in sorted(folder.rglob("*.py")):
-        inner = path.relative_to(folder)
-        is_of_subpackage = len(inner.parts) > 1 and (folder / inner.parts[0] / "__init__.py").exists()
-        top = folder.name in {Path(package).name for package in PACKAGES}
-        if path.name != "__init__.py" and not (top and is_of_subpackage):
-            yield str(inner), _summary(path).replace("|", "\\|")
+    for module_path in sorted(package_folder.rglob("*.py")):
+        relative_path = module_path.relative_to(package_folder)
+        is_of_subpackage = (
+            len(relative_path.parts) > 1 and (package_folder / relative_path.parts[0] / "__init__.py").exists()
+        )
+        is_top_package = package_folder.name in {Path(package_path).name for package_path in PACKAGE_PATHS}
+        if module_path.name != "__init__.py" and not (is_top_package and is_of_subpackage):
+            yield str(relative_path), _docstring_summary(module_path).replace("|", "\\|")
 
 
-def _summary(path: Path) -> str:
+def _docstring_summary(module_path: Path) -> str:
     """The first line of a module's docstring."""
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return " ".join(text.split("\n\n")[0].split()).replace("``", "`")
+    docstring_text = ast.get_docstring(ast.parse(module_path.read_text())) or ""
+    return " ".join(docstring_text.split("\n\n")[0].split()).replace("``", "`")
 
 
-def _plain(text: str) -> str:
+def _plain_text(markdown_text: str) -> str:
     """A text without Markdown and quotes, for the title of a block."""
-    return text.replace("`", "").replace('"', "'")
+    return markdown_text.replace("`", "").replace('"', "'")
