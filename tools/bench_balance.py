@@ -34,6 +34,7 @@ from stagepack.partition.costed_graph import CostedGraph
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.node_order import execution_order
 from stagepack.partition.planner import plan_for_assignment
+from tools.benchmark_results import add_json_option, benchmark_results
 
 Model = tuple[PreTrainedModel, dict[str, Any], list[str]]
 
@@ -42,33 +43,45 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
+    add_json_option(parser)
     options = parser.parse_args()
-    print(
-        f"{'model':10} {'stages':>6}  {'ours':>6}  {'equal layers':>12}  {'equal parameters':>16}  {'slower by':>12}  {'slower by':>16}"
+    with benchmark_results(options.json) as results:
+        table = results.table(
+            "Slowest stage over the mean, and the slowest stage of the other cut over ours",
+            "model",
+            "stages",
+            "ours",
+            "equal layers",
+            "equal parameters",
+            "slower by (equal layers)",
+            "slower by (equal parameters)",
+        )
+        for build in (llama, resnet_50, t5):
+            costed, layers = _graph(build())
+            for stage_count in options.stages:
+                table.add(build.__name__, stage_count, *_compare_cuts(costed, layers, stage_count))
+        costed, _ = _graph(
+            _llama(layers=78, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+        )
+        started = time.perf_counter()
+        balance_stages(costed, 16)
+        results.table("Time to plan", "nodes", "stages", "seconds").add(
+            f"{len(costed.graph.nodes):,}", 16, time.perf_counter() - started
+        )
+
+
+def _compare_cuts(costed: CostedGraph, layers: Sequence[str], stage_count: int) -> list[float]:
+    """The balance of three cuts, and how much slower than ours the slowest stage of the other two is."""
+    cuts = (
+        balance_stages(costed, stage_count),
+        _by_layers(costed.graph, layers, stage_count),
+        _by_parameters(costed, stage_count),
     )
-    for build in (llama, resnet_50, t5):
-        costed, layers = _graph(build())
-        graph = costed.graph
-        for stages in options.stages:
-            cuts = (
-                balance_stages(costed, stages),
-                _by_layers(graph, layers, stages),
-                _by_parameters(costed, stages),
-            )
-            plans = [plan_for_assignment(costed, assign_consecutive(execution_order(graph), cut)) for cut in cuts]
-            times = [[stage.time for stage in plan.stages] for plan in plans]
-            ours, by_layers, by_parameters = (max(found) / statistics.mean(found) for found in times)
-            slower = [max(found) / max(times[0]) for found in times[1:]]
-            print(
-                f"{build.__name__:10} {stages:>6}  {ours:>6.3f}  {by_layers:>12.3f}  {by_parameters:>16.3f}"
-                f"  {slower[0]:>12.2f}  {slower[1]:>16.2f}"
-            )
-    costed, _ = _graph(
-        _llama(layers=78, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
-    )
-    started = time.perf_counter()
-    balance_stages(costed, 16)
-    print(f"planned {len(costed.graph.nodes):,} nodes in 16 stages in {time.perf_counter() - started:.2f} s")
+    order = execution_order(costed.graph)
+    plans = [plan_for_assignment(costed, assign_consecutive(order, cut)) for cut in cuts]
+    stage_times = [[stage.time for stage in plan.stages] for plan in plans]
+    balances = [max(times) / statistics.mean(times) for times in stage_times]
+    return balances + [max(times) / max(stage_times[0]) for times in stage_times[1:]]
 
 
 def llama() -> Model:

@@ -24,6 +24,7 @@ from stagepack.capture.programs import capture_module
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.speed import compile_ahead
+from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}
 HIDDEN = {"cpu": 512, "cuda": 2048}
@@ -36,25 +37,39 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    add_json_option(parser)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(_MEASURES[options.measure](options.device, options.layers)))
         return
-    few, many = LAYERS[options.device]
-    short = _in_a_process("regions", options.device, few)
-    found = _in_a_process("regions", options.device, many)
-    found |= _in_a_process("whole", options.device, many)
-    print(f"{options.device}, hidden {HIDDEN[options.device]}, torch {torch.__version__}")
-    print(f"first call by regions, {few} layers   {short['first']:8.2f} s")
-    print(
-        f"first call by regions, {many} layers  {found['first']:8.2f} s, {found['first'] / short['first']:.2f} times that"
+    with benchmark_results(options.json, device=options.device) as results:
+        _measure_all(results, options.device)
+
+
+def _measure_all(results: BenchmarkResults, device: str) -> None:
+    """Measure a small and a large model, each in processes of its own."""
+    few, many = LAYERS[device]
+    short = _in_a_process("regions", device, few)
+    seconds = _in_a_process("regions", device, many) | _in_a_process("whole", device, many)
+    table = results.table(
+        f"Time to the first answer of a Llama-like model, hidden size {HIDDEN[device]}",
+        "what is compiled",
+        "layers",
+        "seconds",
+        f"over the {few} layers",
+        "of whole",
     )
-    print(
-        f"first call whole, {many} layers       {found['whole']:8.2f} s, by regions {found['first'] / found['whole']:.3f} of it"
+    table.add("regions, first call", few, short["first"], 1.0, "")
+    first_ratios = seconds["first"] / short["first"], seconds["first"] / seconds["whole"]
+    table.add("regions, first call", many, seconds["first"], *first_ratios)
+    table.add("whole, first call", many, seconds["whole"], "", 1.0)
+    table.add(
+        "ahead of time, ready to call", many, seconds["ready"], "", f"1/{seconds['whole'] / seconds['ready']:.0f}"
     )
-    print(f"ready, compiled ahead            {found['ready']:8.2f} s, 1/{found['whole'] / found['ready']:.0f} of whole")
-    for name in ("steady whole", "steady by regions", "steady compiled ahead", "steady eager"):
-        print(f"{name:31}  {found[name] * 1e3:8.1f} ms, {found[name] / found['steady whole']:.2f} of whole")
+    steady = results.table(f"Steady calls, {many} layers", "what is compiled", "milliseconds", "of whole")
+    titles = {"whole": "whole", "by regions": "regions", "compiled ahead": "ahead of time", "eager": "nothing (eager)"}
+    for side, title in titles.items():
+        steady.add(title, seconds[f"steady {side}"] * 1e3, seconds[f"steady {side}"] / seconds["steady whole"])
 
 
 def _in_a_process(measure: str, device: str, layers: int) -> dict[str, float]:

@@ -23,6 +23,7 @@ from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.build import build
 from stagepack_loaders.torch.ops import resolve
+from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 
 def main() -> None:
@@ -32,29 +33,41 @@ def main() -> None:
     parser.add_argument("--more", type=int, default=80, help="layers of the model whose graph is compared in size")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5)
+    add_json_option(parser)
     options = parser.parse_args()
-    capture, where = _capture(options.layers), CutOptions(stages=options.stages)
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "llama.pt2"
-        torch.export.save(capture.program, program)
-        bundle = export_capture(capture, out=Path(folder) / "llama.stagepack", cut_options=where)
-        folded = _graph_bytes(bundle)
-        unfolded = sum(len(encode_graph(trivially_folded(bundle.graph(number)))) for number in range(options.stages))
-        print(
-            f"{options.layers} layers, {sum(stage.nodes for stage in bundle.stages):,} nodes, stages: {options.stages}"
-        )
-        print(f"graphs folded      {folded:9,} bytes, 1/{unfolded / folded:.1f} of {unfolded:,} unfolded")
-        larger = export_capture(_capture(options.more), out=Path(folder) / "more.stagepack", cut_options=where)
-        print(f"with {options.more} layers     {_graph_bytes(larger) - folded:+9,} bytes")
-        ours, theirs = [], []
-        for _ in range(options.runs):
-            ours.append(_timed(lambda: _load_graphs(bundle.path)))
-            theirs.append(_timed(lambda: torch.export.load(program)))
-        print(f"stagepack graphs   {statistics.median(ours):9.3f} s  {' '.join(f'{seconds:.3f}' for seconds in ours)}")
-        print(
-            f"torch.export.load  {statistics.median(theirs):9.3f} s  {' '.join(f'{seconds:.3f}' for seconds in theirs)}"
-        )
-        print(f"ratio              1/{statistics.median(theirs) / statistics.median(ours):.1f}")
+    with tempfile.TemporaryDirectory() as folder, benchmark_results(options.json) as results:
+        _measure(results, Path(folder), options)
+
+
+def _measure(results: BenchmarkResults, folder: Path, options: argparse.Namespace) -> None:
+    """Export one model both ways, and load both several times in turn."""
+    capture, cut_options = _capture(options.layers), CutOptions(stages=options.stages)
+    program_path = folder / "llama.pt2"
+    torch.export.save(capture.program, program_path)
+    bundle = export_capture(capture, out=folder / "llama.stagepack", cut_options=cut_options)
+    larger = export_capture(_capture(options.more), out=folder / "more.stagepack", cut_options=cut_options)
+    folded = _graph_bytes(bundle)
+    unfolded = sum(len(encode_graph(trivially_folded(bundle.graph(stage)))) for stage in range(options.stages))
+    node_count = sum(stage.nodes for stage in bundle.stages)
+    stages = "one stage" if options.stages == 1 else f"{options.stages} stages"
+    table = results.table(
+        f"A Llama of {options.layers} layers and {node_count:,} nodes, {stages}", "measure", "value", "unit"
+    )
+    table.add("graphs, folded", folded, "bytes")
+    table.add("graphs, unfolded", unfolded, "bytes")
+    table.add("unfolded over folded", unfolded / folded, "")
+    table.add(f"more with {options.more} layers", _graph_bytes(larger) - folded, "bytes")
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(options.runs):
+        ours.append(_timed(lambda: _load_graphs(bundle.path)))
+        theirs.append(_timed(lambda: torch.export.load(program_path)))
+    table.add("stagepack, graphs ready to run (median)", statistics.median(ours), "s")
+    table.add("torch.export.load (median)", statistics.median(theirs), "s")
+    table.add("torch.export.load over stagepack", statistics.median(theirs) / statistics.median(ours), "")
+    runs = results.table("The runs, in turn", "loader", *(str(run) for run in range(1, options.runs + 1)))
+    runs.add("stagepack, s", *ours)
+    runs.add("torch.export.load, s", *theirs)
 
 
 def _capture(layers: int) -> Capture:

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 import stagepack
+from tools.benchmark_results import add_json_option, benchmark_results
 
 STAGES = 3
 ROUNDS = 5
@@ -113,17 +114,30 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
+    add_json_option(parser)
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(
-        f"{'model':12} {'weights':>9} {'ONNX adds':>10} {'allowed':>9} | {'whole':>14} {'cut':>14} {'ratio':>6} {'loaded':>8}"
-    )
-    for name in parser.parse_args().models:
-        with tempfile.TemporaryDirectory() as folder:
-            print(measure(name, Path(folder)), flush=True)
+    with benchmark_results(options.json) as results:
+        table = results.table(
+            f"Session and first answer in onnxruntime, fastest of {ROUNDS}",
+            "model",
+            "weights, MB",
+            "ONNX adds, kB",
+            "allowed, kB",
+            "whole: session, s",
+            "whole: answer, s",
+            f"cut in {STAGES}: sessions, s",
+            f"cut in {STAGES}: answer, s",
+            "cut over whole",
+            "stagepack.load over whole",
+        )
+        for name in options.models:
+            with tempfile.TemporaryDirectory() as folder:
+                table.add(name, *measure(name, Path(folder)))
 
 
-def measure(name: str, folder: Path) -> str:
-    """A line of the table."""
+def measure(name: str, folder: Path) -> list[float]:
+    """The figures of a model, in the order of the columns."""
     torch.manual_seed(0)
     model, inputs, shapes = MODELS[name]()
     model.eval()
@@ -151,12 +165,10 @@ def measure(name: str, folder: Path) -> str:
         sides["cut"].append(run(CUT, folder / "m.stagepack", folder / "inputs.npz"))
         sides["loaded"].append(run(LOADED, folder / "m.stagepack", folder / "inputs.npz"))
     best = {side: min(found, key=sum) for side, found in sides.items()}
-    parts = {side: f"{made:.2f} + {answer:.2f} s" for side, (made, answer) in best.items()}
     total = {side: sum(found) for side, found in best.items()}
-    return (
-        f"{name:12} {before / 1e6:6.1f} MB {grown / 1e3:7.0f} kB {allowed / 1e3:6.0f} kB | {parts['whole']:>14} {parts['cut']:>14} "
-        f"{total['cut'] / total['whole']:6.2f} {total['loaded'] / total['whole']:8.2f}"
-    )
+    megabytes, kilobytes, allowed_kilobytes = before / 1e6, grown / 1e3, allowed / 1e3
+    ratios = [total["cut"] / total["whole"], total["loaded"] / total["whole"]]
+    return [megabytes, kilobytes, allowed_kilobytes, *best["whole"], *best["cut"], *ratios]
 
 
 def run(code: str, model: Path, inputs: Path) -> list[float]:

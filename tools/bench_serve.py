@@ -1,14 +1,14 @@
 """Measure `stagepack serve`: what it adds to a call, what batching gains, and whether it stands a load and a rolling stop.
 
 Each part runs servers as processes of their own and `tritonclient` here; both sides of a ratio are measured in one run.
-Usage: ``python -m tools.bench_serve [overhead] [batching] [load]``, or all three without a word.
+Usage: ``python -m tools.bench_serve [overhead] [batching] [load]``, or all three without a name.
 """
 
+import argparse
 import asyncio
 import json
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +27,7 @@ import tritonclient.http.aio
 import stagepack
 from tests.serve.bundles import minilm_folder
 from tests.serve.servers import Client, Server, stagepack_server
+from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 SECONDS, CONNECTIONS = 60, 32
 MANY = [(batch, length) for batch in range(1, 5) for length in range(4, 40)]  # rows and tokens of a request
@@ -45,21 +46,31 @@ class AddOne(torch.nn.Module):
 
 def main() -> None:
     """Measure what the command line names."""
-    parts: Mapping[str, Callable[[Path], None]] = {"overhead": overhead, "batching": batching, "load": load}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in sys.argv[1:] or parts:
-            parts[name](Path(folder))
+    parts: Mapping[str, Callable[[Path, BenchmarkResults], None]] = {
+        "overhead": overhead,
+        "batching": batching,
+        "load": load,
+    }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="all of them by default")
+    add_json_option(parser)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, benchmark_results(options.json) as results:
+        for name in options.parts or parts:
+            parts[name](Path(folder), results)
 
 
-def overhead(folder: Path) -> None:
+def overhead(folder: Path, results: BenchmarkResults) -> None:
     """What a request costs beyond the call of the pipeline in this process: medians."""
     rows = torch.export.Dim("rows", min=1, max=1 << 23)
     bundle = folder / "add.stagepack"
     stagepack.export(AddOne(), (torch.ones(4, 4),), out=bundle, stages=1, dynamic_shapes={"x": {0: rows}})
     pipe = stagepack.load(bundle)
-    torch.set_num_threads(
-        1
-    )  # the threads of this process, which the clients share, are not to wait for work on the cores
+    # The threads of this process, which the clients share, are not to wait for work on the cores.
+    torch.set_num_threads(1)
+    table = results.table(
+        "Time of a request beyond the same call in this process", "request", "protocol", "beyond, ms", "in process, ms"
+    )
     with stagepack_server([bundle], "--max-batch", "1") as server:
         for shape, calls, unit in (((4, 4), 1000, "small"), ((2_000_000, 4), 15, "32 MB in and out")):
             x = numpy.random.default_rng(0).random(shape, dtype="float32")
@@ -68,10 +79,7 @@ def overhead(folder: Path) -> None:
             for protocol in ("http", "grpc"):
                 client = Client(protocol, server)
                 there = _median(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
-                print(
-                    f"{unit:17} {protocol}  {1e3 * (there - here):8.2f} ms over {1e3 * here:.2f} ms in process",
-                    flush=True,
-                )
+                table.add(unit, protocol, 1e3 * (there - here), 1e3 * here)
                 client.close()
 
 
@@ -86,17 +94,19 @@ def _median(call: Callable[[], Any], calls: int) -> float:
     return statistics.median(seconds)
 
 
-def batching(folder: Path) -> None:
+def batching(folder: Path, results: BenchmarkResults) -> None:
     """64 clients with one row each: answers in a second, with batching and without."""
     bundle = _minilm(folder)
-    rates = {}
+    rates: dict[str, list[float]] = {"1": [], "64": []}
     for rows in ("1", "64", "1", "64"):
         with stagepack_server([bundle], "--max-batch", rows) as server:
             asyncio.run(_ask_all(server.grpc, 64, 3.0))
             answers = asyncio.run(_ask_all(server.grpc, 64, 10.0))
-            rates.setdefault(rows, []).append(len(answers) / 10)
-            print(f"--max-batch {rows:3} {rates[rows][-1]:8.1f} answers/s", flush=True)
-    print(f"batching on / off: {max(rates['64']) / max(rates['1']):.2f}")
+            rates[rows].append(len(answers) / 10)
+    table = results.table("64 clients, one sentence each (MiniLM)", "--max-batch", "answers a second, run 1", "run 2")
+    for rows, runs in rates.items():
+        table.add(rows, *runs)
+    table.add("on over off (best runs)", max(rates["64"]) / max(rates["1"]), "")
 
 
 async def _ask_all(port: int, clients: int, seconds: float) -> list[float]:
@@ -132,35 +142,43 @@ def _minilm(folder: Path) -> Path:
     return bundle
 
 
-def load(folder: Path) -> None:
+def load(folder: Path, results: BenchmarkResults) -> None:
     """A minute of requests on 32 connections, half of them REST, of one size and of many; then a rolling stop under such a load."""
     bundle = _minilm(folder)
+    table = results.table(
+        f"{SECONDS} s on {CONNECTIONS} connections",
+        "requests",
+        "answers",
+        "errors",
+        "memory after 10 s, MB",
+        "memory at the end, MB",
+        "growth, %",
+    )
     for text, sizes in (("one size", [SENTENCE.shape]), ("many sizes", MANY)):
         memory: list[int] = []
         with stagepack_server([bundle]) as server:
             tally = asyncio.run(_storm([server], sizes, SECONDS, lambda: memory.append(server.memory())))  # noqa: B023 - called at once
         after, end = memory[10], statistics.median(memory[-5:])
-        print(
-            f"{text}: {tally.answered[0]} answers in {SECONDS} s on {CONNECTIONS} connections, {len(tally.errors)} errors"
-        )
-        print(
-            f"memory: {after / 1e6:.1f} MB after 10 s, {end / 1e6:.1f} MB at the end: {100 * (end / after - 1):+.2f} %"
-        )
-        sys.stdout.flush()
+        table.add(text, tally.answered[0], len(tally.errors), after / 1e6, end / 1e6, 100 * (end / after - 1))
+    _rolling_stop(bundle, results)
+
+
+def _rolling_stop(bundle: Path, results: BenchmarkResults) -> None:
+    """Stop one of two servers under load, and count what became of the requests."""
     with stagepack_server([bundle]) as old, stagepack_server([bundle]) as new:
         stop = threading.Timer(5, lambda: old.process.send_signal(signal.SIGTERM))
         stop.start()
         tally = asyncio.run(_storm([old, new], MANY, 15, lambda: None))
         assert old.process.wait(timeout=30) == 0
         counted = json.loads(old.process.stdout.read())["answers"]
-        print(
-            f"rolling stop: the old server gave {counted}, {tally.answered[0]} of them arrived; the new one {tally.answered[1]}"
-        )
-        print(
-            f"refused or closed before they were accepted, and asked again: {tally.moved}; other errors: {len(tally.errors)}"
-        )
-        for error in tally.errors[:5]:
-            print(repr(error))
+    table = results.table("Rolling stop under load", "measure", "requests")
+    table.add("answered by the old server", counted.get("OK", 0))
+    table.add("of these, arrived", tally.answered[0])
+    table.add("answered by the new server", tally.answered[1])
+    table.add("refused or closed before they were accepted, and sent again", tally.moved)
+    table.add("other errors", len(tally.errors))
+    for error in tally.errors[:5]:
+        print(repr(error))
 
 
 @dataclass(slots=True)

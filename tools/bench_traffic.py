@@ -18,6 +18,7 @@ from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.shapes import evaluate_dim
 from stagepack.partition.cut_options import CutOptions
 from tools import pipelining
+from tools.benchmark_results import ResultTable, add_json_option, benchmark_results
 
 _SIZES = {
     "vocab_size": 1000,
@@ -34,13 +35,22 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096])
+    add_json_option(parser)
     options = parser.parse_args()
-    print(
-        f"{'model':6} {'sequence':>8}  {'stage':>5}  {'ours':>13}  {'pipelining':>13}  {'hidden state':>13}  what crosses here"
-    )
-    for build in (llama, bert, t5):
-        for length in options.lengths:
-            _compare(build, length)
+    with benchmark_results(options.json) as results:
+        table = results.table(
+            "Bytes that a stage receives from the stages before it, in one call",
+            "model",
+            "sequence",
+            "stage",
+            "stagepack",
+            "torch.distributed.pipelining",
+            "hidden state",
+            "what crosses in stagepack's cut",
+        )
+        for build in (llama, bert, t5):
+            for length in options.lengths:
+                _compare(table, build, length)
 
 
 def llama(length: int) -> Model:
@@ -79,7 +89,8 @@ def _tokens(length: int, *names: str, **more: bool) -> Inputs:
     )
 
 
-def _compare(build: Callable[[int], Model], length: int) -> None:
+def _compare(table: ResultTable, build: Callable[[int], Model], length: int) -> None:
+    """Add a row for each stage of a model but the first."""
     torch.manual_seed(0)
     model, inputs, names = build(length)
     cut, _, symbols = plan_capture(capture_source(model, inputs), CutOptions(split_at=names))
@@ -90,7 +101,7 @@ def _compare(build: Callable[[int], Model], length: int) -> None:
         crossing = [edge for edge in cut.edges if edge.producer is not None and stage in edge.consumers]
         ours = sum(value_bytes(edge, sizes) for edge in crossing)
         shapes = ", ".join(f"{edge.dtype}{[evaluate_dim(dim, sizes) for dim in edge.shape]}" for edge in crossing)
-        print(f"{build.__name__:6} {length:>8,}  {stage:>5}  {ours:>13,}  {received:>13,}  {hidden:>13,}  {shapes}")
+        table.add(build.__name__, length, stage, ours, received, hidden, shapes)
         assert ours <= received, "more bytes cross than in the cut of torch.distributed.pipelining"
 
 

@@ -43,7 +43,7 @@ class ResultTable:
 
     def _line(self, cell_texts: Sequence[str]) -> str:
         column_widths = [max(len(column_title), 9) for column_title in self.columns]
-        first_cell = cell_texts[0].ljust(max(column_widths[0], 24))
+        first_cell = cell_texts[0].ljust(max(column_widths[0], 40))
         return "  ".join(
             [
                 first_cell,

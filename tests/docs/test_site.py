@@ -9,10 +9,11 @@ import click
 import pytest
 
 from stagepack import errors
+from stagepack.cli import main
 from tests.conformance.vectors import all_rules
 from tools.docs.benchmark_page import RESULTS_FOLDER, SECTION_TITLES, benchmark_tables
 from tools.docs.error_page import error_reference, rule_reference, specified_rules
-from tools.docs.option_page import option_reference
+from tools.docs.option_page import command_reference, option_reference
 from tools.docs.page import ROOT, documented_pages
 
 LINK_PATTERN = re.compile(r"\[[^\[\]]*\]\(([^()\s#]+)[^()\s]*\)")
@@ -53,8 +54,16 @@ def test_the_reference_of_the_server_has_every_option() -> None:
 
     table = option_reference("serve")
     options = [option for option in command.params if isinstance(option, click.Option)]
-    assert all(f"| `{max(option.opts, key=len)}` |" in table for option in options)
-    assert "| `--max-batch` | `32` | 1 to 2,147,483,647 |" in table
+    assert all(f"`{flag}`" in table for option in options for flag in option.opts)
+    assert "| `--max-batch` | `32` |" in table
+
+
+def test_the_reference_has_every_command() -> None:
+    reference = command_reference()
+    assert all(f"\n## {command}\n" in reference for command in main.list_commands(click.Context(main)))
+    assert "Sentinel" not in reference
+    assert "\\b" not in reference
+    assert "\b" not in reference
 
 
 def test_every_benchmark_has_results() -> None:

@@ -5,10 +5,11 @@ Boxes bring their own fill; lines and words outside of boxes are of a grey that 
 
 import argparse
 import sys
-import tomllib
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+
+from tools.docs.source_tree import import_contracts
 
 ROOT = Path(__file__).parents[2]
 IMAGE_FOLDER = ROOT / "docs" / "images"
@@ -154,20 +155,18 @@ def road_drawing() -> Drawing:
 
 def package_drawing() -> Drawing:
     """The layers of stagepack as import-linter keeps them, and the packages that run bundles."""
-    import_contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layer_names = [
-        layer_text.split(" | ")
-        for layer_text in next(contract for contract in import_contracts if contract["type"] == "layers")["layers"]
-    ]
+    contracts = import_contracts()
+    layer_names = [layer.split(" | ") for contract in contracts for layer in contract.get("layers", ())]
+    torch_free = {name.split(".")[1] for name in contracts[1]["source_modules"]}
     drawing_height = 96 + 58 * len(layer_names)
-    drawing = Drawing(860, drawing_height, "The layers of stagepack, and the packages that run and serve bundles")
+    drawing = Drawing(910, drawing_height, "The layers of stagepack, and the packages that run and serve bundles")
     drawing.frame(8, 8, 480, drawing_height - 44, "stagepack: writes bundles")
     for layer_index, package_names in enumerate(layer_names):
         package_names = [package_name.strip(" ()") for package_name in package_names]
         box_top, box_width = 40 + 58 * layer_index, (452 - 10 * (len(package_names) - 1)) / len(package_names)
         for box_index, package_name in enumerate(package_names):
-            is_of_torch = package_name in ("capture", "linearize", "onnx", "exporter", "torch_internals")
-            color_name = "grey" if is_of_torch else "amber" if package_name in ("format", "errors") else "green"
+            is_shared = package_name in ("format", "errors")
+            color_name = "amber" if is_shared else "green" if package_name in torch_free else "grey"
             color_name = "blue" if package_name == "cli" else color_name
             drawing.box(22 + (box_width + 10) * box_index, box_top, box_width, 38, color_name, package_name)
         if layer_index:
@@ -176,10 +175,10 @@ def package_drawing() -> Drawing:
     drawing.box(580, 40, 250, 62, "violet", "stagepack_serving", "protocol, server, triton")
     drawing.arrow((705, 102), (705, 140))
     drawing.box(580, 140, 250, 76, "violet", "stagepack_loaders", "load, pipeline, placement", "torch, onnxruntime")
-    format_middle = 40 + 58 * (len(layer_names) - 2) + 19
+    format_middle = 40 + 58 * layer_names.index(["format"]) + 19
     drawing.arrow((705, 216), (705, format_middle), (476, format_middle))
-    drawing.words(716, format_middle - 40, "format and", anchor="start")
-    drawing.words(716, format_middle - 24, "errors only", anchor="start")
+    drawing.words(716, format_middle - 36, "format, errors, and the few", anchor="start")
+    drawing.words(716, format_middle - 20, "modules that the contract names", anchor="start")
     drawing.words(248, drawing_height - 12, "each layer imports only the layers below it")
     for box_index, (color_name, legend_text) in enumerate(
         (("grey", "imports torch"), ("green", "never imports torch"), ("amber", "what both sides share"))

@@ -1,21 +1,63 @@
-"""The options of a command as a table, from the command itself."""
+"""The commands and their options as Markdown, from the commands themselves."""
 
 import importlib
+import inspect
+import textwrap
 from typing import Any
 
 import click
+
+from stagepack.cli import main
+
+
+def command_reference() -> str:
+    """A section for each subcommand: what it does, its usage, its options."""
+    context = click.Context(main, info_name="stagepack")
+    parts = [_help_text(main)]
+    for command_name in main.list_commands(context):
+        command = main.get_command(context, command_name)
+        assert command is not None
+        command_context = click.Context(command, info_name=command_name, parent=context)
+        usage = command.get_usage(command_context).removeprefix("Usage: ")
+        parts += [
+            f"## {command_name}",
+            f"```text\n{' '.join(usage.split())}\n```",
+            _help_text(command),
+            _option_table(command),
+        ]
+    return "\n\n".join(parts)
 
 
 def option_reference(command_name: str) -> str:
     """A table of the options of a subcommand: flag, default, allowed values, meaning."""
     command: click.Command = importlib.import_module(f"stagepack.cli.{command_name}_command").command
+    return _option_table(command)
+
+
+def _option_table(command: click.Command) -> str:
     table_rows = ["| option | default | allowed | meaning |", "|---|---|---|---|"]
     for option in command.params:
         if isinstance(option, click.Option):
-            flag_name = max(option.opts, key=len)
-            cells = (f"`{flag_name}`", _default_text(option), _allowed_values(option.type), option.help or "")
+            flags = ", ".join(f"`{flag}`" for flag in option.opts)
+            meaning = (option.help or "").replace("|", "\\|")
+            required = " Required." if option.required else ""
+            cells = (flags, _default_text(option), _allowed_values(option.type), meaning + required)
             table_rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(table_rows)
+
+
+def _help_text(command: click.Command) -> str:
+    """The help of a command as Markdown: what click is told not to wrap is code."""
+    paragraphs = []
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        if paragraph.startswith("\b"):
+            lines = paragraph.split("\n")[1:]
+            heading = [] if lines[0].startswith(" ") else [lines.pop(0)]
+            code = textwrap.dedent("\n".join(lines))
+            paragraphs += [*heading, f"```text\n{code}\n```"]
+        else:
+            paragraphs.append(paragraph)
+    return "\n\n".join(paragraphs)
 
 
 def _default_text(option: click.Option) -> str:

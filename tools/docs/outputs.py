@@ -4,6 +4,7 @@ Outputs that differ only in times, digests and the like stay as they are.
 """
 
 import argparse
+import itertools
 import sys
 import tempfile
 import textwrap
@@ -41,7 +42,7 @@ def rewrite_page(page_path: Path, work_folder: Path, *, not_run: bool, rewrite_a
     page_blocks = read_blocks(full_path)
     text_edits: list[tuple[int, int, str]] = []
     try:
-        for block, next_block in zip(page_blocks, [*page_blocks[1:], None], strict=True):
+        for block, next_block in itertools.zip_longest(page_blocks, page_blocks[1:]):
             if block.not_run and not not_run:
                 continue
             block_outputs = session.run(block)

@@ -17,8 +17,8 @@ from mkdocs.structure.pages import Page
 
 from tools.docs.benchmark_page import benchmark_tables
 from tools.docs.error_page import error_reference, rule_reference
-from tools.docs.option_page import option_reference
-from tools.docs.source_tree import source_tree
+from tools.docs.option_page import command_reference, option_reference
+from tools.docs.source_tree import contract_list, source_tree
 
 TREE_ROOT = Path(__file__).parents[2]
 # Pages of the site that are files of the tree outside docs/.
@@ -38,7 +38,9 @@ _GENERATED_TEXTS: dict[str, Callable[[], str]] = {
     "<!-- benchmarks -->": benchmark_tables,
     "<!-- errors -->": error_reference,
     "<!-- rules -->": rule_reference,
+    "<!-- commands -->": command_reference,
     "<!-- options: serve -->": functools.partial(option_reference, "serve"),
+    "<!-- contracts -->": contract_list,
     "<!-- tree -->": source_tree,
 }
 _LINK_PATTERN = re.compile(r"(?P<mark>!?)\[(?P<label>[^\[\]]*)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
@@ -60,6 +62,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     for generated_mark, generate_text in _GENERATED_TEXTS.items():
         if generated_mark in markdown:
             markdown = markdown.replace(generated_mark, generate_text())
+    if page.file.src_uri == "coverage.md":  # its tables need the width
+        page.meta["hide"] = ["toc"]
     if page.file.src_uri == INCLUDED_PAGES["schema/SPEC.md"]:
         markdown = re.sub(r"^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
         markdown = re.sub(r"^\*\*([A-Z]\d+)\*\*", r"**\1**{ #\1 }", markdown, flags=re.MULTILINE)

@@ -1,8 +1,10 @@
 """The packages of the tree, each with its modules and the first line of their docstrings."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGE_PATHS = ("stagepack", "loaders/stagepack_loaders", "loaders/stagepack_serving")
@@ -59,3 +61,16 @@ def _docstring_summary(module_path: Path) -> str:
 def _plain_text(markdown_text: str) -> str:
     """A text without Markdown and quotes, for the title of a block."""
     return markdown_text.replace("`", "").replace('"', "'")
+
+
+def import_contracts() -> list[dict[str, Any]]:
+    """The contracts that import-linter keeps."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
+    return contracts
+
+
+def contract_list() -> str:
+    """The names of the contracts as a list."""
+    names = [contract["name"] for contract in import_contracts()]
+    return "\n".join(f"- {contract_name[0].upper()}{contract_name[1:]}." for contract_name in names)
