@@ -67,7 +67,7 @@ def load(
         MissingPackageError: the library of a runtime is not installed.
         OptionError: a runtime is unknown, or an option does not go with the runtime or with another option.
 
-    Example:
+    Examples:
         >>> pipeline = stagepack.load("m.stagepack", devices=["cuda:0", "cuda:1"])
         >>> logits = pipeline(input_ids)
         >>> pipeline = stagepack.load("m.stagepack", runtime="onnxruntime")
@@ -156,7 +156,7 @@ def load_stage(
         NotABundleError, VersionError, DigestError, FormatError, DeviceError, OperatorError, CompiledError, MissingPackageError: see
             `load`.
 
-    Example:
+    Examples:
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
         >>> (hidden,) = stage(hidden)
     """

@@ -23,7 +23,7 @@ class Pipeline:
         stages: the loaded stages, in order.
         runtimes: the runtime of each stage.
 
-    Example:
+    Examples:
         >>> pipeline = stagepack.load("m.stagepack")
         >>> result = pipeline(*args, **kwargs)
         >>> pipeline.reset_state()

@@ -27,7 +27,7 @@ def register_runtime(runtime: Runtime) -> None:
     Raises:
         OptionError: it is not a `Runtime`, has no name, or another runtime has its name.
 
-    Example:
+    Examples:
         >>> register_runtime(NumpyRuntime())
         >>> pipeline = stagepack.load("m.stagepack", runtime="numpy")
 

@@ -100,7 +100,7 @@ class Bundle:
         path: the folder of the bundle.
         manifest: the checked manifest.
 
-    Example:
+    Examples:
         List the stages and the tensors between them, then verify every file::
 
             bundle = stagepack.open("llama.stagepack")

@@ -69,7 +69,7 @@ class BundleWriter:
 
     If the statement is left before `finish` returned, everything that was written is removed.
 
-    Example:
+    Examples:
         Write a bundle of one stage::
 
             with BundleWriter("m.stagepack", overwrite=False) as writer:

@@ -20,7 +20,7 @@ class GraphAnalysis:
     Attributes:
         graph: the graph of a whole model or of a stage.
 
-    Example:
+    Examples:
         ::
 
             analysis = GraphAnalysis(graph)

@@ -36,7 +36,7 @@ class CutOptions:
     Raises:
         CutError: more than one way to cut, `memory` or `speeds` without `stages`, or a value of the wrong form.
 
-    Example:
+    Examples:
         ::
 
             CutOptions(stages=4, memory=["24GiB"] * 4)

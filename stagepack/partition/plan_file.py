@@ -22,7 +22,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         CutError: the file cannot be read, or is not a plan.
 
-    Example:
+    Examples:
         ::
 
             plan = stagepack.read_plan("plan.json")

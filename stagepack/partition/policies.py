@@ -21,7 +21,7 @@ class PolicyNode:
         flops: floating-point operations at the sizes of the example.
         bytes: bytes that it reads and writes at these sizes.
 
-    Example:
+    Examples:
         ::
 
             def policy(node: stagepack.PolicyNode) -> int:
