@@ -15,9 +15,9 @@ CHANNEL_MEAN = numpy.float32([0.485, 0.456, 0.406])
 CHANNEL_DEVIATION = numpy.float32([0.229, 0.224, 0.225])
 
 
-def read_image(path: str) -> numpy.ndarray:
+def read_image(image_path: str) -> numpy.ndarray:
     """Read the center of an image, normalized as ImageNet models expect: float32 [3, 224, 224]."""
-    image = Image.open(path).convert("RGB")
+    image = Image.open(image_path).convert("RGB")
     scale = IMAGE_SIZE / min(image.size)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BILINEAR)
     left, top = (image.width - IMAGE_SIZE) // 2, (image.height - IMAGE_SIZE) // 2
@@ -28,15 +28,15 @@ def read_image(path: str) -> numpy.ndarray:
 
 def main() -> None:
     """Print the most likely class of each image and its probability."""
-    address, *paths = sys.argv[1:]
-    pixels = numpy.stack([read_image(path) for path in paths]).astype("float32")
+    server_address, *image_paths = sys.argv[1:]
+    pixels = numpy.stack([read_image(image_path) for image_path in image_paths]).astype("float32")
     pixel_input = tritonclient.grpc.InferInput("pixel_values", list(pixels.shape), "FP32").set_data_from_numpy(pixels)
-    client = tritonclient.grpc.InferenceServerClient(address)
+    client = tritonclient.grpc.InferenceServerClient(server_address)
     logits = client.infer("resnet", [pixel_input]).as_numpy("logits")
     probabilities = numpy.exp(logits - logits.max(1, keepdims=True))
     probabilities /= probabilities.sum(1, keepdims=True)
-    for path, class_probabilities in zip(paths, probabilities, strict=True):
-        print(f"{path}: class {class_probabilities.argmax()}, {class_probabilities.max():.1%}")
+    for image_path, class_probabilities in zip(image_paths, probabilities, strict=True):
+        print(f"{image_path}: class {class_probabilities.argmax()}, {class_probabilities.max():.1%}")
     client.close()
 
 

@@ -18,36 +18,36 @@ class GrowingText:
     """
 
     def __init__(
-        self, client: tritonclient.grpc.InferenceServerClient, sequence_id: int, text: str, new_tokens: int
+        self, client: tritonclient.grpc.InferenceServerClient, sequence_id: int, beginning: str, new_token_count: int
     ) -> None:
         """Start a sequence.
 
         Args:
             client: the client that sends the requests.
             sequence_id: not 0, and not used by another sequence of the server.
-            text: the beginning of the text.
-            new_tokens: the number of tokens to generate.
+            beginning: the beginning of the text.
+            new_token_count: the number of tokens to generate.
         """
-        self.tokens = list(text.encode())
+        self.tokens = list(beginning.encode())
         self._client = client
         self._sequence_id = sequence_id
         self._position = 0
-        self._final_length = len(self.tokens) + new_tokens
+        self._final_length = len(self.tokens) + new_token_count
 
     def step(self) -> bool:
         """Send the next token, and keep the generated one once the text is read. Return whether there are more steps."""
-        inputs = []
+        request_inputs = []
         for input_name, nested_list in (
             ("input_ids", [[self.tokens[self._position]]]),
             ("cache_position", [self._position]),
         ):
             array = numpy.array(nested_list)
             request_input = tritonclient.grpc.InferInput(input_name, list(array.shape), "INT64")
-            inputs.append(request_input.set_data_from_numpy(array))
+            request_inputs.append(request_input.set_data_from_numpy(array))
         is_last = self._position + 2 == self._final_length  # its answer holds the last token
         answer = self._client.infer(
             "decoder",
-            inputs,
+            request_inputs,
             sequence_id=self._sequence_id,
             sequence_start=self._position == 0,
             sequence_end=is_last,
@@ -60,17 +60,17 @@ class GrowingText:
 
 def main() -> None:
     """Print the tokens of each text with its continuation."""
-    address, new_tokens, *beginnings = sys.argv[1:]
-    client = tritonclient.grpc.InferenceServerClient(address)
-    texts = [
-        GrowingText(client, sequence_id, beginning, int(new_tokens))
+    server_address, new_token_count, *beginnings = sys.argv[1:]
+    client = tritonclient.grpc.InferenceServerClient(server_address)
+    growing_texts = [
+        GrowingText(client, sequence_id, beginning, int(new_token_count))
         for sequence_id, beginning in enumerate(beginnings, start=1)
     ]
-    unfinished = list(texts)
+    unfinished = list(growing_texts)
     while unfinished:
-        unfinished = [text for text in unfinished if text.step()]
-    for text in texts:
-        print(*text.tokens)
+        unfinished = [growing_text for growing_text in unfinished if growing_text.step()]
+    for growing_text in growing_texts:
+        print(*growing_text.tokens)
     client.close()
 
 

@@ -46,10 +46,17 @@ class Kinds(torch.nn.Module):
         self.first, self.second = (torch.nn.Linear(4, 4) for _ in range(2))
 
     def forward(self, x: torch.Tensor, flag: Any, count: Any, factor: Any) -> Any:
-        number = x.shape[0] * 2
+        twice_batch = x.shape[0] * 2
         waves = torch.complex(self.first(x), x)
-        y = self.second(waves.real) * factor + number
-        return {"waves": waves * 1j, "no": ~flag, "more": count + 1, "number": number, "factor": factor * 2, "y": y}
+        y = self.second(waves.real) * factor + twice_batch
+        return {
+            "waves": waves * 1j,
+            "no": ~flag,
+            "more": count + 1,
+            "number": twice_batch,
+            "factor": factor * 2,
+            "y": y,
+        }
 
 
 class Back(torch.nn.Module):
@@ -135,10 +142,10 @@ class Slow(torch.nn.Module):
         self.register_buffer("weight", torch.full((512, 512), 1e-3))
 
     def forward(self, x: torch.Tensor, times: torch.Tensor) -> Any:
-        def step(number: int, value: Any) -> Any:
-            return number - 1, torch.tanh(value @ self.weight)
+        def step(remaining: int, value: Any) -> Any:
+            return remaining - 1, torch.tanh(value @ self.weight)
 
-        return while_loop(lambda number, value: number > 0, step, (times.clone(), x))[1]
+        return while_loop(lambda remaining, value: remaining > 0, step, (times.clone(), x))[1]
 
 
 def minilm_folder() -> Path:
@@ -168,12 +175,12 @@ def export_all(folder: Path) -> Mapping[str, Path]:
         "singles": (Singles(), (torch.randn(4, 4), torch.rand(4)), {}, {"x": rows, "weight": rows}, ["second"]),
         "together": (Together(), (torch.randn(4, 4),), {}, {"x": rows}, 1),
     }
-    found = {}
-    for name, (model, args, kwargs, shapes, cut) in examples.items():
-        found[name] = folder / f"{name}.stagepack"
-        where = {"stages": cut} if isinstance(cut, int) else {"split_at": cut}
-        stagepack.export(model, args, kwargs, out=found[name], dynamic_shapes=shapes, **where)
-    stagepack.add_onnx(found["skips"])
-    found["minilm"] = folder / "minilm.stagepack"
-    stagepack.export(str(minilm_folder()), out=found["minilm"], stages=2)
-    return found
+    paths = {}
+    for bundle_name, (model, args, kwargs, shapes, cut) in examples.items():
+        paths[bundle_name] = folder / f"{bundle_name}.stagepack"
+        cut_options = {"stages": cut} if isinstance(cut, int) else {"split_at": cut}
+        stagepack.export(model, args, kwargs, out=paths[bundle_name], dynamic_shapes=shapes, **cut_options)
+    stagepack.add_onnx(paths["skips"])
+    paths["minilm"] = folder / "minilm.stagepack"
+    stagepack.export(str(minilm_folder()), out=paths["minilm"], stages=2)
+    return paths

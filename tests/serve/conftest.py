@@ -23,12 +23,12 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 @pytest.fixture(scope="session")
 def pipes(bundles: Mapping[str, Path]) -> Mapping[str, object]:
-    return {name: stagepack.load(path) for name, path in bundles.items()}
+    return {bundle_name: stagepack.load(path) for bundle_name, path in bundles.items()}
 
 
 @pytest.fixture(scope="session")
 def torch_server(bundles: Mapping[str, Path]) -> Iterator[Server]:
-    with stagepack_server([bundles[name] for name in SERVED]) as server:
+    with stagepack_server([bundles[bundle_name] for bundle_name in SERVED]) as server:
         yield server
 
 
@@ -37,8 +37,8 @@ def triton(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
     if reason := why_no_triton():
         pytest.skip(reason)
     repository = tmp_path_factory.mktemp("repository")
-    for name in SERVED:
-        main(["triton", str(bundles[name]), "-o", str(repository)], standalone_mode=False)
+    for bundle_name in SERVED:
+        main(["triton", str(bundles[bundle_name]), "-o", str(repository)], standalone_mode=False)
     with triton_server(repository, tmp_path_factory.mktemp("triton")) as server:
         yield server
 
@@ -50,8 +50,8 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 @pytest.fixture(params=["http", "grpc"])
 def client(server: Server, request: pytest.FixtureRequest) -> Iterator[Client]:
-    with contextlib.closing(Client(request.param, server)) as found:
-        yield found
+    with contextlib.closing(Client(request.param, server)) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -75,8 +75,8 @@ def why_no_triton() -> str:
 @contextlib.contextmanager
 def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] | None = None) -> Iterator[Server]:
     """`tritonserver` of the package nvidia-pytriton on a model repository; `backends` are more than its own."""
-    found = importlib.util.find_spec("pytriton")
-    triton = Path(found.submodule_search_locations[0]) / "tritonserver"
+    spec = importlib.util.find_spec("pytriton")
+    triton = Path(spec.submodule_search_locations[0]) / "tritonserver"
     libraries = triton.parents[1] / "nvidia_pytriton.libs"
     if not (scratch / "python").exists():
         shutil.copytree(triton / "backends" / "python", scratch / "python")
@@ -87,8 +87,8 @@ def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] 
             / "triton_python_backend_stub"
         )
         shutil.copy(stub, scratch / "python")
-        for name, folder in (backends or {}).items():
-            shutil.copytree(folder, scratch / name)
+        for backend_name, folder in (backends or {}).items():
+            shutil.copytree(folder, scratch / backend_name)
     http, grpc = _free_ports(2)
     command = [
         str(triton / "bin" / "tritonserver"),
@@ -126,12 +126,12 @@ def _wait(process: subprocess.Popen, port: int, log: Path) -> None:
     raise AssertionError(f"tritonserver does not get ready:\n{log.read_text()}")
 
 
-def _free_ports(number: int) -> list[int]:
+def _free_ports(port_count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(port_count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def http_client(port: int, **options: Any) -> Any:
@@ -160,22 +160,24 @@ class Client:
         """End its connections."""
         self.raw.close()
 
-    def input(self, name: str, array: numpy.ndarray, datatype: str | None = None, **options: Any) -> Any:
+    def input(self, input_name: str, array: numpy.ndarray, datatype: str | None = None, **options: Any) -> Any:
         """An input of a request."""
         utils = importlib.import_module("tritonclient.utils")
-        given = self.module.InferInput(name, list(array.shape), datatype or utils.np_to_triton_dtype(array.dtype))
-        return given.set_data_from_numpy(array, **options)
+        tensor = self.module.InferInput(
+            input_name, list(array.shape), datatype or utils.np_to_triton_dtype(array.dtype)
+        )
+        return tensor.set_data_from_numpy(array, **options)
 
     def ask(
         self, model: str, arrays: Mapping[str, numpy.ndarray], *, binary: bool = True, **options: Any
     ) -> dict[str, Any]:
         """The answer of a model, by name."""
         how = {} if self.protocol == "grpc" else {"binary_data": binary}
-        inputs = [self.input(name, array, **how) for name, array in arrays.items()]
-        names = options.pop("outputs", None) or [output["name"] for output in self.metadata(model)["outputs"]]
-        outputs = [self.module.InferRequestedOutput(name, **how) for name in names]
+        inputs = [self.input(input_name, array, **how) for input_name, array in arrays.items()]
+        output_names = options.pop("outputs", None) or [output["name"] for output in self.metadata(model)["outputs"]]
+        outputs = [self.module.InferRequestedOutput(output_name, **how) for output_name in output_names]
         answer = self.raw.infer(model, inputs, outputs=outputs, **options)
-        return {name: answer.as_numpy(name) for name in names}
+        return {output_name: answer.as_numpy(output_name) for output_name in output_names}
 
     def metadata(self, model: str) -> Mapping[str, Any]:
         """The metadata of a model."""
@@ -214,5 +216,5 @@ def skips_request(rows: int = 2) -> dict[str, Any]:
 def ask_slow(server: Server, times: int, protocol: str = "http", **options: Any) -> numpy.ndarray:
     """The answer of the bundle ``slow`` after so many products."""
     with contextlib.closing(Client(protocol, server)) as client:
-        given = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
-        return client.ask("slow", given, outputs=["output"], **options)["output"]
+        inputs = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
+        return client.ask("slow", inputs, outputs=["output"], **options)["output"]

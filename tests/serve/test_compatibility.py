@@ -19,7 +19,7 @@ from tests.serve.servers import Client, Server
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def numbers(*shape: Any, dtype: Any = "float32") -> Any:
+def random_array(*shape: Any, dtype: Any = "float32") -> Any:
     return numpy.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 
@@ -28,14 +28,14 @@ def tokens(batch: int, length: int) -> Any:
     return {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
 
 
-def in_process(pipe: Any, given: Any) -> Any:
+def in_process(pipe: Any, inputs: Any) -> Any:
     """The answer of the pipeline in this process, as arrays."""
     with torch.no_grad():
-        return pipe(**{name: torch.from_numpy(array) for name, array in given.items()})
+        return pipe(**{input_name: torch.from_numpy(array) for input_name, array in inputs.items()})
 
 
-def same(found: Any, wanted: Any) -> Any:
-    return found.dtype == wanted.numpy().dtype and numpy.array_equal(found, wanted.numpy())
+def same(answer: Any, expected: Any) -> Any:
+    return answer.dtype == expected.numpy().dtype and numpy.array_equal(answer, expected.numpy())
 
 
 def refused(client: Client, status: Any, call: Any) -> Any:
@@ -62,105 +62,115 @@ def test_health(client: Client) -> None:
 
 
 def test_metadata(client: Client) -> None:
-    found = client.metadata("minilm")
-    assert found["name"] == "minilm"
-    assert found["versions"] == ["1"]
-    inputs = [(one["name"], one["datatype"], [int(size) for size in one["shape"]]) for one in found["inputs"]]
+    answer = client.metadata("minilm")
+    assert answer["name"] == "minilm"
+    assert answer["versions"] == ["1"]
+    inputs = [
+        (tensor["name"], tensor["datatype"], [int(size) for size in tensor["shape"]]) for tensor in answer["inputs"]
+    ]
     assert inputs == [("input_ids", "INT64", [-1, -1]), ("attention_mask", "INT64", [-1, -1])]
-    outputs = [(one["name"], one["datatype"], [int(size) for size in one["shape"]]) for one in found["outputs"]]
+    outputs = [
+        (tensor["name"], tensor["datatype"], [int(size) for size in tensor["shape"]]) for tensor in answer["outputs"]
+    ]
     assert outputs == [("last_hidden_state", "FP32", [-1, -1, 384]), ("pooler_output", "FP32", [-1, 384])]
 
 
 def test_config(client: Client) -> None:
-    found = client.config("minilm")
-    assert found["max_batch_size"] == 32
-    assert [one["name"] for one in found["input"]] == ["input_ids", "attention_mask"]
-    assert [[int(size) for size in one["dims"]] for one in found["output"]] == [[-1, 384], [384]]
+    answer = client.config("minilm")
+    assert answer["max_batch_size"] == 32
+    assert [tensor["name"] for tensor in answer["input"]] == ["input_ids", "attention_mask"]
+    assert [[int(size) for size in tensor["dims"]] for tensor in answer["output"]] == [[-1, 384], [384]]
     assert client.config("kinds").get("max_batch_size", 0) == 0
 
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_sizes_change(client: Client, pipes: Mapping[str, Any], binary: bool) -> None:
     for batch, length in ((1, 5), (3, 17), (2, 64), (8, 2), (1, 5)):
-        given = tokens(batch, length)
-        wanted = in_process(pipes["minilm"], given)
-        found = client.ask("minilm", given, binary=binary)
-        assert all(same(found[name], wanted[name]) for name in wanted), (batch, length)
+        inputs = tokens(batch, length)
+        expected = in_process(pipes["minilm"], inputs)
+        answer = client.ask("minilm", inputs, binary=binary)
+        assert all(same(answer[output_name], expected[output_name]) for output_name in expected), (batch, length)
 
 
 def test_asks_for_one_output(client: Client, pipes: Mapping[str, Any]) -> None:
-    given = tokens(2, 9)
-    assert list(client.ask("minilm", given, outputs=["pooler_output"])) == ["pooler_output"]
+    inputs = tokens(2, 9)
+    assert list(client.ask("minilm", inputs, outputs=["pooler_output"])) == ["pooler_output"]
 
 
 def test_skips_and_results_that_are_given_twice(client: Client, pipes: Mapping[str, Any]) -> None:
-    given = {"x": numbers(5, 8), "weight": numbers(5, 1)}
-    wanted = in_process(pipes["skips"], given)
-    found = client.ask("skips", given)
-    assert same(found["y"], wanted["y"])
-    assert same(found["again"], wanted["y"])
-    assert numpy.array_equal(found["output.x"], given["x"])
-    assert same(found["parts.0"], wanted["parts"][0])
-    assert same(found["parts.1"], wanted["parts"][1])
+    inputs = {"x": random_array(5, 8), "weight": random_array(5, 1)}
+    expected = in_process(pipes["skips"], inputs)
+    answer = client.ask("skips", inputs)
+    assert same(answer["y"], expected["y"])
+    assert same(answer["again"], expected["y"])
+    assert numpy.array_equal(answer["output.x"], inputs["x"])
+    assert same(answer["parts.0"], expected["parts"][0])
+    assert same(answer["parts.1"], expected["parts"][1])
 
 
 def test_what_crosses_may_have_strides(client: Client, pipes: Mapping[str, Any]) -> None:
-    given = {"x": numbers(2, 3, 4)}
-    assert same(client.ask("strided", given)["y"], in_process(pipes["strided"], given)["y"])
+    inputs = {"x": random_array(2, 3, 4)}
+    assert same(client.ask("strided", inputs)["y"], in_process(pipes["strided"], inputs)["y"])
 
 
 def test_bfloat16(client: Client, pipes: Mapping[str, Any]) -> None:
-    given = numbers(3, 16).astype(ml_dtypes.bfloat16)
-    answer = client.raw.infer("half", [client.input("x", given, "BF16")])
+    inputs = random_array(3, 16).astype(ml_dtypes.bfloat16)
+    answer = client.raw.infer("half", [client.input("x", inputs, "BF16")])
     with torch.no_grad():
-        wanted = pipes["half"](torch.from_numpy(given.view("uint16")).view(torch.bfloat16))
-    found = answer.as_numpy("output")
-    assert numpy.asarray(found, ml_dtypes.bfloat16).view("uint16").tolist() == wanted.view(torch.uint16).tolist()
+        expected = pipes["half"](torch.from_numpy(inputs.view("uint16")).view(torch.bfloat16))
+    answer = answer.as_numpy("output")
+    assert numpy.asarray(answer, ml_dtypes.bfloat16).view("uint16").tolist() == expected.view(torch.uint16).tolist()
 
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_all_kinds_of_values(client: Client, pipes: Mapping[str, Any], binary: bool) -> None:
-    given = {
-        "x": numbers(3, 4),
+    inputs = {
+        "x": random_array(3, 4),
         "flag": numpy.array([False, True]),
         "count": numpy.array([-3, 126], "int8"),
         "factor": numpy.array([0.25], "float32"),
     }
     with torch.no_grad():
-        tensors = [torch.from_numpy(given[name]) for name in ("x", "flag", "count")]
-        wanted = pipes["kinds"](*tensors, torch.tensor(0.25))
-    found = client.ask("kinds", given, binary=binary)
-    assert same(found["waves"], torch.view_as_real(wanted["waves"].resolve_conj()))
-    assert same(found["no"], wanted["no"])
-    assert same(found["more"], wanted["more"])
-    assert found["number"].tolist() == [wanted["number"]] == [6]
-    assert found["output.factor"].tolist() == [0.5]
-    assert same(found["y"], wanted["y"])
+        tensors = [torch.from_numpy(inputs[input_name]) for input_name in ("x", "flag", "count")]
+        expected = pipes["kinds"](*tensors, torch.tensor(0.25))
+    answer = client.ask("kinds", inputs, binary=binary)
+    assert same(answer["waves"], torch.view_as_real(expected["waves"].resolve_conj()))
+    assert same(answer["no"], expected["no"])
+    assert same(answer["more"], expected["more"])
+    assert answer["number"].tolist() == [expected["number"]] == [6]
+    assert answer["output.factor"].tolist() == [0.5]
+    assert same(answer["y"], expected["y"])
 
 
 def test_empty_tensors(client: Client, pipes: Mapping[str, Any]) -> None:
-    given = {
-        "x": numbers(2, 4),
+    inputs = {
+        "x": random_array(2, 4),
         "flag": numpy.array([False, True]),
         "count": numpy.zeros(2, "int8"),
-        "factor": numbers(1),
+        "factor": random_array(1),
     }
-    message = refused(client, BAD, lambda: client.ask("kinds", given | {"x": numbers(0, 4)}))
+    message = refused(client, BAD, lambda: client.ask("kinds", inputs | {"x": random_array(0, 4)}))
     assert "0" in message
 
 
 def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str, Any]) -> None:
     lengths = [5, 9, 16, 33]
-    given = [tokens(1 + number % 3, lengths[number % 4]) for number in range(64)]
-    wanted = [in_process(pipes["minilm"], one)["pooler_output"].numpy() for one in given]
+    inputs = [tokens(1 + request_number % 3, lengths[request_number % 4]) for request_number in range(64)]
+    expected = [in_process(pipes["minilm"], request_inputs)["pooler_output"].numpy() for request_inputs in inputs]
 
-    def ask(number: int) -> Any:  # a client of its own: that for HTTP stays in one thread
-        with contextlib.closing(Client(client.protocol, server)) as mine:
-            return mine.ask("minilm", given[number], outputs=["pooler_output"])["pooler_output"]
+    def ask(request_number: int) -> Any:  # a client of its own: that for HTTP stays in one thread
+        with contextlib.closing(Client(client.protocol, server)) as own_client:
+            return own_client.ask("minilm", inputs[request_number], outputs=["pooler_output"])["pooler_output"]
 
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        found = list(pool.map(ask, range(64)))
-    assert max(abs(one - other).max() for one, other in zip(found, wanted, strict=True)) < 1e-5
+        answers = list(pool.map(ask, range(64)))
+    assert (
+        max(
+            abs(request_inputs - expected_output).max()
+            for request_inputs, expected_output in zip(answers, expected, strict=True)
+        )
+        < 1e-5
+    )
 
 
 def test_sequences_keep_their_state_apart(client: Client, pipes: Mapping[str, Any]) -> None:
@@ -177,28 +187,28 @@ def test_sequences_keep_their_state_apart(client: Client, pipes: Mapping[str, An
         (8, five, 1, False, True),
         (7, two, 2, False, True),
     ]
-    for name, array, step, start, end in steps:
-        found = client.ask("counting", {"x": array}, sequence_id=name, sequence_start=start, sequence_end=end)
-        wanted = (first if name == 7 else second)[step]
-        assert same(found["sum"], wanted["sum"])
-        assert same(found["other"], wanted["other"])
+    for sequence_id, array, step, start, end in steps:
+        answer = client.ask("counting", {"x": array}, sequence_id=sequence_id, sequence_start=start, sequence_end=end)
+        expected = (first if sequence_id == 7 else second)[step]
+        assert same(answer["sum"], expected["sum"])
+        assert same(answer["other"], expected["other"])
 
 
 def test_a_sequence_that_did_not_start(client: Client) -> None:
-    given = {"x": numpy.ones(3, "float32")}
-    assert "START" in refused(client, BAD, lambda: client.ask("counting", given, sequence_id=99)).upper()
-    refused(client, BAD, lambda: client.ask("counting", given))
+    inputs = {"x": numpy.ones(3, "float32")}
+    assert "START" in refused(client, BAD, lambda: client.ask("counting", inputs, sequence_id=99)).upper()
+    refused(client, BAD, lambda: client.ask("counting", inputs))
 
 
 def test_wrong_names(client: Client) -> None:
-    given = tokens(1, 4)
-    assert "nope" in refused(client, GONE, lambda: client.ask("nope", given, outputs=["x"]))
+    inputs = tokens(1, 4)
+    assert "nope" in refused(client, GONE, lambda: client.ask("nope", inputs, outputs=["x"]))
     assert "nope" in refused(client, GONE, lambda: client.metadata("nope"))
-    assert "7" in refused(client, GONE, lambda: client.ask("minilm", given, model_version="7"))
+    assert "7" in refused(client, GONE, lambda: client.ask("minilm", inputs, model_version="7"))
     assert "extra" in refused(
-        client, BAD, lambda: client.ask("minilm", {"input_ids": given["input_ids"], "extra": given["input_ids"]})
+        client, BAD, lambda: client.ask("minilm", {"input_ids": inputs["input_ids"], "extra": inputs["input_ids"]})
     )
-    assert "extra" in refused(client, BAD, lambda: client.ask("minilm", given, outputs=["extra"]))
+    assert "extra" in refused(client, BAD, lambda: client.ask("minilm", inputs, outputs=["extra"]))
 
 
 def test_a_missing_input(client: Client) -> None:
@@ -207,39 +217,41 @@ def test_a_missing_input(client: Client) -> None:
 
 
 def test_wrong_dtype(client: Client) -> None:
-    given = tokens(1, 4)
-    message = refused(client, BAD, lambda: client.ask("minilm", given | {"input_ids": numbers(1, 4)}))
+    inputs = tokens(1, 4)
+    message = refused(client, BAD, lambda: client.ask("minilm", inputs | {"input_ids": random_array(1, 4)}))
     assert "input_ids" in message
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4, 1), (1, 600), (1, 1), (1, 7)])
 def test_wrong_shapes(client: Client, shape: Any) -> None:
-    given = tokens(1, 4)
-    message = refused(client, BAD, lambda: client.ask("minilm", given | {"input_ids": numpy.ones(shape, "int64")}))
+    inputs = tokens(1, 4)
+    message = refused(client, BAD, lambda: client.ask("minilm", inputs | {"input_ids": numpy.ones(shape, "int64")}))
     assert "input_ids" in message
 
 
 def test_token_numbers_beyond_the_vocabulary(client: Client) -> None:
-    given = tokens(1, 4)
-    beyond = given | {"input_ids": given["input_ids"] + 10**6}
+    inputs = tokens(1, 4)
+    beyond = inputs | {"input_ids": inputs["input_ids"] + 10**6}
     assert "out of range in stage 0" in refused(client, BAD, lambda: client.ask("minilm", beyond))
 
 
 def test_more_bytes_than_the_shape_says(client: Client) -> None:
-    given = client.input("x", numbers(4, 8))
-    given._shape = [2, 8]
+    inputs = client.input("x", random_array(4, 8))
+    inputs._shape = [2, 8]
     if client.protocol == "grpc":
-        given._input.shape[0] = 2
-    message = refused(client, BAD, lambda: client.raw.infer("skips", [given, client.input("weight", numbers(2, 1))]))
+        inputs._input.shape[0] = 2
+    message = refused(
+        client, BAD, lambda: client.raw.infer("skips", [inputs, client.input("weight", random_array(2, 1))])
+    )
     assert "64" in message
 
 
 def test_an_oversized_body(client: Client, server: Server) -> None:
     """Of 70 MB, where the model takes 36 bytes a row; each server says so in its way."""
     large = client.input("x", numpy.zeros((70_000_000 // 32, 8), "float32"))
-    given = [large, client.input("weight", numpy.zeros((2, 1), "float32"))]
+    inputs = [large, client.input("weight", numpy.zeros((2, 1), "float32"))]
     with pytest.raises(InferenceServerException) as caught:
-        client.raw.infer("skips", given)
+        client.raw.infer("skips", inputs)
     assert (
         caught.value.status()
         in {

@@ -32,24 +32,26 @@ def run(client: str, *arguments: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+def module(file_name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(file_name, EXAMPLES / f"{file_name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
 
 
 def test_embeddings(bundles: Mapping[str, Path]) -> None:
     sentences = ["A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday."]
     with stagepack_server([bundles["minilm"]]) as server:
         printed = run("embed", f"127.0.0.1:{server.http}", minilm_folder() / "tokenizer.json", *sentences)
-    found = [[float(number) for number in re.findall(r"-?\d+\.\d\d", line)] for line in printed.splitlines()]
+    similarities = [
+        [float(similarity) for similarity in re.findall(r"-?\d+\.\d\d", line)] for line in printed.splitlines()
+    ]
     batch = AutoTokenizer.from_pretrained(minilm_folder())(sentences, padding=True, return_tensors="pt")
     with torch.no_grad():
         tokens = AutoModel.from_pretrained(minilm_folder()).eval()(**batch).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1)
     means = torch.nn.functional.normalize((tokens * mask).sum(1) / mask.sum(1))
-    assert numpy.allclose(found, (means @ means.T).numpy(), atol=0.006)
+    assert numpy.allclose(similarities, (means @ means.T).numpy(), atol=0.006)
 
 
 def test_images(tmp_path: Path) -> None:
@@ -85,10 +87,10 @@ def test_generation_in_triton(decoder: Path, tmp_path: Path) -> None:
 
 def check_generation(port: int) -> None:
     """Two texts in turns are continued as transformers continues each."""
-    texts = ["Once upon a time", "A cat"]
-    printed = run("generate", f"127.0.0.1:{port}", 12, *texts)
+    beginnings = ["Once upon a time", "A cat"]
+    printed = run("generate", f"127.0.0.1:{port}", 12, *beginnings)
     model = module("decoder").llama()
-    for line, text in zip(printed.splitlines(), texts, strict=True):
-        prompt = torch.tensor([list(text.encode())])
-        wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert list(map(int, line.split())) == wanted[0].tolist()
+    for line, beginning in zip(printed.splitlines(), beginnings, strict=True):
+        prompt = torch.tensor([list(beginning.encode())])
+        expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert list(map(int, line.split())) == expected[0].tolist()

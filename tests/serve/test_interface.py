@@ -28,13 +28,13 @@ class Named(torch.nn.Module):
         return self.result(x)
 
 
-def names(result: Any, tmp_path: Path) -> Any:
+def output_names(result: Any, tmp_path: Path) -> Any:
     bundle = stagepack.export(Named(result), (torch.ones(2, 3),), out=tmp_path / "m.stagepack", stages=1)
     return list(Interface(bundle.manifest).outputs)
 
 
 @pytest.mark.parametrize(
-    ("result", "wanted"),
+    ("result", "expected"),
     [
         (lambda x: x + 1, ["output"]),
         (lambda x: (x + 1, [x + 2]), ["output.0", "output.1.0"]),
@@ -44,8 +44,8 @@ def names(result: Any, tmp_path: Path) -> Any:
         (lambda x: {"a.b": x + 1, "a": {"b": x + 2}}, ["a.b", "output.a.b"]),
     ],
 )
-def test_outputs_are_named_by_their_place(result: Any, wanted: Any, tmp_path: Path) -> None:
-    assert names(result, tmp_path) == wanted
+def test_outputs_are_named_by_their_place(result: Any, expected: Any, tmp_path: Path) -> None:
+    assert output_names(result, tmp_path) == expected
 
 
 def test_what_clients_state_is_checked(bundles: Mapping[str, Path]) -> None:
@@ -68,7 +68,7 @@ def ends(bundle: Bundle) -> list[Edge]:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "reason"),
+    ("bundle_name", "rows", "reason"),
     [
         ("skips", 8, ""),
         ("minilm", 8, ""),
@@ -79,11 +79,11 @@ def ends(bundle: Bundle) -> list[Edge]:
     ],
 )
 def test_rows_run_together_where_they_keep_apart(
-    bundles: Mapping[str, Path], pipes: Mapping[str, Any], name: str, rows: int, reason: str
+    bundles: Mapping[str, Path], pipes: Mapping[str, Any], bundle_name: str, rows: int, reason: str
 ) -> None:
-    bundle = stagepack.open(bundles[name])
-    assert batch_limit(bundle, ends(bundle), 8, pipes[name]) == (rows, reason)
-    assert batch_limit(bundle, ends(bundle), 1, pipes[name])[0] == 1
+    bundle = stagepack.open(bundles[bundle_name])
+    assert batch_limit(bundle, ends(bundle), 8, pipes[bundle_name]) == (rows, reason)
+    assert batch_limit(bundle, ends(bundle), 1, pipes[bundle_name])[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,10 @@ def test_rows_run_together_where_they_keep_apart(
 def test_rows_that_meet_are_seen(together: Any, rows: int, tmp_path: Path) -> None:
     size = torch.export.Dim("rows", min=1)
     shapes = {"x": {0: size}}
-    given = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
-    bundle = stagepack.export(Named(together), (given,), out=tmp_path / "m.stagepack", stages=1, dynamic_shapes=shapes)
+    example_input = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
+    bundle = stagepack.export(
+        Named(together), (example_input,), out=tmp_path / "m.stagepack", stages=1, dynamic_shapes=shapes
+    )
     assert batch_limit(bundle, ends(bundle), 8, stagepack.load(bundle)) == (
         1,
         "the answer to the recorded example depends on the rest of its batch",
@@ -116,15 +118,15 @@ def test_rows_are_no_more_than_the_bundle_allows(bundles: Mapping[str, Path], pi
 
 def test_state_takes_turns_in_a_stage(bundles: Mapping[str, Path]) -> None:
     stage = stagepack.load_stage(bundles["counting"], 0)
-    one = torch.ones(3)
+    ones = torch.ones(3)
     begin = stage.fresh_state()
-    assert stage(one)[1].tolist() == [1.0] * 3
-    held = stage.swap_state(begin)
-    assert [stage(one)[1].tolist()[0] for _ in range(3)] == [1.0, 2.0, 3.0]
-    mine = stage.swap_state(held)
-    assert stage(one)[1].tolist() == [2.0] * 3
-    stage.swap_state(mine)
-    assert stage(one)[1].tolist() == [4.0] * 3
+    assert stage(ones)[1].tolist() == [1.0] * 3
+    own_state = stage.swap_state(begin)
+    assert [stage(ones)[1].tolist()[0] for _ in range(3)] == [1.0, 2.0, 3.0]
+    other_state = stage.swap_state(own_state)
+    assert stage(ones)[1].tolist() == [2.0] * 3
+    stage.swap_state(other_state)
+    assert stage(ones)[1].tolist() == [4.0] * 3
     assert stage.state_dict()["first"].tolist() == [4.0] * 3
     stage.reset_state()
-    assert stage(one)[1].tolist() == [1.0] * 3
+    assert stage(ones)[1].tolist() == [1.0] * 3

@@ -48,9 +48,9 @@ def test_a_message_that_is_too_large(small: Server) -> None:
 
 def test_a_packed_body(small: Server) -> None:
     plain = json.dumps(skips_request()).encode()
-    wanted = post(small.http, INFER, plain)[1]
+    expected = post(small.http, INFER, plain)[1]
     status, answer, _ = post(small.http, INFER, gzip.compress(plain), {"Content-Encoding": "gzip"})
-    assert (status, answer) == (200, wanted)
+    assert (status, answer) == (200, expected)
     assert post(small.http, INFER, gzip.compress(b" " * 10_000_000), {"Content-Encoding": "gzip"})[0] == 413
     assert post(small.http, INFER, gzip.compress(plain)[:-9], {"Content-Encoding": "gzip"})[0] == 400
     assert post(small.http, INFER, plain, {"Content-Encoding": "gzip"})[0] == 400
@@ -60,49 +60,49 @@ def test_a_packed_body(small: Server) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda given: given.pop("inputs"), "inputs"),
-        (lambda given: given.update(inputs=3), "inputs"),
-        (lambda given: given["inputs"][0].pop("data"), "data"),
-        (lambda given: given["inputs"][0].update(data=[1.0]), "16 elements"),
-        (lambda given: given["inputs"][0].update(data=["a"] * 16), "FP32"),
-        (lambda given: given["inputs"][0].update(data=[[1.0], [2.0, 3.0]]), "x"),
-        (lambda given: given["inputs"][0].update(shape=[-2, -8]), "-2"),
-        (lambda given: given["inputs"][0].update(shape=[2**62, 2**62]), "x"),
-        (lambda given: given["inputs"][0].update(shape=[2**80]), "shape"),
-        (lambda given: given["inputs"][0].update(shape=[0, 2**62, 2**62]), "x"),
-        (lambda given: given["inputs"][0].update(shape=[1] * 65, data=[1.0]), "64"),
-        (lambda given: given["inputs"][0].update(shape=[2**62] * 900), "64"),
-        (lambda given: given["inputs"][0].update(data=["x" * 1000, *range(1000)]), "FP32"),
-        (lambda given: given["inputs"][0].update(data=[[1.0, 2.0]] * 8), "shape [2, 8]"),
-        (lambda given: given["inputs"][0].update(data=[1e39] + [0] * 15), "overflow"),
-        (lambda given: given["inputs"][0].update(datatype="INT8", data=[200] + [0] * 15), "INT8"),
-        (lambda given: given["inputs"][0].update(datatype="INT8", data=[0.5] + [0] * 15), "INT8"),
-        (lambda given: given["inputs"][0].update(name="x" * 50_000), "..."),
-        (lambda given: given["inputs"][0].update(datatype="BYTES"), "BYTES"),
-        (lambda given: given["inputs"][0].update(datatype="BF16"), "BF16"),
-        (lambda given: given["inputs"][0].update(parameters={"binary_data_size": 5}), "data"),
-        (lambda given: given["inputs"][0].update(parameters={"binary_data_size": "5"}), "data"),
-        (lambda given: given["inputs"].append(given["inputs"][0]), "duplicate"),
-        (lambda given: given["outputs"][0].update(parameters={"classification": 2}), "classification"),
-        (lambda given: given["outputs"].append(given["outputs"][0]), "duplicate output: y, y"),
-        (lambda given: given["outputs"][0].update(parameters={"binary_data": "no"}), "true or false"),
-        (lambda given: given.update(parameters={"binary_data_output": 1}), "true or false"),
-        (lambda given: given["outputs"][0].update(parameters={"shared_memory_region": "a"}), "no shared memory"),
-        (lambda given: given["inputs"][0].update(parameters={"shared_memory_region": "a"}), "no shared memory"),
-        (lambda given: given.update(parameters={"timeout": "soon"}), "timeout"),
+        (lambda body: body.pop("inputs"), "inputs"),
+        (lambda body: body.update(inputs=3), "inputs"),
+        (lambda body: body["inputs"][0].pop("data"), "data"),
+        (lambda body: body["inputs"][0].update(data=[1.0]), "16 elements"),
+        (lambda body: body["inputs"][0].update(data=["a"] * 16), "FP32"),
+        (lambda body: body["inputs"][0].update(data=[[1.0], [2.0, 3.0]]), "x"),
+        (lambda body: body["inputs"][0].update(shape=[-2, -8]), "-2"),
+        (lambda body: body["inputs"][0].update(shape=[2**62, 2**62]), "x"),
+        (lambda body: body["inputs"][0].update(shape=[2**80]), "shape"),
+        (lambda body: body["inputs"][0].update(shape=[0, 2**62, 2**62]), "x"),
+        (lambda body: body["inputs"][0].update(shape=[1] * 65, data=[1.0]), "64"),
+        (lambda body: body["inputs"][0].update(shape=[2**62] * 900), "64"),
+        (lambda body: body["inputs"][0].update(data=["x" * 1000, *range(1000)]), "FP32"),
+        (lambda body: body["inputs"][0].update(data=[[1.0, 2.0]] * 8), "shape [2, 8]"),
+        (lambda body: body["inputs"][0].update(data=[1e39] + [0] * 15), "overflow"),
+        (lambda body: body["inputs"][0].update(datatype="INT8", data=[200] + [0] * 15), "INT8"),
+        (lambda body: body["inputs"][0].update(datatype="INT8", data=[0.5] + [0] * 15), "INT8"),
+        (lambda body: body["inputs"][0].update(name="x" * 50_000), "..."),
+        (lambda body: body["inputs"][0].update(datatype="BYTES"), "BYTES"),
+        (lambda body: body["inputs"][0].update(datatype="BF16"), "BF16"),
+        (lambda body: body["inputs"][0].update(parameters={"binary_data_size": 5}), "data"),
+        (lambda body: body["inputs"][0].update(parameters={"binary_data_size": "5"}), "data"),
+        (lambda body: body["inputs"].append(body["inputs"][0]), "duplicate"),
+        (lambda body: body["outputs"][0].update(parameters={"classification": 2}), "classification"),
+        (lambda body: body["outputs"].append(body["outputs"][0]), "duplicate output: y, y"),
+        (lambda body: body["outputs"][0].update(parameters={"binary_data": "no"}), "true or false"),
+        (lambda body: body.update(parameters={"binary_data_output": 1}), "true or false"),
+        (lambda body: body["outputs"][0].update(parameters={"shared_memory_region": "a"}), "no shared memory"),
+        (lambda body: body["inputs"][0].update(parameters={"shared_memory_region": "a"}), "no shared memory"),
+        (lambda body: body.update(parameters={"timeout": "soon"}), "timeout"),
     ],
 )
 def test_requests_that_break_the_protocol(small: Server, change: Any, says: str) -> None:
-    given = skips_request()
-    change(given)
-    status, answer, _ = post(small.http, INFER, json.dumps(given))
+    body = skips_request()
+    change(body)
+    status, answer, _ = post(small.http, INFER, json.dumps(body))
     assert status == 400
     assert says in answer["error"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"inputs": [NaN]}', "\ufeff{}", "\x00"])
-def test_bodies_that_are_no_request(small: Server, text: str) -> None:
-    status, answer, _ = post(small.http, INFER, text.encode()[:90_000])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000, '{"inputs": [NaN]}', "\ufeff{}", "\x00"])
+def test_bodies_that_are_no_request(small: Server, content: str) -> None:
+    status, answer, _ = post(small.http, INFER, content.encode()[:90_000])
     assert status == 400
     assert answer["error"]
 
@@ -116,21 +116,21 @@ def test_long_names_over_grpc(small: Server) -> None:
 
 
 def test_large_unsigned_numbers() -> None:
-    wanted = [1, 2**63, 2**64 - 1]
-    found = tensor_from_numbers("x", "UINT64", [3], lambda kind: msgspec.json.decode(json.dumps(wanted), type=kind))
-    assert found.array.tolist() == wanted
+    expected = [1, 2**63, 2**64 - 1]
+    tensor = tensor_from_numbers("x", "UINT64", [3], lambda kind: msgspec.json.decode(json.dumps(expected), type=kind))
+    assert tensor.array.tolist() == expected
 
 
 def test_special_numbers_in_json(small: Server) -> None:
-    given = skips_request()
-    given["inputs"][0]["data"][3] = float("nan")
-    given["inputs"][0]["data"][9] = float("-inf")
-    given["outputs"] = [{"name": "output.x"}]
-    status, answer, _ = post(small.http, INFER, json.dumps(given))
+    body = skips_request()
+    body["inputs"][0]["data"][3] = float("nan")
+    body["inputs"][0]["data"][9] = float("-inf")
+    body["outputs"] = [{"name": "output.x"}]
+    status, answer, _ = post(small.http, INFER, json.dumps(body))
     assert status == 200
-    found = answer["outputs"][0]["data"]
-    assert numpy.isnan(found[3])
-    assert found[9] == float("-inf")
+    elements = answer["outputs"][0]["data"]
+    assert numpy.isnan(elements[3])
+    assert elements[9] == float("-inf")
 
 
 def test_paths_and_methods(small: Server) -> None:
@@ -139,10 +139,10 @@ def test_paths_and_methods(small: Server) -> None:
         ("/v2/models/skips/versions/2/infer", 404),
         ("/v2/models/skips/nothing", 404),
     ):
-        found, answer, _ = post(small.http, path, b"")
-        assert (found, bool(answer["error"])) == (status, True)
-    found, answer, _ = post(small.http, "/v2/models/skips", b"")
-    assert (found, bool(answer["error"])) == (405, True)
+        status_code, answer, _ = post(small.http, path, b"")
+        assert (status_code, bool(answer["error"])) == (status, True)
+    status_code, answer, _ = post(small.http, "/v2/models/skips", b"")
+    assert (status_code, bool(answer["error"])) == (405, True)
 
 
 def ask_when_free(server: Server) -> Any:
@@ -155,7 +155,7 @@ def ask_when_free(server: Server) -> Any:
             assert time.monotonic() < until
 
 
-def test_deadlines(slow: Server) -> None:
+def test_deadlines(slow: Path) -> None:
     with stagepack_server([slow], "--deadline-s", "0.5") as server:
         for protocol, status in (("http", "504"), ("grpc", "StatusCode.DEADLINE_EXCEEDED")):
             for times, options in ((1000, {}), (300, {"timeout": 100_000})):
@@ -165,23 +165,25 @@ def test_deadlines(slow: Server) -> None:
                 assert ask_when_free(server).shape == (256, 512)
 
 
-def test_a_full_queue(slow: Server) -> None:
+def test_a_full_queue(slow: Path) -> None:
     with stagepack_server([slow], "--max-queue", "2") as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            asked = [pool.submit(ask_slow, server, 300, ("http", "grpc")[number % 2]) for number in range(6)]
-            errors = [one.exception() for one in asked]
+            futures = [
+                pool.submit(ask_slow, server, 300, ("http", "grpc")[request_number % 2]) for request_number in range(6)
+            ]
+            errors = [future.exception() for future in futures]
         statuses = [error.status() for error in errors if error]
         assert 2 <= len(statuses) <= 4
         assert set(statuses) <= {"503", "StatusCode.UNAVAILABLE"}
         assert ask_slow(server, 1).shape == (256, 512)
 
 
-def test_clients_that_hang_up_are_not_worked_for(slow: Server) -> None:
+def test_clients_that_hang_up_are_not_worked_for(slow: Path) -> None:
     with stagepack_server([slow]) as server:
-        given = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}
+        values = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}
         inputs = [
-            {"name": "x", "datatype": "FP32", "shape": [256, 512], "data": given["x"]},
-            {"name": "times", "datatype": "INT64", "shape": [1], "data": [given["times"]]},
+            {"name": "x", "datatype": "FP32", "shape": [256, 512], "data": values["x"]},
+            {"name": "times", "datatype": "INT64", "shape": [1], "data": [values["times"]]},
         ]
         for _ in range(6):
             connection = http.client.HTTPConnection("127.0.0.1", server.http)
@@ -204,12 +206,12 @@ class Wide(torch.nn.Module):
 def test_who_does_not_read_is_let_go(tmp_path: Path) -> None:
     stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
     with stagepack_server([tmp_path / "wide.stagepack"], "--deadline-s", "2", "--max-queue", "1") as server:
-        path, given = "/v2/models/wide/infer", {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
-        text = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}})
+        path, request_input = "/v2/models/wide/infer", {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
+        body = json.dumps({"inputs": [request_input], "parameters": {"binary_data_output": True}})
         with socket.create_connection(("127.0.0.1", server.http)) as plain:
-            plain.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+            plain.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
             time.sleep(1)
-            assert post(server.http, path, text)[0] == 503
+            assert post(server.http, path, body)[0] == 503
             time.sleep(2)
             with contextlib.closing(Client("grpc", server)) as client:
                 assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
@@ -219,8 +221,8 @@ def test_who_does_not_read_is_let_go(tmp_path: Path) -> None:
 
 def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["half"]]) as server, contextlib.closing(Client("http", server)) as client:
-        given = [client.input("x", numpy.zeros((1, 16), ml_dtypes.bfloat16), "BF16")]
+        inputs = [client.input("x", numpy.zeros((1, 16), ml_dtypes.bfloat16), "BF16")]
         with pytest.raises(InferenceServerException, match="binary"):
-            client.raw.infer("half", given, outputs=[client.module.InferRequestedOutput("output", binary_data=False)])
+            client.raw.infer("half", inputs, outputs=[client.module.InferRequestedOutput("output", binary_data=False)])
         page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
         assert "stagepack_batch_rows_count" not in page

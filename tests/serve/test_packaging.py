@@ -35,11 +35,11 @@ def test_example_clients_import_what_their_readme_installs() -> None:
 
 def test_the_container_does_not_run_as_root() -> None:
     """Kubernetes refuses a user that is given by name where `runAsNonRoot` is set."""
-    text = (ROOT / "Dockerfile").read_text()
-    [user] = re.findall(r"^USER (.+)$", text, re.MULTILINE)
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    [user] = re.findall(r"^USER (.+)$", dockerfile, re.MULTILINE)
     assert user.isdecimal()
     assert int(user) > 0
-    assert f"--uid {user} " in text
+    assert f"--uid {user} " in dockerfile
 
 
 def test_the_container_installs_extras_that_there_are() -> None:

@@ -35,11 +35,11 @@ def config(folder: Path) -> ModelConfig:
 
 
 def test_a_model_a_stage_and_an_ensemble(bundles: Mapping[str, Path], tmp_path: Path) -> None:
-    names = write(bundles["skips"], tmp_path, max_batch_size=8, batching_delay=0.01)
-    assert names == ["m_stage_0", "m_stage_1", "m_stage_2", "m_results", "m"]
-    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    model_names = write(bundles["skips"], tmp_path, max_batch_size=8, batching_delay=0.01)
+    assert model_names == ["m_stage_0", "m_stage_1", "m_stage_2", "m_results", "m"]
+    assert sorted(os.listdir(tmp_path)) == sorted(model_names)
     second = config(tmp_path / "m_stage_1")
-    assert [(one.name, list(one.dims)) for one in second.input] == [("weight", [1]), ("linear_0", [8])]
+    assert [(tensor.name, list(tensor.dims)) for tensor in second.input] == [("weight", [1]), ("linear_0", [8])]
     assert second.max_batch_size == 8
     assert second.dynamic_batching.max_queue_delay_microseconds == 10_000
     steps = {step.model_name: step for step in config(tmp_path / "m").ensemble_scheduling.step}
@@ -52,10 +52,10 @@ def test_files_are_links_or_copies(bundles: Mapping[str, Path], tmp_path: Path) 
     write(bundles["half"], tmp_path / "links")
     write(bundles["half"], tmp_path / "copies", copy=True)
     stage = Path("m_stage_0") / "1"
-    for name in ("manifest.json", "stage-0.msgpack", "stage-0.safetensors"):
-        origin = bundles["half"] / name
-        assert (tmp_path / "links" / stage / name).samefile(origin)
-        copied = tmp_path / "copies" / stage / name
+    for file_name in ("manifest.json", "stage-0.msgpack", "stage-0.safetensors"):
+        origin = bundles["half"] / file_name
+        assert (tmp_path / "links" / stage / file_name).samefile(origin)
+        copied = tmp_path / "copies" / stage / file_name
         assert not copied.samefile(origin)
         assert copied.read_bytes() == origin.read_bytes()
     assert not (tmp_path / "links" / stage / "stage-1.safetensors").exists()
@@ -77,14 +77,14 @@ def test_other_models_of_the_repository_stay(bundles: Mapping[str, Path], tmp_pa
     write(bundles["half"], tmp_path, model_name="two")
     with pytest.raises(OutputExistsError, match="one: exists already"):
         write(bundles["half"], tmp_path, model_name="one")
-    names = write_repository(
+    model_names = write_repository(
         stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="one"), overwrite=True
     )
     two = {"two_stage_0", "two_stage_1", "two"}
-    assert set(os.listdir(tmp_path)) == {*names, *two}
+    assert set(os.listdir(tmp_path)) == {*model_names, *two}
     write(bundles["skips"], tmp_path, model_name="three")
     write_repository(stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="three"), overwrite=True)
-    assert set(os.listdir(tmp_path)) == {*names, *two, "three_stage_0", "three_stage_1", "three"}
+    assert set(os.listdir(tmp_path)) == {*model_names, *two, "three_stage_0", "three_stage_1", "three"}
     (tmp_path / "four").mkdir()
     (tmp_path / "four" / "config.pbtxt").write_text('name: "four"')
     with pytest.raises(OutputExistsError, match="not written by stagepack"):
@@ -100,10 +100,10 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(
     """Five models make room for three: one of the eight renames fails."""
     write(bundles["skips"], tmp_path, model_name="one")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    rename, number = Path.rename, itertools.count(1)
+    rename, rename_count = Path.rename, itertools.count(1)
 
     def failing_rename(source: Any, target: Any) -> Any:
-        if next(number) == failing:
+        if next(rename_count) == failing:
             raise OSError(errno.EBUSY, "Device or resource busy", str(source), None, str(target))
         return rename(source, target)
 
@@ -122,7 +122,7 @@ def test_a_repository_in_the_bundle(bundles: Mapping[str, Path]) -> None:
 
 def test_devices(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     write(bundles["skips"], tmp_path, devices=["cpu", "cuda", "cuda:1"])
-    groups = [config(tmp_path / f"m_stage_{number}").instance_group[0] for number in range(3)]
+    groups = [config(tmp_path / f"m_stage_{stage_number}").instance_group[0] for stage_number in range(3)]
     assert [(group.kind, list(group.gpus)) for group in groups] == [
         (ModelInstanceGroup.KIND_CPU, []),
         (ModelInstanceGroup.KIND_GPU, [0]),
@@ -147,25 +147,27 @@ def test_tritons_onnxruntime_backend_finds_what_it_needs(
 ) -> None:
     """The backend makes a session of the file that the configuration names, by its path, and wants the names and types there."""
     write(bundles["skips"], tmp_path, runtime="onnxruntime", backend="onnxruntime", max_batch_size=8)
-    given = {"x": numpy.ones((2, 8), "float32"), "weight": numpy.ones((2, 1), "float32")}
-    values = dict(given)
-    for number in range(3):
-        stage = config(tmp_path / f"m_stage_{number}")
+    inputs = {"x": numpy.ones((2, 8), "float32"), "weight": numpy.ones((2, 1), "float32")}
+    values = dict(inputs)
+    for stage_number in range(3):
+        stage = config(tmp_path / f"m_stage_{stage_number}")
         assert stage.backend == "onnxruntime"
         assert not (tmp_path / stage.name / "1" / "model.py").exists()
         session = onnxruntime.InferenceSession(str(tmp_path / stage.name / "1" / stage.default_model_filename))
         for ours, theirs in ((stage.input, session.get_inputs()), (stage.output, session.get_outputs())):
-            assert [one.name for one in ours] == [one.name for one in theirs]
-            for one, other in zip(ours, theirs, strict=True):
-                assert (DataType.Name(one.data_type), other.type) == ("TYPE_FP32", "tensor(float)")
-                assert list(one.dims) == other.shape[1:]
-        outputs = session.run([one.name for one in stage.output], {one.name: values[one.name] for one in stage.input})
-        values.update(zip((one.name for one in stage.output), outputs, strict=True))
+            assert [tensor.name for tensor in ours] == [tensor.name for tensor in theirs]
+            for tensor, their_tensor in zip(ours, theirs, strict=True):
+                assert (DataType.Name(tensor.data_type), their_tensor.type) == ("TYPE_FP32", "tensor(float)")
+                assert list(tensor.dims) == their_tensor.shape[1:]
+        outputs = session.run(
+            [tensor.name for tensor in stage.output], {tensor.name: values[tensor.name] for tensor in stage.input}
+        )
+        values.update(zip((tensor.name for tensor in stage.output), outputs, strict=True))
     with torch.no_grad():
-        wanted = pipes["skips"](torch.from_numpy(given["x"]), weight=torch.from_numpy(given["weight"]))["y"]
+        expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))["y"]
     steps = {step.model_name: step for step in config(tmp_path / "m").ensemble_scheduling.step}
-    [name] = [edge for edge, tensor in steps["m_stage_2"].output_map.items() if tensor == "y"]
-    assert numpy.allclose(values[name], wanted.numpy(), atol=1e-5)
+    [tensor_name] = [edge for edge, tensor in steps["m_stage_2"].output_map.items() if tensor == "y"]
+    assert numpy.allclose(values[tensor_name], expected.numpy(), atol=1e-5)
 
 
 @pytest.fixture
@@ -187,23 +189,25 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
         "--backend",
         "python",
     ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "batches of up to 32" in done.stdout
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "batches of up to 32" in completed.stdout
     write(bundles["singles"], tmp_path / "repository", model_name="singles")
     (tmp_path / "triton").mkdir()
     with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
         client = Client("grpc", server)
-        given = {"x": numpy.ones((3, 8), "float32"), "weight": numpy.ones((3, 1), "float32")}
-        found = client.ask("skips", given)
-        numbers = {"x": numpy.ones((3, 4), "float32"), "weight": numpy.arange(3, dtype="float32")}
-        single = client.ask("singles", numbers)
+        inputs = {"x": numpy.ones((3, 8), "float32"), "weight": numpy.ones((3, 1), "float32")}
+        answer = client.ask("skips", inputs)
+        single_inputs = {"x": numpy.ones((3, 4), "float32"), "weight": numpy.arange(3, dtype="float32")}
+        single = client.ask("singles", single_inputs)
         client.close()
     with torch.no_grad():
-        wanted = pipes["skips"](torch.from_numpy(given["x"]), weight=torch.from_numpy(given["weight"]))
-        singles = pipes["singles"](**{name: torch.from_numpy(array) for name, array in numbers.items()})
-    assert numpy.allclose(found["y"], wanted["y"].numpy(), atol=1e-5)
-    assert numpy.allclose(found["parts.1"], wanted["parts"][1].numpy(), atol=1e-5)
-    assert all(numpy.array_equal(single[name], singles[name].numpy()) for name in ("y", "z"))
+        expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
+        singles = pipes["singles"](
+            **{tensor_name: torch.from_numpy(array) for tensor_name, array in single_inputs.items()}
+        )
+    assert numpy.allclose(answer["y"], expected["y"].numpy(), atol=1e-5)
+    assert numpy.allclose(answer["parts.1"], expected["parts"][1].numpy(), atol=1e-5)
+    assert all(numpy.array_equal(single[tensor_name], singles[tensor_name].numpy()) for tensor_name in ("y", "z"))
 
 
 @pytest.mark.usefixtures("needs_triton")
@@ -233,18 +237,18 @@ def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
         ([bundles["half"], "--max-batch", "1"], "no batching"),
         ([bundles["half"], "--name", "other", "--no-check"], "batches of up to 32"),
     ):
-        done = subprocess.run(
+        completed = subprocess.run(
             [STAGEPACK, "triton", *arguments, "-o", tmp_path], capture_output=True, text=True, check=True
         )
-        assert says in done.stdout
+        assert says in completed.stdout
     for arguments, status in (
         ([bundles["half"]], 1),
         ([bundles["half"], "--name", "../up"], 1),
         ([bundles["half"], "--name", "x", "--backend", "onnxruntime"], 2),
         ([tmp_path / "nothing"], 1),
     ):
-        done = subprocess.run(
+        completed = subprocess.run(
             [STAGEPACK, "triton", *arguments, "-o", tmp_path], capture_output=True, text=True, check=False
         )
-        assert done.returncode == status, arguments
-        assert done.stderr
+        assert completed.returncode == status, arguments
+        assert completed.stderr

@@ -35,24 +35,30 @@ def skips(rows: int, value: Any = 1.0) -> Any:
     return {"x": numpy.full((rows, 8), value, "float32"), "weight": numpy.full((rows, 1), value, "float32")}
 
 
-def ask(server: Server, protocol: str, model: Any, given: Any, **options: Any) -> Any:
+def ask(server: Server, protocol: str, model: Any, inputs: Any, **options: Any) -> Any:
     with contextlib.closing(Client(protocol, server)) as client:
-        return client.ask(model, given, **options)
+        return client.ask(model, inputs, **options)
 
 
 def test_requests_run_as_one_batch_and_get_their_own_rows(
     bundles: Mapping[str, Path], pipes: Mapping[str, Any]
 ) -> None:
     with stagepack_server([bundles["skips"]], "--max-delay-ms", "300", "--max-batch", "16") as server:
-        given = [skips(1 + number % 3, float(number)) for number in range(8)]
+        inputs = [skips(1 + request_number % 3, float(request_number)) for request_number in range(8)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda one: ask(server, "grpc", "skips", one, outputs=["y"])["y"], given))
-        for one, array in zip(given, found, strict=True):
+            answers = list(
+                pool.map(
+                    lambda request_inputs: ask(server, "grpc", "skips", request_inputs, outputs=["y"])["y"], inputs
+                )
+            )
+        for request_inputs, array in zip(inputs, answers, strict=True):
             with torch.no_grad():
-                wanted = pipes["skips"](torch.from_numpy(one["x"]), weight=torch.from_numpy(one["weight"]))["y"]
-            assert numpy.allclose(array, wanted.numpy(), atol=1e-5)
+                expected = pipes["skips"](
+                    torch.from_numpy(request_inputs["x"]), weight=torch.from_numpy(request_inputs["weight"])
+                )["y"]
+            assert numpy.allclose(array, expected.numpy(), atol=1e-5)
         seen = metrics(server)
-        assert seen["stagepack_batch_rows_sum", "skips"] == sum(len(one["x"]) for one in given)
+        assert seen["stagepack_batch_rows_sum", "skips"] == sum(len(request_inputs["x"]) for request_inputs in inputs)
         assert seen["stagepack_batch_rows_count", "skips"] < 8
 
 
@@ -62,19 +68,22 @@ def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles: Mapping[s
     bad = good | {"input_ids": ids + 10**6}
     with stagepack_server([bundles["minilm"]], "--max-delay-ms", "300") as server:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(ask, server, "http", "minilm", bad if number == 3 else good) for number in range(8)]
-            errors = [one.exception() for one in asked]
-        assert [error is not None for error in errors] == [number == 3 for number in range(8)]
+            futures = [
+                pool.submit(ask, server, "http", "minilm", bad if request_number == 3 else good)
+                for request_number in range(8)
+            ]
+            errors = [future.exception() for future in futures]
+        assert [error is not None for error in errors] == [request_number == 3 for request_number in range(8)]
         assert metrics(server)["stagepack_batch_rows_sum", "minilm"] > 8  # those beside it ran again
 
 
 def test_metrics(torch_server: Server) -> None:
     before = metrics(torch_server)
-    given = skips(4)
-    ask(torch_server, "http", "skips", given, outputs=["y"])
-    ask(torch_server, "grpc", "skips", given, outputs=["y"])
+    inputs = skips(4)
+    ask(torch_server, "http", "skips", inputs, outputs=["y"])
+    ask(torch_server, "grpc", "skips", inputs, outputs=["y"])
     with pytest.raises(InferenceServerException):
-        ask(torch_server, "http", "skips", {"x": given["x"]}, outputs=["y"])
+        ask(torch_server, "http", "skips", {"x": inputs["x"]}, outputs=["y"])
     after = metrics(torch_server)
 
     def grew(*key: Any) -> Any:
@@ -106,77 +115,86 @@ def test_stages_on_several_devices_work_on_several_batches(
     )  # two of them are one to torch, but not to the server
     with stagepack_server([bundles["skips"]], *devices, "--max-batch", "1") as server:
         assert server.facts["models"][0]["devices"] == ["cpu", "cpu:0"]
-        given = [skips(1 + number % 5, number / 7) for number in range(40)]
+        inputs = [skips(1 + request_number % 5, request_number / 7) for request_number in range(40)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda one: ask(server, "grpc", "skips", one, outputs=["y", "parts.0"]), given))
-        for one, answer in zip(given, found, strict=True):
+            answers = list(
+                pool.map(
+                    lambda request_inputs: ask(server, "grpc", "skips", request_inputs, outputs=["y", "parts.0"]),
+                    inputs,
+                )
+            )
+        for request_inputs, answer in zip(inputs, answers, strict=True):
             with torch.no_grad():
-                wanted = pipes["skips"](torch.from_numpy(one["x"]), weight=torch.from_numpy(one["weight"]))
-            assert numpy.array_equal(answer["y"], wanted["y"].numpy())
-            assert numpy.array_equal(answer["parts.0"], wanted["parts"][0].numpy())
+                expected = pipes["skips"](
+                    torch.from_numpy(request_inputs["x"]), weight=torch.from_numpy(request_inputs["weight"])
+                )
+            assert numpy.array_equal(answer["y"], expected["y"].numpy())
+            assert numpy.array_equal(answer["parts.0"], expected["parts"][0].numpy())
 
 
 def test_names_of_several_bundles(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([f"one={bundles['skips']}", f"two={bundles['skips']}", bundles["half"]]) as server:
-        for name in ("one", "two"):
-            assert ask(server, "http", name, skips(2), outputs=["y"])["y"].shape == (2, 8)
+        for model_name in ("one", "two"):
+            assert ask(server, "http", model_name, skips(2), outputs=["y"])["y"].shape == (2, 8)
         assert [model["name"] for model in server.facts["models"]] == ["one", "two", "half"]
     command = [STAGEPACK, "serve", bundles["skips"], bundles["skips"]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "'skips'" in done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 1
+    assert "'skips'" in completed.stderr
 
 
 def test_onnxruntime(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
     with stagepack_server([bundles["skips"]], "--runtime", "onnxruntime") as server:
         assert server.facts["models"][0]["batch"] == 32
-        given = skips(3, 0.5)
-        found = ask(server, "grpc", "skips", given)
+        inputs = skips(3, 0.5)
+        answers = ask(server, "grpc", "skips", inputs)
         with torch.no_grad():
-            wanted = pipes["skips"](torch.from_numpy(given["x"]), weight=torch.from_numpy(given["weight"]))
-        assert numpy.allclose(found["y"], wanted["y"].numpy(), atol=1e-5)
-        assert numpy.array_equal(found["output.x"], given["x"])
+            expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
+        assert numpy.allclose(answers["y"], expected["y"].numpy(), atol=1e-5)
+        assert numpy.array_equal(answers["output.x"], inputs["x"])
         assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
 def test_a_stream_of_requests(torch_server: Server) -> None:
-    answers: queue.Queue = queue.Queue()
+    answer_queue: queue.Queue = queue.Queue()
     with contextlib.closing(Client("grpc", torch_server)) as client:
-        client.raw.start_stream(lambda result, error: answers.put((result, error)))
+        client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
         for step in range(4):
-            given = [client.input("x", numpy.ones(3, "float32"))]
+            inputs = [client.input("x", numpy.ones(3, "float32"))]
             client.raw.async_stream_infer(
-                "counting", given, sequence_id=5, sequence_start=step == 0, sequence_end=step == 3
+                "counting", inputs, sequence_id=5, sequence_start=step == 0, sequence_end=step == 3
             )
-        client.raw.async_stream_infer("counting", given, sequence_id=5, request_id="late")
-        found = [answers.get(timeout=30) for _ in range(5)]
+        client.raw.async_stream_infer("counting", inputs, sequence_id=5, request_id="late")
+        answers = [answer_queue.get(timeout=30) for _ in range(5)]
         client.raw.stop_stream()
-    assert [result.as_numpy("sum")[0] for result, _ in found[:4]] == [1, 2, 3, 4]
-    assert "sequence" in str(found[4][1])
+    assert [result.as_numpy("sum")[0] for result, _ in answers[:4]] == [1, 2, 3, 4]
+    assert "sequence" in str(answers[4][1])
 
 
 def test_numbers_have_ranges_too(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["first"]]) as server:
-        given = {"x": numpy.arange(9, dtype="float32"), "n": numpy.array([3])}
-        assert ask(server, "http", "first", given)["output"].tolist() == [0, 1, 2]
-        for number in (-3, 0, 1, 9, 100):
+        inputs = {"x": numpy.arange(9, dtype="float32"), "n": numpy.array([3])}
+        assert ask(server, "http", "first", inputs)["output"].tolist() == [0, 1, 2]
+        for count in (-3, 0, 1, 9, 100):
             with pytest.raises(InferenceServerException, match="2 to 8"):
-                ask(server, "grpc", "first", given | {"n": numpy.array([number])})
+                ask(server, "grpc", "first", inputs | {"n": numpy.array([count])})
 
 
 def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> None:
-    answers: queue.Queue = queue.Queue()
+    answer_queue: queue.Queue = queue.Queue()
     with (
         stagepack_server([bundles["skips"]], "--max-delay-ms", "300") as server,
         contextlib.closing(Client("grpc", server)) as client,
     ):
-        client.raw.start_stream(lambda result, error: answers.put((result, error)))
-        given = [client.input(name, array) for name, array in skips(1).items()]
-        for number in range(8):
-            client.raw.async_stream_infer("skips", given, request_id=str(number))
-        found = [answers.get(timeout=30) for _ in range(8)]
-        assert not [error for _, error in found if error]
-        assert sorted(result.get_response().id for result, _ in found) == [str(number) for number in range(8)]
+        client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
+        inputs = [client.input(input_name, array) for input_name, array in skips(1).items()]
+        for request_number in range(8):
+            client.raw.async_stream_infer("skips", inputs, request_id=str(request_number))
+        answers = [answer_queue.get(timeout=30) for _ in range(8)]
+        assert not [error for _, error in answers if error]
+        assert sorted(result.get_response().id for result, _ in answers) == [
+            str(request_number) for request_number in range(8)
+        ]
         assert metrics(server)["stagepack_batch_rows_count", "skips"] < 8
         started = time.monotonic()
         assert server.stop() == 0  # the stream has nothing under way, so nobody waits for it
@@ -186,39 +204,39 @@ def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> Non
 
 def test_state_that_is_given_out_stays_that_of_its_call(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["alias"]]) as server, contextlib.closing(Client("grpc", server)) as client:
-        answers: queue.Queue = queue.Queue()
-        given = [client.input("x", numpy.ones(1, "float32"))]
+        answer_queue: queue.Queue = queue.Queue()
+        inputs = [client.input("x", numpy.ones(1, "float32"))]
         client.ask("alias", {"x": numpy.ones(1, "float32")}, sequence_id=1, sequence_start=True)
-        for number in range(20):  # at once; each is to see what those before it have written
-            options = {"sequence_id": 1, "request_id": str(number)}
-            client.raw.async_infer("alias", given, lambda result, error: answers.put((result, error)), **options)
-        found = [answers.get(timeout=60) for _ in range(20)]
-        assert not [error for _, error in found if error]
-        for name in ("itself", "view"):
-            arrays = [result.as_numpy(name) for result, _ in found]
+        for request_number in range(20):  # at once; each is to see what those before it have written
+            options = {"sequence_id": 1, "request_id": str(request_number)}
+            client.raw.async_infer("alias", inputs, lambda result, error: answer_queue.put((result, error)), **options)
+        answers = [answer_queue.get(timeout=60) for _ in range(20)]
+        assert not [error for _, error in answers if error]
+        for output_name in ("itself", "view"):
+            arrays = [result.as_numpy(output_name) for result, _ in answers]
             assert all((array == array.flat[0]).all() for array in arrays)
             assert sorted(array.flat[0] for array in arrays) == list(range(2, 22))
 
 
 def test_sequences_have_places(bundles: Mapping[str, Path]) -> None:
-    given = {"x": numpy.ones(3, "float32")}
+    inputs = {"x": numpy.ones(3, "float32")}
     options = ("--max-sequences", "2", "--sequence-idle-s", "1")
     with (
         stagepack_server([bundles["counting"]], *options) as server,
         contextlib.closing(Client("http", server)) as client,
     ):
-        for name in ("a", "b"):
-            client.ask("counting", given, sequence_id=name, sequence_start=True)
+        for sequence_id in ("a", "b"):
+            client.ask("counting", inputs, sequence_id=sequence_id, sequence_start=True)
         with pytest.raises(InferenceServerException) as caught:
-            client.ask("counting", given, sequence_id="c", sequence_start=True)
+            client.ask("counting", inputs, sequence_id="c", sequence_start=True)
         assert caught.value.status() == "503"
-        client.ask("counting", given, sequence_id="a", sequence_end=True)
-        client.ask("counting", given, sequence_id="c", sequence_start=True)
+        client.ask("counting", inputs, sequence_id="a", sequence_end=True)
+        client.ask("counting", inputs, sequence_id="c", sequence_start=True)
         with pytest.raises(InferenceServerException, match="sequence_end: expected true or false"):
-            client.ask("counting", given, sequence_id="b", sequence_end="false")
+            client.ask("counting", inputs, sequence_id="b", sequence_end="false")
         assert metrics(server)["stagepack_sequences", "counting"] == 2
-        assert client.ask("counting", given, sequence_id="b")["sum"].tolist() == [2.0] * 3
-        assert client.ask("counting", given, sequence_id="b", sequence_start=True)["sum"].tolist() == [1.0] * 3
+        assert client.ask("counting", inputs, sequence_id="b")["sum"].tolist() == [2.0] * 3
+        assert client.ask("counting", inputs, sequence_id="b", sequence_start=True)["sum"].tolist() == [1.0] * 3
 
 
 def test_what_is_not_there(torch_server: Server) -> None:
@@ -239,6 +257,6 @@ def test_a_bundle_that_fails_its_own_rules(bundles: Mapping[str, Path], tmp_path
         [bundles["skips"], "--device", "cuda:7"],
         [bundles["half"], "--runtime", "onnxruntime"],
     ):
-        done = subprocess.run([STAGEPACK, "serve", *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert len(done.stderr.splitlines()) == 1
+        completed = subprocess.run([STAGEPACK, "serve", *arguments], capture_output=True, text=True, check=False)
+        assert completed.returncode == 1
+        assert len(completed.stderr.splitlines()) == 1

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import termios
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,31 +23,31 @@ from tests.serve.servers import STAGEPACK, Client, Server, ask_slow, stagepack_s
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_what_was_accepted_is_answered_before_the_end(slow: Server, number: int) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_what_was_accepted_is_answered_before_the_end(slow: Path, signal_number: int) -> None:
     with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask_slow, server, 300, protocol) for protocol in ("http", "grpc", "http", "grpc")]
+        futures = [pool.submit(ask_slow, server, 300, protocol) for protocol in ("http", "grpc", "http", "grpc")]
         time.sleep(0.5)
-        server.process.send_signal(number)
-        assert all(one.result().shape == (256, 512) for one in asked)
+        server.process.send_signal(signal_number)
+        assert all(future.result().shape == (256, 512) for future in futures)
         assert server.process.wait(timeout=30) == 0
         assert json.loads(server.process.stdout.read())["answers"] == {"OK": 4}
 
 
-@pytest.mark.parametrize("names", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGTERM", "SIGHUP")])
-def test_a_hang_up_does_not_end_the_drain(slow: Server, names: Any) -> None:
+@pytest.mark.parametrize("signal_names", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGTERM", "SIGHUP")])
+def test_a_hang_up_does_not_end_the_drain(slow: Path, signal_names: Any) -> None:
     with stagepack_server([slow], "--linger-s", "0") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask_slow, server, 1000)
+        future = pool.submit(ask_slow, server, 1000)
         time.sleep(0.5)
-        for name in names:
-            server.process.send_signal(signal.Signals[name])
+        for signal_name in signal_names:
+            server.process.send_signal(signal.Signals[signal_name])
             time.sleep(0.1)
-        assert asked.result().shape == (256, 512)
+        assert future.result().shape == (256, 512)
         assert server.process.wait(timeout=30) == 0
         assert json.loads(server.process.stdout.read())["answers"] == {"OK": 1}
 
 
-def test_requests_are_answered_after_the_terminal_closes(slow: Server) -> None:
+def test_requests_are_answered_after_the_terminal_closes(slow: Path) -> None:
     terminal, end_of_server = pty.openpty()
 
     def take_terminal() -> None:
@@ -61,17 +62,17 @@ def test_requests_are_answered_after_the_terminal_closes(slow: Server) -> None:
         while not (port := re.search(r"http://127.0.0.1:(\d+)", printed)):
             printed += os.read(terminal, 1000).decode()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask_slow, Server(process, int(port[1]), 0, {}), 1000)
+            future = pool.submit(ask_slow, Server(process, int(port[1]), 0, {}), 1000)
             time.sleep(0.5)
             os.close(terminal)  # the kernel sends SIGHUP
-            assert asked.result().shape == (256, 512)
+            assert future.result().shape == (256, 512)
         process.wait(timeout=30)
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_hang_up_is_ignored_under_nohup(slow: Server) -> None:
+def test_a_hang_up_is_ignored_under_nohup(slow: Path) -> None:
     with stagepack_server([slow], prefix=["nohup"]) as server:
         server.process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
@@ -80,7 +81,7 @@ def test_a_hang_up_is_ignored_under_nohup(slow: Server) -> None:
         assert server.stop() == 0
 
 
-def test_a_run_that_was_given_up_does_not_hold_the_end(slow: Server) -> None:
+def test_a_run_that_was_given_up_does_not_hold_the_end(slow: Path) -> None:
     with stagepack_server([slow], "--deadline-s", "0.3", "--linger-s", "0", "--drain-s", "1") as server:
         with pytest.raises(InferenceServerException):
             ask_slow(server, 50_000)
@@ -90,32 +91,32 @@ def test_a_run_that_was_given_up_does_not_hold_the_end(slow: Server) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_what_is_not_done_when_the_drain_ends_is_refused(slow: Server, protocol: str) -> None:
+def test_what_is_not_done_when_the_drain_ends_is_refused(slow: Path, protocol: str) -> None:
     with (
         stagepack_server([slow], "--linger-s", "0", "--drain-s", "1") as server,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
-        asked = pool.submit(ask_slow, server, 50_000, protocol)
+        future = pool.submit(ask_slow, server, 50_000, protocol)
         time.sleep(0.5)
         started = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - started < 8
-        assert asked.exception().status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
+        assert future.exception().status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
         assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1}
 
 
-def test_a_second_signal_ends_at_once(slow: Server) -> None:
+def test_a_second_signal_ends_at_once(slow: Path) -> None:
     with stagepack_server([slow]) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask_slow, server, 10_000)
+        future = pool.submit(ask_slow, server, 10_000)
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=5) != 0
-        assert asked.exception() is not None
+        assert future.exception() is not None
 
 
-def test_it_says_that_it_stops(slow: Server) -> None:
+def test_it_says_that_it_stops(slow: Path) -> None:
     with stagepack_server([slow], "--linger-s", "2") as server:
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)

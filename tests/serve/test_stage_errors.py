@@ -60,8 +60,8 @@ def test_values_out_of_range_are_errors_of_the_client(lookup: Server, runtime: s
     with stagepack_server([lookup], "--runtime", runtime) as server:
         for protocol, status in (("http", "400"), ("grpc", "StatusCode.INVALID_ARGUMENT")):
             with contextlib.closing(Client(protocol, server)) as client:
-                for name, value, stage in (("tokens", 10, 0), ("tokens", -11, 0), ("indices", 4, 1)):
-                    bad = good | {name: numpy.full_like(good[name], value)}
+                for input_name, value, stage in (("tokens", 10, 0), ("tokens", -11, 0), ("indices", 4, 1)):
+                    bad = good | {input_name: numpy.full_like(good[input_name], value)}
                     with pytest.raises(InferenceServerException) as caught:
                         client.ask("lookup", bad)
                     assert caught.value.status() == status

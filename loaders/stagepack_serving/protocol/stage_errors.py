@@ -37,6 +37,9 @@ def raises_input_errors(stage_number: int) -> Iterator[None]:
     Args:
         stage_number: the stage that runs inside the context, for the message.
 
+    Yields:
+        Nothing.
+
     Raises:
         InputError: the stage raised `IndexError`, or an error whose message says that an index is out of range or that a check which
             the capture recorded failed.

@@ -31,9 +31,8 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 request = await _parse(handler, content, context)
                 try:
                     return await handler.unary_unary(request, context)
-                except (
-                    NotImplementedError
-                ):  # raised by the generated class for methods that GrpcService does not define
+                except NotImplementedError:
+                    # The generated class raises it in methods that GrpcService does not define.
                     await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {details.method}")
 
             return grpc.unary_unary_rpc_method_handler(answer_request, None, handler.response_serializer)

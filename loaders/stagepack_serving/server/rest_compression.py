@@ -5,7 +5,8 @@ from typing import Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
-_DETECT_HEADER: Final = 32  # for zlib: accept a header of gzip or of zlib
+# An option of zlib: accept the header of gzip and that of zlib.
+_DETECT_HEADER: Final = 32
 
 
 def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray:

@@ -55,13 +55,34 @@ class BatchRunner(Protocol):
     """Runs the stages of a model on the inputs of a batch."""
 
     def begin(self, inputs: Mapping[str, Array]) -> Any:
-        """Return the values that the first stage starts from."""
+        """Convert the inputs of a batch.
+
+        Args:
+            inputs: the input arrays by name.
+
+        Returns:
+            The values that the first stage starts from.
+        """
 
     def run_stage(self, stage_number: int, values: Any, sequence: Any) -> None:
-        """Run a stage, which updates the values."""
+        """Run a stage.
+
+        Args:
+            stage_number: the stage.
+            values: the values, which the stage updates.
+            sequence: `QueuedCall.sequence` of the first call of the batch.
+        """
 
     def finish(self, values: Any, sequence: Any) -> Mapping[str, Array]:
-        """Return the output arrays by name."""
+        """Convert the values after the last stage.
+
+        Args:
+            values: the values.
+            sequence: `QueuedCall.sequence` of the first call of the batch.
+
+        Returns:
+            The output arrays by name.
+        """
 
 
 class Scheduler:

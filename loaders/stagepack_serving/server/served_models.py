@@ -84,7 +84,8 @@ class ServedModels:
     def expire_requests(self) -> None:
         """Set the deadline of all requests in progress to now."""
         for deadline in self._deadlines:
-            with contextlib.suppress(RuntimeError):  # the request is over
+            # Raised for a request that is over.
+            with contextlib.suppress(RuntimeError):
                 deadline.reschedule(0)
 
     def find(self, model_name: str, version: str) -> ServedModel:

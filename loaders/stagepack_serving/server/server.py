@@ -23,9 +23,12 @@ from stagepack_serving.server.rest_service import RestService
 from stagepack_serving.server.served_models import ServedModels
 from stagepack_serving.server.stop_signals import watch_stop_signals
 
-_BACKLOG: Final = 2048  # connections that wait to be accepted
-_REFUSAL_SECONDS: Final = 2  # after the drain, for the answers to requests whose deadline was set to now
-_KEEP_ALIVE_SECONDS: Final = 75  # longer than clients and proxies keep an idle connection
+# Connections that wait to be accepted.
+_BACKLOG: Final = 2048
+# After the drain, the time for the answers to requests whose deadline was set to now.
+_REFUSAL_SECONDS: Final = 2
+# Longer than clients and proxies keep an idle connection.
+_KEEP_ALIVE_SECONDS: Final = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

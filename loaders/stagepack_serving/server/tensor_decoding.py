@@ -14,7 +14,8 @@ from stagepack_serving.server.messages import InferenceTensor
 # Decodes the numbers of an input as the type that it is called with: `list[float]`, or nested lists.
 NumberDecoder = Callable[[Any], Any]
 
-_MAX_DIMENSIONS: Final = 64  # the limit of numpy
+# The limit of numpy.
+_MAX_DIMENSIONS: Final = 64
 _MAX_ELEMENTS: Final = 2**63 - 1
 
 
@@ -73,7 +74,8 @@ def tensor_from_numbers(
     try:
         with numpy.errstate(over="raise"):
             array = numpy.array(_decode_flat_or_nested(decode_numbers, number_type, len(shape)), dtype)
-    except (ArithmeticError, ValueError) as error:  # msgspec.ValidationError is a ValueError
+    except (ArithmeticError, ValueError) as error:
+        # Of msgspec too: its ValidationError is a ValueError.
         message = f"expected data of {datatype}, flat or in lists of the shape {list(shape)}: {error}"
         raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}") from None
     if array.size != element_count or (array.ndim > 1 and array.shape != tuple(shape)):
