@@ -28,7 +28,7 @@ def batch_limit(bundle: Bundle, edges: Sequence[Edge], requested_size: int, pipe
     """Determine how large a batch of several requests may be.
 
     Requests may be joined if the edges share one batch dimension (see `batch_dimension`) and the answer to the recorded example does
-    not depend on what else is in the batch. That is tested by running the example, so it is evidence and no proof.
+    not depend on the rest of the batch. The test runs the example only, so it is evidence, not a proof.
 
     Args:
         bundle: the bundle to run.
@@ -37,7 +37,7 @@ def batch_limit(bundle: Bundle, edges: Sequence[Edge], requested_size: int, pipe
         pipeline: runs the example; with None the test is left out, and the batch dimension alone decides.
 
     Returns:
-        The smaller of `requested_size` and what the bundle allows.
+        The smaller of `requested_size` and the largest batch size of the bundle; 1 with a reason if requests must not be joined.
     """
     dimension = batch_dimension(bundle, edges)
     if isinstance(dimension, str):

@@ -32,7 +32,7 @@ _OUT_OF_RANGE: Final = re.compile(
 def raises_input_errors(stage_number: int) -> Iterator[None]:
     """Raise an error of a stage as `InputError` where the values of its inputs cause it; leave other errors as they are.
 
-    The message repeats only the part of the original message that names the value: what surrounds it may hold paths of this machine.
+    The message repeats only the part of the original message that names the value: the rest may contain paths of this machine.
 
     Args:
         stage_number: the stage that runs inside the context, for the message.
@@ -60,7 +60,7 @@ def failure_message(error: Exception) -> str:
         error: the error.
 
     Returns:
-        Its class and the first line of its message: what follows may be a native stack trace with paths of this machine.
+        Its class and the first line of its message: further lines may be a native stack trace with paths of this machine.
     """
     return f"the model failed: {type(error).__name__}: {_first_line(str(error))}"
 

@@ -30,7 +30,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         """
         self._models = models
 
-    # The names of the methods, and what they do, are defined by the protocol.
+    # The protocol defines the names and the effects of the methods.
 
     async def ServerLive(self, _: Any, context: Any) -> Any:  # noqa: D102, N802
         return pb.ServerLiveResponse(live=True)

@@ -37,7 +37,7 @@ def model_metadata(model_name: str, interface: Interface) -> dict[str, Any]:
         interface: its inputs and outputs.
 
     Returns:
-        Name, versions, platform, inputs and outputs; -1 stands for a dynamic size.
+        Name, versions, platform, inputs and outputs; a dynamic size is -1.
     """
     tensors = {"inputs": interface.inputs, "outputs": interface.outputs}
     return {"name": model_name, "versions": [MODEL_VERSION], "platform": _PLATFORM} | {

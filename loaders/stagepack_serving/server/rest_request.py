@@ -91,7 +91,7 @@ def _split_body(content: memoryview, header_length: str | None) -> tuple[memoryv
 def _decode_input(
     header: InputHeader, decode_numbers: NumberDecoder | None, binary_part: memoryview
 ) -> tuple[InferenceTensor, memoryview]:
-    """Decode an input from the JSON part, or from the begin of the binary part. Return what follows it in the binary part."""
+    """Decode an input from the JSON part, or from the start of the binary part. Return the tensor and the rest of the binary part."""
     refuse_shared_memory(header.name, header.parameters)
     binary_bytes = header.parameters.get("binary_data_size")
     if binary_bytes is None:

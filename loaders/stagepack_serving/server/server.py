@@ -68,7 +68,7 @@ async def serve(
         on_listening: called with the addresses, free ports filled in, when the server listens.
 
     Returns:
-        Whether all threads ended. If not, they still work on requests that were given up, and only the end of the process ends them.
+        Whether all threads ended. If not, they still run requests that nobody waits for, and end only with the process.
 
     Raises:
         AddressError: the server cannot listen at an address.

@@ -1,4 +1,4 @@
-"""The model that returns what a Triton ensemble cannot return itself: copies of inputs, and outputs under a second name.
+"""The model for results that a Triton ensemble cannot return itself: copies of inputs, and outputs under a second name.
 
 It runs in Triton's Python backend, https://github.com/triton-inference-server/python_backend.
 """

@@ -32,7 +32,7 @@ def build_part_config(
 
     Args:
         options: the options of the repository.
-        suffix: what follows the name of the ensemble in the name of the model.
+        suffix: the second part of the name of the model, after that of the ensemble.
         inputs: the inputs of the model.
         outputs: the outputs of the model.
 
