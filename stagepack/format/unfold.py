@@ -208,4 +208,8 @@ def _argument_filler(argument: Argument) -> Callable[[_Names], Argument] | None:
 def _value_filler(value: Value | None) -> Callable[[_Names], Value] | None:
     if value is None or not any(map(has_holes, names_in_value(value))):
         return None
+    # Symbols seldom have holes. The shape is then the same in every region call.
+    template, *symbols = names_in_value(value)
+    if not any(map(has_holes, symbols)):
+        return lambda filled_names: replace(value, name=filled_names[template])
     return lambda filled_names: rename_value(value, filled_names.__getitem__)
