@@ -23,7 +23,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
-from stagepack_loaders.torch.speed import compile_ahead
+from stagepack_loaders.torch.compilation import compile_ahead
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}

@@ -21,8 +21,8 @@ from stagepack.format.codec import encode_graph
 from stagepack.format.folded import trivially_folded
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
-from stagepack_loaders.torch.build import build
-from stagepack_loaders.torch.ops import resolve
+from stagepack_loaders.torch.build import build_graph_module
+from stagepack_loaders.torch.operators import resolve_operators
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 
@@ -95,7 +95,9 @@ def _load_graphs(path: Path) -> None:
     bundle = Bundle(path)
     for number in range(len(bundle.stages)):
         file = bundle.graph_file(number, module_calls=False)
-        build(*file, resolve(file.graph.ops, (), bundle.stages[number].graph), torch.device("cpu"))
+        build_graph_module(
+            *file, resolve_operators(file.graph.ops, (), bundle.stages[number].graph), torch.device("cpu")
+        )
 
 
 def _timed(function: Callable[[], object]) -> float:

@@ -42,18 +42,18 @@ def command(bundle_path: str, out: str, device: str, allow_ops: tuple[str, ...],
     bundle = Bundle(bundle_path)
     start_time = time.perf_counter()
     with progress("importing torch") as next_step:
-        from stagepack_loaders.torch.speed import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked
+        from stagepack_loaders.torch.compilation import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked
 
         units = compile_ahead(bundle, out, device, allow_ops=allow_ops, progress=next_step)
     seconds = round(time.perf_counter() - start_time, 3)
     facts: list[dict[str, Any]] = []
     for unit in units:
-        stage_number, region_name = unit.places[0]
+        stage_number, region_name = unit.locations[0]
         facts.append(
             {
                 "part": f"{region_name or 'all'} of stage {stage_number}",
-                "more": len(unit.places) - 1,
-                "file": unit.file or None,
+                "more": len(unit.locations) - 1,
+                "file": unit.file_name or None,
                 "reason": unit.reason or None,
             }
         )

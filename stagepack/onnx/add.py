@@ -24,8 +24,8 @@ from stagepack.onnx.check import Checked, check
 from stagepack.onnx.explain import explain
 from stagepack.onnx.model import OnnxFiles, Place, finish
 from stagepack.onnx.trace import Written, trace
-from stagepack_loaders.torch.build import build
-from stagepack_loaders.torch.ops import resolve
+from stagepack_loaders.torch.build import build_graph_module
+from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.weights import WeightCache
 
 _CPU = torch.device("cpu")
@@ -137,8 +137,8 @@ def _convert(bundle: Bundle, number: int, allow_ops: Collection[str]) -> OnnxFil
     written = _written(graph)
     if reason := _refused(bundle, number, graph, written):
         return reason
-    targets = resolve(graph.ops, allow_ops, bundle.stages[number].graph)
-    module = build(trivially_folded(graph), graph, targets, _CPU)
+    targets = resolve_operators(graph.ops, allow_ops, bundle.stages[number].graph)
+    module = build_graph_module(trivially_folded(graph), graph, targets, _CPU)
     places = bundle.tensors(number, graph)
     cache = WeightCache()
     tensors = {weight.value: cache.read(weight, places, _CPU) for weight in graph.weights}

@@ -12,8 +12,9 @@ from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Va
 from stagepack.format.shapes import Expr, evaluate_dim
 from stagepack.format.validate import check_graph
 from stagepack.linearize import linearize_program
-from stagepack_loaders.torch.build import build, named
-from stagepack_loaders.torch.ops import resolve
+from stagepack_loaders.torch.build import build_graph_module
+from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.torch_attributes import torch_attribute
 from tests.zoo import cases
 
 CPU = torch.device("cpu")
@@ -44,13 +45,13 @@ def test_values_may_have_any_identifier_as_name() -> None:
     graph = Graph(inputs=tuple(values), nodes=nodes, outputs=outputs, ops=(ADD,), scopes=(Scope(path=""),))
     assert list(check_graph(graph, "")) == []
     given = [torch.full((2,), float(number)) for number in range(len(values))]
-    found = build(trivially_folded(graph), graph, resolve(graph.ops, (), ""), CPU)(*given)
+    found = build_graph_module(trivially_folded(graph), graph, resolve_operators(graph.ops, (), ""), CPU)(*given)
     assert [float(tensor[0]) for tensor in found] == [2.0 * number + 1 for number in range(len(nodes))]
 
 
 def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:
     graph = linearize_program(cases.named("operators-text-arguments")[0].capture().program, {}, None).graph
-    module = build(trivially_folded(graph), graph, resolve(graph.ops, (), ""), CPU)
+    module = build_graph_module(trivially_folded(graph), graph, resolve_operators(graph.ops, (), ""), CPU)
     assert "tanh" not in module.code.replace("aten.tanh", "")
     assert {"tanh", "bi,ij->bj"} <= {value for value in vars(module).values() if isinstance(value, str)}
 
@@ -66,7 +67,7 @@ def test_regions_are_closed_when_something_inside_raises() -> None:
         scopes=(Scope(path=""),),
         contexts=(Context(grad=False), Context(parent=0, autocast=autocast)),
     )
-    module = build(trivially_folded(graph), graph, resolve(graph.ops, (), ""), CPU)
+    module = build_graph_module(trivially_folded(graph), graph, resolve_operators(graph.ops, (), ""), CPU)
     with pytest.raises(RuntimeError, match="must match the size"):
         module(torch.ones(2), torch.ones(3))
     assert torch.is_grad_enabled()
@@ -88,12 +89,12 @@ def test_regions_are_closed_when_something_inside_raises() -> None:
 )
 def test_operators_that_may_not_or_cannot_run_are_named(op: Op, message: str) -> None:
     with pytest.raises(OperatorError, match=message):
-        resolve([op], (), "stage-0.msgpack")
+        resolve_operators([op], (), "stage-0.msgpack")
 
 
 def test_an_older_schema_that_torch_still_accepts_is_accepted() -> None:
     older = Op(name="aten.add.Tensor", schema="aten::add.Tensor(Tensor self, Tensor other) -> Tensor")
-    assert resolve([older], (), "") == [torch.ops.aten.add.Tensor]
+    assert resolve_operators([older], (), "") == [torch.ops.aten.add.Tensor]
 
 
 def test_sizes_cannot_grow_without_bound() -> None:
@@ -106,4 +107,4 @@ def test_sizes_cannot_grow_without_bound() -> None:
 
 def test_every_dtype_of_the_format_is_torchs() -> None:
     for name, size in ITEM_SIZE.items():
-        assert named(name, torch.dtype).itemsize == size
+        assert torch_attribute(name, torch.dtype).itemsize == size

@@ -261,8 +261,8 @@ def test_a_model_that_cannot_be_captured_says_why(tmp_path: Path) -> None:
 def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
     """A program captured elsewhere than on the CPU names the CPU on purpose; its own device follows the loader."""
     from stagepack.linearize import linearize_program
-    from stagepack_loaders.torch.build import build
-    from stagepack_loaders.torch.ops import resolve
+    from stagepack_loaders.torch.build import build_graph_module
+    from stagepack_loaders.torch.operators import resolve_operators
 
     class ToCpu(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -272,10 +272,10 @@ def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
         program = torch.export.export(ToCpu(), (torch.empty(3),))
     file = read_graph(encode_graph(trivially_folded(linearize_program(program, {}, None).graph)), "")
     graph = file.graph
-    module = build(*file, resolve(graph.ops, (), ""), torch.device("cpu"))
+    module = build_graph_module(*file, resolve_operators(graph.ops, (), ""), torch.device("cpu"))
     devices = [node.kwargs["device"].type for node in module.graph.nodes if "device" in node.kwargs]
     assert devices == ["cpu"] * len(devices)
-    on_meta = build(*file, resolve(graph.ops, (), ""), torch.device("meta"))
+    on_meta = build_graph_module(*file, resolve_operators(graph.ops, (), ""), torch.device("meta"))
     named = [
         (
             str(node.target),

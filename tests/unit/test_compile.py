@@ -13,7 +13,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import CompiledError, OutputExistsError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.torch.speed import compile_ahead
+from stagepack_loaders.torch.compilation import compile_ahead
 
 pytestmark = pytest.mark.xdist_group("compiled")  # one process, so that the bundle is compiled once
 
@@ -127,10 +127,10 @@ def test_code_of_something_else_is_refused(stack: tuple[Stack, Bundle], compiled
     bundle = stack[1]
     other = stagepack.recut(bundle, out=tmp_path / "other.stagepack", stages=1)
     with pytest.raises(
-        CompiledError, match=f"was compiled from the bundle {bundle.digest}, this one is {other.digest}"
+        CompiledError, match=f"was compiled from the bundle {bundle.digest}, and this bundle is {other.digest}"
     ):
         stagepack.load(other, compiled=compiled)
-    with pytest.raises(CompiledError, match="is no folder that stagepack compile wrote"):
+    with pytest.raises(CompiledError, match="expected a folder that stagepack compile wrote"):
         stagepack.load(bundle, compiled=tmp_path)
     with pytest.raises(OutputExistsError, match="exists"):
         compile_ahead(bundle, compiled)
@@ -152,7 +152,8 @@ def test_code_for_another_target_is_refused(
     listed["target"][field] = value
     (changed / "compiled.json").write_text(json.dumps(listed))
     with pytest.raises(
-        CompiledError, match=f"was compiled for .*{value.split('+')[0]}.*, this is cpu .*: compile it anew"
+        CompiledError,
+        match=f"was compiled for .*{value.split('+')[0]}.*, and this machine is cpu .*: compile the bundle here",
     ):
         stagepack.load(stack[1], compiled=changed)
 

@@ -1,12 +1,36 @@
-"""Run a module inside a context, and leave the context again whatever happens.
+"""Run a module inside a context, and leave the context again even if the module raises.
 
-torch has operators that do the same, but they leave the grad mode changed when something inside raises, and import the
-compiler when they are called first.
+torch has operators that do the same, but they leave the grad mode changed when something inside raises, and import the compiler when
+they are called first.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from stagepack.format.graph import Context
+from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.torch_attributes import torch_attribute
+
+
+def context_call(context: Context, stage_device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function that runs a module inside a context, and its arguments before the module.
+
+    Args:
+        context: grad mode or autocast.
+        stage_device: the device that the graph calls its own.
+
+    Raises:
+        OperatorError: this torch lacks the dtype of the autocast.
+        DeviceError: the context names a device that this machine does not have.
+    """
+    autocast = context.autocast
+    if autocast is None:
+        return run_with_grad_mode, (context.grad,)
+    device_type = stage_device.type if autocast.device is None else parse_device(autocast.device).type
+    dtype = torch_attribute(autocast.dtype, torch.dtype)
+    return run_with_autocast, (device_type, dtype, autocast.enabled, autocast.cache)
 
 
 def run_with_grad_mode(enabled: bool, module: torch.nn.Module, *args: Any) -> Any:
@@ -16,8 +40,8 @@ def run_with_grad_mode(enabled: bool, module: torch.nn.Module, *args: Any) -> An
 
 
 def run_with_autocast(
-    kind: str, dtype: torch.dtype, enabled: bool, cache: bool, module: torch.nn.Module, *args: Any
+    device_type: str, dtype: torch.dtype, enabled: bool, cache: bool, module: torch.nn.Module, *args: Any
 ) -> Any:
-    """Call a module under ``torch.autocast`` for a type of device."""
-    with torch.autocast(kind, dtype, enabled, cache):
+    """Call a module under `torch.autocast` for a type of device."""
+    with torch.autocast(device_type, dtype, enabled, cache):
         return module(*args)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagepack_loaders.torch.stage import PreparedTorchStage
+    from stagepack_loaders.torch.prepare import PreparedTorchStage
 
 
 class TorchRuntime(Runtime):
@@ -55,7 +55,7 @@ class TorchRuntime(Runtime):
         self, bundle: Bundle, placement: "Mapping[int, torch.device]", options: PrepareOptions
     ) -> "dict[int, PreparedTorchStage]":
         """See `Runtime`. Stages on one device share the tensors that are one tensor in the model."""
-        from stagepack_loaders.torch.stage import prepare_stages
+        from stagepack_loaders.torch.prepare import prepare_stages
 
         return prepare_stages(bundle, placement, options)
 
@@ -67,15 +67,15 @@ class TorchRuntime(Runtime):
         compiled: "str | os.PathLike[str] | None",
     ) -> "dict[int, PreparedTorchStage]":
         """See `Runtime`."""
-        from stagepack_loaders.torch.speed import compile_stages
+        from stagepack_loaders.torch.compilation import compile_stages
 
         return compile_stages(bundle, stages, compile, compiled)
 
     def compile_seconds(self) -> float:
         """See `Runtime`."""
-        from stagepack_loaders.torch.compile import compile_seconds
+        from stagepack.torch_internals import torch_compile_seconds
 
-        return compile_seconds()
+        return torch_compile_seconds()
 
     def seed(self, seed: int) -> None:
         """See `Runtime`."""

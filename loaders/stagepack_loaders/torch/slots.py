@@ -1,49 +1,86 @@
 """Where a loaded stage holds its weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stagepack.errors import InputError
+from stagepack.format.graph import Weight
+from stagepack.torch_internals import child_modules, mark_non_persistent, weight_tensors
+from stagepack_loaders.torch.container import Container
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A weight in the modules that hold it; it is looked up at each call, so that one which the user puts there is used.
+    """A weight in the modules that hold it. It is looked up at each call, so that a weight which the user puts there is used.
 
     Attributes:
         names: its names in the model; more than one for a tied weight.
-        places: for each name, the parameters or buffers of a module, and the key.
+        entries: for each name, the parameters or buffers of a module, and the key in them.
     """
 
     names: tuple[str, ...]
-    places: tuple[tuple[dict[str, Any], str], ...]
+    entries: tuple[tuple[dict[str, Any], str], ...]
 
     def get(self) -> torch.Tensor:
-        """The weight.
+        """Return the weight.
 
         Raises:
-            InputError: it is gone, or its names no longer stand for one weight.
+            InputError: the weight was removed, or its names no longer hold one weight.
         """
-        weight = self._at(0)
-        for number in range(1, len(self.names)):
-            other = self._at(number)
-            if other is not weight and other.data_ptr() != weight.data_ptr():
-                names = f"{self.names[0]} and {self.names[number]}"
-                raise InputError(f"{names} are one weight in the model: give both names the new one")
+        weight = self._entry(0)
+        for index in range(1, len(self.names)):
+            tied_weight = self._entry(index)
+            if tied_weight is not weight and tied_weight.data_ptr() != weight.data_ptr():
+                raise InputError(
+                    f"{self.names[0]} and {self.names[index]} are one weight in the model, and hold two: assign the new one to both"
+                )
         return weight
 
     def put(self, weight: torch.Tensor) -> None:
-        """Put another weight in its place, under all its names."""
-        for held, key in self.places:
-            held[key] = weight
+        """Replace the weight, under all its names."""
+        for tensors, key in self.entries:
+            tensors[key] = weight
 
-    def _at(self, number: int) -> torch.Tensor:
-        held, key = self.places[number]
-        weight: torch.Tensor | None = held.get(key)
+    def _entry(self, index: int) -> torch.Tensor:
+        tensors, key = self.entries[index]
+        weight: torch.Tensor | None = tensors.get(key)
         if weight is None:
             raise InputError(
-                f"the weight {self.names[number]} is gone: a loaded stage cannot be pruned or parametrized"
+                f"the weight {self.names[index]} was removed: a loaded stage cannot be pruned or parametrized"
             )
         return weight
+
+
+def register_weight(stage: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> Slot:
+    """Register a weight in a stage under all its names, in modules that are made where there are none.
+
+    Args:
+        stage: the stage.
+        weight: its entry in the graph.
+        tensor: its content.
+    """
+    entries = []
+    for name in weight.names:
+        *module_path, attribute_name = name.split(".")
+        module = submodule(stage, module_path)
+        tensors = weight_tensors(module, parameters=weight.kind == "parameter")
+        tensors[attribute_name] = tensor
+        if weight.kind in ("non_persistent_buffer", "constant"):
+            mark_non_persistent(module, attribute_name)
+        entries.append((tensors, attribute_name))
+    return Slot(weight.names, tuple(entries))
+
+
+def submodule(root: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
+    """Return the module at a path, and make containers where there are none."""
+    module = root
+    for name in path:
+        children = child_modules(module)
+        child = children.get(name)
+        if child is None:
+            child = children[name] = Container()
+        module = child
+    return module

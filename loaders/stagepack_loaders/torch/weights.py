@@ -1,4 +1,4 @@
-"""Weights of a stage: from its files to tensors on a device."""
+"""The weights of stages: from weight files to tensors on a device."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +9,11 @@ from safetensors import SafetensorError, safe_open
 from stagepack.errors import FormatError, Problem
 from stagepack.format.graph import Weight
 from stagepack.format.weights import StoredTensor
-from stagepack_loaders.torch.build import named
+from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 
 class WeightCache:
-    """The tensors read so far, so that stages on one device share what is one tensor in the model."""
+    """The tensors read so far. Stages on one device that share a cache share the tensors that are one tensor in the model."""
 
     def __init__(self) -> None:
         """Start with nothing read."""
@@ -21,18 +21,27 @@ class WeightCache:
         self._weights: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def read(
-        self, weight: Weight, places: Mapping[str, tuple[Path, StoredTensor]], device: torch.device
+        self, weight: Weight, stored_tensors: Mapping[str, tuple[Path, StoredTensor]], device: torch.device
     ) -> torch.Tensor:
-        """A weight of a stage as a tensor on a device; a parameter as a `torch.nn.Parameter`.
+        """Return a weight as a tensor on a device; a parameter as a `torch.nn.Parameter`.
 
-        On the CPU its memory is the file itself, mapped copy-on-write.
+        On the CPU its memory is the weight file, mapped copy-on-write.
+
+        Args:
+            weight: its entry in the graph.
+            stored_tensors: the file and the position of each stored tensor, by name, from `Bundle.tensors`.
+            device: the device.
+
+        Raises:
+            FormatError: the safetensors library refuses the weight file.
         """
         key = (weight.names[0], device)
         if key not in self._weights:
-            if weight.zeros:
-                tensor = _zeros(weight, device)
-            else:
-                tensor = self._lay_out(weight, self._read(weight.stored, places[weight.stored][0], device))
+            tensor = (
+                _zeros(weight, device)
+                if weight.zeros
+                else _lay_out(weight, self._read_stored(weight.stored, stored_tensors[weight.stored][0], device))
+            )
             if weight.kind == "parameter":
                 tensor = torch.nn.Parameter(tensor, requires_grad=weight.trainable)
             elif weight.trainable:
@@ -40,7 +49,7 @@ class WeightCache:
             self._weights[key] = tensor
         return self._weights[key]
 
-    def _read(self, name: str, path: Path, device: torch.device) -> torch.Tensor:
+    def _read_stored(self, name: str, path: Path, device: torch.device) -> torch.Tensor:
         key = (name, device)
         if key not in self._stored:
             try:
@@ -50,22 +59,23 @@ class WeightCache:
                 raise FormatError([Problem(rule="W2", where=f"{path.name}: {name[:80]}", message=str(error))]) from None
         return self._stored[key]
 
-    def _lay_out(self, weight: Weight, stored: torch.Tensor) -> torch.Tensor:
-        """The stored tensor with the type and the place in memory that the weight has in the model."""
-        dtype: torch.dtype = named(weight.dtype, torch.dtype)
-        if weight.base is not None:
-            octets = stored.reshape(-1).view(torch.uint8)
-            flat = octets[: octets.numel() - octets.numel() % dtype.itemsize].view(dtype)
-            return flat.as_strided(weight.shape, weight.strides or (), flat.storage_offset() + weight.offset)
-        if stored.dtype != dtype:
-            stored = stored.reshape(-1).view(dtype).reshape(weight.shape)
-        if weight.strides is None:
-            return stored
-        return torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=stored.device).copy_(stored)
+
+def _lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
+    """The stored tensor with the dtype, strides and position in memory that the weight has in the model."""
+    dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
+    if weight.base is not None:
+        base_bytes = stored.reshape(-1).view(torch.uint8)
+        base = base_bytes[: base_bytes.numel() - base_bytes.numel() % dtype.itemsize].view(dtype)
+        return base.as_strided(weight.shape, weight.strides or (), base.storage_offset() + weight.offset)
+    if stored.dtype != dtype:
+        stored = stored.reshape(-1).view(dtype).reshape(weight.shape)
+    if weight.strides is None:
+        return stored
+    return torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=stored.device).copy_(stored)
 
 
 def _zeros(weight: Weight, device: torch.device) -> torch.Tensor:
-    """A weight of zeros, which lies in no file."""
-    dtype: torch.dtype = named(weight.dtype, torch.dtype)
+    """A weight of zeros, which no file holds."""
+    dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
     zeros = torch.zeros(weight.shape, dtype=dtype, device=device)
     return zeros if weight.strides is None else zeros.new_empty_strided(weight.shape, weight.strides).zero_()

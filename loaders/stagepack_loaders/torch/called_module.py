@@ -1,0 +1,84 @@
+"""The modules of the original model that a stage calls: each can be called on its own, and be replaced."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stagepack.errors import InputError
+from stagepack_loaders.torch.container import Container
+from stagepack_loaders.torch.module_call import ModuleCallBody, pending_call
+from stagepack_loaders.torch.slots import Slot
+
+
+class CalledModule(Container):
+    """A module of the model. It is called as the model called it when it was captured.
+
+    Inside its stage it is also passed the values that it uses and that were not among its arguments; on its own it runs without them
+    where it can.
+    """
+
+    is_called = True
+
+    def __init__(self, bodies: Sequence[ModuleCallBody]) -> None:
+        """Create the module that runs some calls.
+
+        Args:
+            bodies: its calls, which have equal graphs.
+        """
+        super().__init__()
+        self._bodies = list(bodies)
+        for body in bodies:
+            body.module = self
+
+    def _get_name(self) -> str:
+        return self._bodies[0].call.type.rpartition(".")[2] or type(self).__name__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Raises:
+            InputError: an argument is missing, unknown, or does not fit the recorded one; or the module uses a value that no argument
+                determines.
+        """
+        call = pending_call.get()
+        if call is None or not any(call.body is body for body in self._bodies):
+            body = self._fitting_body(args, kwargs)
+            return body.run(body.bind(args, kwargs, {}))[1]
+        pending_call.set(None)  # the modules inside have calls of their own
+        call.outputs, result = call.body.run(call.body.bind(args, kwargs, call.values))
+        return result
+
+    def _fitting_body(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleCallBody:
+        """The first call whose arguments fit, or else the first call: calls may differ in sizes that are fixed."""
+        if len(self._bodies) == 1:
+            return self._bodies[0]
+        for body in self._bodies:
+            try:
+                body.bind(args, kwargs, {})
+            except InputError:
+                continue
+            return body
+        return self._bodies[0]
+
+
+def called_modules(bodies: Iterable[ModuleCallBody]) -> list[tuple[str, CalledModule]]:
+    """Return the modules that run calls, with their paths; a module comes before those inside it."""
+    by_path: dict[str, list[ModuleCallBody]] = {}
+    for body in bodies:
+        by_path.setdefault(body.module_path, []).append(body)
+    return [(path, CalledModule(by_path[path])) for path in sorted(by_path, key=lambda path: path.count("."))]
+
+
+def connect(stage: Container, bodies: Sequence[ModuleCallBody], slots: Mapping[str, Slot]) -> None:
+    """Connect calls with their stage and its weights, and tell containers which of their modules are called.
+
+    Args:
+        stage: the stage, with all its modules and weights.
+        bodies: the calls that it makes.
+        slots: the slots of its weights, by value name.
+    """
+    for body in bodies:
+        body.stage = stage
+        body.slots = [slots[name] for name in body.weights]
+    for module in stage.modules():
+        if isinstance(module, Container):
+            module.settle()

@@ -1,0 +1,197 @@
+"""One fx graph under construction. Strings of a bundle do not reach the code that fx generates, except checked identifiers."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from stagepack.format.graph import (
+    Argument,
+    ComplexArg,
+    DeviceArg,
+    DictArg,
+    DtypeArg,
+    Graph,
+    LayoutArg,
+    ListArg,
+    MemoryFormatArg,
+    Node,
+    SliceArg,
+    SubgraphArg,
+    TupleArg,
+    ValueArg,
+)
+from stagepack.format.traversal import output_names
+from stagepack.torch_internals import child_modules
+from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.operators import check_call
+from stagepack_loaders.torch.steps import all_values
+from stagepack_loaders.torch.torch_attributes import torch_attribute
+
+
+@dataclass(frozen=True, slots=True)
+class GraphParts:
+    """What all modules that are built from one graph share.
+
+    Attributes:
+        graph: the graph.
+        operators: the operator of each entry of its op table.
+        device: the device that the graph calls its own.
+        subgraphs: the modules of its subgraphs that are built already.
+        regions: the modules of its regions that are built already.
+        input_prefix: the prefix of the parameter names of generated functions. fx writes these names into the code as they are, and a
+            value may be called ``self`` or ``torch``: no name of a value starts with the prefix. fx makes all other names safe itself.
+        module_stacks: the modules that a node of each scope came from, in the form of torch.export; only the innermost one.
+    """
+
+    graph: Graph
+    operators: Sequence[Callable[..., Any]]
+    device: torch.device
+    subgraphs: list[GraphModule] = field(default_factory=list)
+    regions: list[GraphModule] = field(default_factory=list)
+    input_prefix: str = field(init=False)
+    module_stacks: list[dict[str, tuple[str, str]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [value.name for value in all_values(self.graph)]
+        names += [weight.value for weight in self.graph.weights]
+        prefixes = (f"given{number}" for number in itertools.count())
+        prefix = next(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names))
+        stacks = [{scope.path: (scope.path, scope.type)} for scope in self.graph.scopes]
+        object.__setattr__(self, "input_prefix", prefix)
+        object.__setattr__(self, "module_stacks", stacks)
+
+
+class FxBody:
+    """An fx graph that grows node by node, and the attributes of its module."""
+
+    def __init__(self, parts: GraphParts, inputs: Sequence[str], *, anonymous: bool = False) -> None:
+        """Start with the inputs.
+
+        Args:
+            parts: what all modules of the graph share.
+            inputs: the names of the inputs.
+            anonymous: leave numbers out of the names in the code, so that equal regions of several stages have equal code.
+        """
+        self._parts = parts
+        self._anonymous = anonymous
+        self._fx_graph = FxGraph()
+        self._attributes: dict[str, Any] = {}
+        self._attribute_names: dict[int, str] = {}  # by the identity of the object
+        self._fx_nodes = {
+            name: self._create("placeholder", f"{parts.input_prefix}_{index}", name=None if anonymous else name)
+            for index, name in enumerate(inputs)
+        }
+
+    def read_size(self, name: str, tensor_name: str, dim: int) -> None:
+        """Define a value as a size of a tensor."""
+        args = (self._fx_nodes[tensor_name], dim)
+        self._fx_nodes[name] = self._create("call_function", torch.ops.aten.sym_size.int, args, name=name)
+
+    def call_operator(self, node: Node) -> None:
+        """Append a call of an operator. If the operator returns a sequence, its items are defined one by one."""
+        operator = self._parts.operators[node.op]
+        keywords = [name for name, _ in node.kwargs]
+        check_call(self._parts.graph.ops[node.op].name, operator, len(node.args), keywords)
+        args = tuple(map(self._argument, node.args))
+        kwargs = {name: self._argument(argument) for name, argument in node.kwargs}
+        name = next(iter(output_names(node)), None) if not node.unpack else None
+        result = self._create("call_function", operator, args, kwargs, name)
+        result.meta["nn_module_stack"] = self._parts.module_stacks[node.scope]
+        for index, output in enumerate(node.outputs):
+            if output is not None:
+                self._fx_nodes[output.name] = self._item(result, index, output.name) if node.unpack else result
+
+    def call_function(
+        self,
+        function: Callable[..., Any],
+        first_arguments: Sequence[Any],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+    ) -> None:
+        """Append a call of a function that returns a tuple.
+
+        Args:
+            function: the function.
+            first_arguments: constants, and nodes from `attribute`.
+            inputs: the names of the values that are its other arguments.
+            outputs: the names of the values that it returns.
+        """
+        args = (*first_arguments, *(self._fx_nodes[name] for name in inputs))
+        self._define_items(self._create("call_function", function, args), outputs)
+
+    def call_region(self, region: int, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Append a call of the module of a region."""
+        name = f"region_{region}"
+        self._attributes[name] = self._parts.regions[region]
+        args = tuple(self._fx_nodes[name] for name in inputs)
+        self._define_items(self._create("call_module", name, args), outputs)
+
+    def attribute(self, value: object, kind: str) -> FxNode:
+        """Return a node that reads an attribute of the module, which holds an object."""
+        name = self._attribute_names.setdefault(id(value), f"_{kind}_{len(self._attributes)}")
+        self._attributes[name] = value
+        return self._create("get_attr", name)
+
+    def finish(self, result: Argument, class_name: str) -> GraphModule:
+        """Return the module of the graph, with a result."""
+        self._fx_graph.output(self._argument(result))
+        # Child modules are added after the module is made: fx would generate the code of each again.
+        children = {name: value for name, value in self._attributes.items() if isinstance(value, GraphModule)}
+        attributes = self._attributes | dict.fromkeys(children, torch.nn.Module())
+        module = GraphModule(attributes, self._fx_graph, class_name=class_name)
+        child_modules(module).update(children)
+        # The call of fx prints a traceback beside the error that it raises.
+        type(module).__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
+        return module
+
+    def _define_items(self, result: FxNode, outputs: Sequence[str]) -> None:
+        for index, name in enumerate(outputs):
+            self._fx_nodes[name] = self._item(result, index, name)
+
+    def _argument(self, argument: Argument) -> Any:
+        """Return an argument as fx takes it."""
+        match argument:
+            case ValueArg(name):
+                return self._fx_nodes[name]
+            case ListArg(items):
+                return [self._argument(item) for item in items]
+            case TupleArg(items):
+                return tuple(self._argument(item) for item in items)
+            case DictArg(items):
+                return {key: self._argument(item) for key, item in items}
+            case SliceArg(start, stop, step):
+                return slice(self._argument(start), self._argument(stop), self._argument(step))
+            case ComplexArg(real, imag):
+                return complex(real, imag)
+            case DtypeArg(name):
+                return torch_attribute(name, torch.dtype)
+            case LayoutArg(name):
+                return torch_attribute(name, torch.layout)
+            case MemoryFormatArg(name):
+                return torch_attribute(name, torch.memory_format)
+            case DeviceArg(name):
+                return self._parts.device if name is None else parse_device(name)
+            case SubgraphArg(index):
+                return self.attribute(self._parts.subgraphs[index], "subgraph")
+            case str():
+                return self.attribute(argument, "text")
+            case _:
+                return argument
+
+    def _item(self, result: FxNode, index: int, name: str) -> FxNode:
+        return self._create("call_function", getitem, (result, index), name=name)
+
+    def _create(
+        self, kind: str, target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, name: str | None = None
+    ) -> FxNode:
+        if self._anonymous and name is not None:
+            name = name.rstrip("0123456789_") or "value"
+        # The code reads attributes from `self`, so no value may have that name.
+        return self._fx_graph.create_node(kind, target, args, kwargs, "self_" if name == "self" else name)

@@ -1,0 +1,141 @@
+"""The operators of a graph in the torch that runs here.
+
+Allowed are ATen and prims, the closed sets of Python and higher-order operators, and the namespaces that the caller names.
+"""
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from stagepack.errors import OperatorError
+from stagepack.format.graph import Op
+from stagepack.format.operators import ALLOWED_NAMESPACES, is_denied_operator, operator_namespace
+from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, is_compatible_schema, operator_schema
+
+_PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
+
+
+def resolve_operators(op_table: Iterable[Op], allow_ops: Collection[str], graph_name: str) -> list[Callable[..., Any]]:
+    """Return the operator of each entry of an op table.
+
+    Args:
+        op_table: the table.
+        allow_ops: namespaces of custom operators that may run.
+        graph_name: the name of the graph file, for messages.
+
+    Raises:
+        OperatorError: operators are missing here, denied, of a namespace that is not allowed, or have another schema; all of them are
+            named.
+    """
+    operators = []
+    problems = []
+    allowed = {allow_ops} if isinstance(allow_ops, str) else allow_ops  # a string would allow each of its substrings
+    for op in op_table:
+        try:
+            operators.append(_resolve(op, allowed))
+        except OperatorError as error:
+            problems.append(str(error))
+    if problems:
+        raise OperatorError(f"{graph_name}: {'; '.join(problems)}")
+    return operators
+
+
+def check_call(
+    operator_name: str, target: Callable[..., Any], positional_count: int, keywords: Collection[str]
+) -> None:
+    """Check the arguments of a call against the schema of the operator. Higher-order operators, which have none, are not checked.
+
+    Args:
+        operator_name: the qualified name of the operator, for messages.
+        target: the operator.
+        positional_count: how many arguments are passed by position.
+        keywords: the names of those passed by name.
+
+    Raises:
+        OperatorError: an argument is missing, unknown or passed twice, or there are too many by position.
+    """
+    if isinstance(target, HigherOrderOperator):
+        return
+    parameters = _parameters(target)
+    by_position = [parameter.name for parameter in parameters if parameter.by_position]
+    by_name = {parameter.name for parameter in parameters if parameter.by_name}
+    passed = {*by_position[:positional_count], *keywords}
+    is_unique = positional_count <= len(by_position) and len(passed) == positional_count + len(keywords)
+    is_complete = all(parameter.name in passed for parameter in parameters if parameter.is_required)
+    if not is_unique or not is_complete or not by_name.issuperset(keywords):
+        expected = ", ".join(parameter.name for parameter in parameters)
+        raise OperatorError(
+            f"the operator {operator_name} takes {expected}; "
+            f"a node passes {positional_count} arguments by position and {sorted(keywords)} by name"
+        )
+
+
+class _Parameter(NamedTuple):
+    name: str
+    by_position: bool
+    by_name: bool
+    is_required: bool
+
+
+@functools.cache
+def _parameters(target: Callable[..., Any]) -> list[_Parameter]:
+    """The parameters of an operator, in order."""
+    if isinstance(target, OperatorOverload):
+        return [
+            _Parameter(
+                argument.name,
+                by_position=not argument.kwarg_only,
+                by_name=True,
+                is_required=not argument.has_default_value(),
+            )
+            for argument in operator_schema(target).arguments
+        ]
+    return [
+        _Parameter(
+            parameter.name,
+            by_position=True,
+            by_name=parameter.kind != parameter.POSITIONAL_ONLY,
+            is_required=parameter.default is parameter.empty,
+        )
+        for parameter in inspect.signature(target).parameters.values()
+    ]
+
+
+def _resolve(op: Op, allowed: Collection[str]) -> Callable[..., Any]:
+    namespace = operator_namespace(op.name)
+    if is_denied_operator(op.name):
+        raise OperatorError(f"the operator {op.name} is not allowed in a bundle [G11]")
+    if namespace not in ALLOWED_NAMESPACES and namespace not in allowed:
+        raise OperatorError(
+            f"the operator {op.name} is of the namespace {namespace!r}: "
+            f"allow it with allow_ops=[{namespace!r}] (--allow-ops {namespace})"
+        )
+    return _python_operator(op.name) if namespace in _PYTHON_NAMESPACES else _overload(op)
+
+
+def _python_operator(name: str) -> Callable[..., Any]:
+    namespace, _, attribute_name = name.partition(".")
+    target: Callable[..., Any] | None = getattr(_PYTHON_NAMESPACES[namespace], attribute_name, None)
+    if target is None:
+        raise OperatorError(f"the operator {name} does not exist in torch {torch.__version__}")
+    return target
+
+
+def _overload(op: Op) -> OperatorOverload:
+    namespace, name, overload_name = (*op.name.split("."), "default")[:3]
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    overload = getattr(packet, overload_name, None)
+    if not isinstance(overload, OperatorOverload):
+        hint = "" if namespace in ALLOWED_NAMESPACES else ": import the library that registers it"
+        raise OperatorError(f"the operator {op.name} does not exist in torch {torch.__version__}{hint}")
+    schema = operator_schema(overload)
+    if str(schema) != op.schema and not is_compatible_schema(schema, op.schema):
+        raise OperatorError(
+            f"the operator {op.name} has the schema {schema} in torch {torch.__version__}, the bundle was made with {op.schema}"
+        )
+    return overload

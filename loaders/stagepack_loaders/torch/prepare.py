@@ -1,0 +1,116 @@
+"""Read and check stages, then read their weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stagepack.errors import DeviceError, OperatorError
+from stagepack.format.reader import Bundle
+from stagepack.format.weights import StoredTensor
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.torch.build import build_graph_module
+from stagepack_loaders.torch.module_builder import build_with_modules
+from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.stage import StageCode, TorchStage
+from stagepack_loaders.torch.weights import WeightCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTorchStage:
+    """A stage that is built, and whose weights are not read yet.
+
+    Attributes:
+        code: what it will run.
+        stored_tensors: the file and the position of each stored tensor, by name.
+        device: the device it will run on.
+        cache: the weights read so far, for all stages that are prepared together.
+    """
+
+    bundle: Bundle
+    stage_number: int
+    code: StageCode
+    stored_tensors: Mapping[str, tuple[Path, StoredTensor]]
+    device: torch.device
+    cache: WeightCache
+
+    @property
+    def runtime(self) -> str:
+        """The name of the runtime."""
+        return TorchStage.runtime
+
+    def finish(self, *, verify: bool) -> TorchStage:
+        """Read the weights of the stage, and nothing of other stages.
+
+        Args:
+            verify: compare the weight files with their digests first.
+
+        Raises:
+            DigestError: a weight file is not the one that the manifest lists.
+        """
+        entry = self.bundle.stages[self.stage_number]
+        if verify:
+            self.bundle.check_digests(entry.weights)
+        tensors = {
+            weight.value: self.cache.read(weight, self.stored_tensors, self.device)
+            for weight in self.code.graph.weights
+        }
+        return TorchStage(self.code, tensors, self.device, entry.state)
+
+
+def prepare_stages(
+    bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
+) -> dict[int, PreparedTorchStage]:
+    """Read and check stages, all but their weights; see `stagepack_loaders.base.Runtime.prepare`.
+
+    Stages on one device will share the tensors that are one tensor in the model.
+
+    Raises:
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        OperatorError: an operator is missing here, not allowed, or has another schema.
+        DeviceError: a graph names a device that this machine does not have.
+    """
+    cache = WeightCache()
+    return {
+        stage_number: _prepare_stage(bundle, stage_number, device, options, cache)
+        for stage_number, device in placement.items()
+    }
+
+
+def _prepare_stage(
+    bundle: Bundle, stage_number: int, device: torch.device, options: PrepareOptions, cache: WeightCache
+) -> PreparedTorchStage:
+    """Read the graph of a stage and the headers of its weight files; build what it will run."""
+    code = _build_code(bundle, stage_number, device, options)
+    return PreparedTorchStage(
+        bundle=bundle,
+        stage_number=stage_number,
+        code=code,
+        stored_tensors=bundle.tensors(stage_number, code.graph),
+        device=device,
+        cache=cache,
+    )
+
+
+def _build_code(bundle: Bundle, stage_number: int, device: torch.device, options: PrepareOptions) -> StageCode:
+    entry = bundle.stages[stage_number]
+    folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
+    operators = resolve_operators(graph.ops, options.allow_ops, entry.graph)
+    if options.dense_inputs:
+        operators = [_view_as_reshape(operator) for operator in operators]
+    try:
+        if options.modules:
+            numbers = entry.node_numbers
+            graph_module, module_calls = build_with_modules(graph, numbers, operators, device, options.types)
+            return StageCode(graph=graph, graph_module=graph_module, module_calls=module_calls)
+        return StageCode(graph=graph, graph_module=build_graph_module(folded, graph, operators, device))
+    except (DeviceError, OperatorError) as error:
+        raise type(error)(f"{entry.graph}: {error}") from None
+
+
+def _view_as_reshape(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``view``, which some dense inputs do not allow. Where it is possible, ``reshape`` returns the same view."""
+    aten = torch.ops.aten
+    return aten.reshape.default if operator is aten.view.default else operator

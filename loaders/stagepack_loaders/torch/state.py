@@ -1,0 +1,77 @@
+"""The buffers of a stage that calls write, such as key-value caches and counters."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from stagepack.errors import InputError
+from stagepack.format.graph import Weight
+from stagepack_loaders.torch.slots import Slot
+
+
+class StageState:
+    """The memory that calls write, and its content at loading. Weights may share memory; each memory is kept once."""
+
+    def __init__(self, weights: Sequence[Weight], slots: Sequence[Slot], state_names: Collection[str]) -> None:
+        """Keep a copy of the memory that calls write.
+
+        Args:
+            weights: the weights of the stage.
+            slots: the slot of each weight.
+            state_names: the names of the buffers that calls write.
+        """
+        self._initial: list[torch.Tensor] = []
+        memories = [_memory(slot.get()) for slot in slots]
+        index_of_address: dict[int, int] = {}
+        for weight, memory in zip(weights, memories, strict=True):
+            is_written = not set(state_names).isdisjoint(weight.names) and len(memory)
+            if is_written and memory.data_ptr() not in index_of_address:
+                index_of_address[memory.data_ptr()] = len(self._initial)
+                self._initial.append(memory.new_zeros(1).expand_as(memory) if weight.zeros else memory.clone())
+        # All weights on such memory, with the index of its initial content.
+        self._written: list[tuple[Slot, int]] = [
+            (slot, index_of_address[memory.data_ptr()])
+            for slot, memory in zip(slots, memories, strict=True)
+            if memory.data_ptr() in index_of_address
+        ]
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Set the memory to its content at loading.
+
+        Raises:
+            InputError: a buffer was replaced by one of another size or type.
+        """
+        for slot, index in self._written:
+            memory = _memory(slot.get())
+            if self._initial[index].shape != memory.shape:
+                raise InputError(
+                    f"{slot.names[0]} was replaced by a buffer of another size or type: it cannot be reset"
+                )
+            memory.copy_(self._initial[index])
+
+    def fresh(self) -> list[torch.Tensor]:
+        """Return new memory with the content at loading."""
+        return [initial.clone(memory_format=torch.contiguous_format) for initial in self._initial]
+
+    @torch.no_grad()
+    def swap(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Exchange the memory for that of `fresh` or `swap`; return the previous one.
+
+        The buffers become other tensors: results of earlier calls that are views of the buffers keep the previous memory.
+        """
+        previous = list(memories)
+        for slot, index in self._written:
+            tensor = slot.get()
+            previous[index] = _memory(tensor)
+            replacement = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            replacement.set_(memories[index].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            slot.put(torch.nn.Parameter(replacement, tensor.requires_grad) if is_parameter else replacement)
+        return previous
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All the memory that a tensor is a view of, as bytes."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
