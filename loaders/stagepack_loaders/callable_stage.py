@@ -21,12 +21,12 @@ def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: M
     Raises:
         InputError: an input is missing or unknown.
     """
-    names = [value_type.name for value_type in inputs]
-    bound = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if len(args) > len(names) or bound.keys() != set(names):
-        expected = ", ".join(names) or "(none)"
+    input_names = [value_type.name for value_type in inputs]
+    bound = dict(zip(input_names, args, strict=False)) | dict(kwargs)
+    if len(args) > len(input_names) or bound.keys() != set(input_names):
+        expected = ", ".join(input_names) or "(none)"
         raise InputError(f"expected the inputs {expected}, found {len(args)} by position and {sorted(kwargs)} by name")
-    return {name: bound[name] for name in names}
+    return {input_name: bound[input_name] for input_name in input_names}
 
 
 def check_inputs(inputs: Sequence[Value | Edge], bound: Mapping[str, Any], symbols: Iterable[Symbol]) -> None:
@@ -35,7 +35,7 @@ def check_inputs(inputs: Sequence[Value | Edge], bound: Mapping[str, Any], symbo
     Raises:
         InputError: the first input that does not fit.
     """
-    check_values(inputs, {name: BoundArgument(name, value) for name, value in bound.items()}, symbols)
+    check_values(inputs, {input_name: BoundArgument(input_name, value) for input_name, value in bound.items()}, symbols)
 
 
 class CallableStage(ABC):
@@ -56,8 +56,8 @@ class CallableStage(ABC):
         edges = {edge.name: edge for edge in bundle.edges}
         entry = bundle.stages[stage_number]
         self.device = device
-        self.inputs: list[Edge] = [edges[name] for name in entry.inputs]
-        self.outputs: list[Edge] = [edges[name] for name in entry.outputs]
+        self.inputs: list[Edge] = [edges[edge_name] for edge_name in entry.inputs]
+        self.outputs: list[Edge] = [edges[edge_name] for edge_name in entry.outputs]
         self._symbols = bundle.manifest.symbols
 
     @abstractmethod

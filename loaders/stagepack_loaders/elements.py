@@ -1,7 +1,7 @@
-"""The elements of a value as a plain array, without torch: little-endian, in row-major order.
+"""The elements of a value: a numpy array of a plain type, in which form values cross between runtimes, processes and hosts.
 
-This is the form in which values cross from one process, file or host to another. Types that numpy lacks are their bits, a complex
-number is a pair of floats in a last dimension of size 2, and a Python number is an array of one element.
+The array is little-endian. A dtype that numpy lacks is its bits as unsigned integers; a complex number is a pair of floats, in a last
+dimension of size 2; a Python number or a tensor without dimensions is an array of one element.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from stagepack.format.dtypes import ITEM_SIZE
 # An array of elements.
 Array = numpy.ndarray[Any, Any]
 
-COMPLEX: Final = frozenset({"complex32", "complex64", "complex128"})
+COMPLEX_DTYPES: Final = frozenset({"complex32", "complex64", "complex128"})
 
 # torch dtype, or the dtype of a symbolic scalar -> the numpy dtype of its elements.
 ELEMENT_DTYPES: Final[Mapping[str, numpy.dtype[Any]]] = MappingProxyType(

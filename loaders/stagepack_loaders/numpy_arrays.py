@@ -15,7 +15,7 @@ from stagepack.errors import InputError, MissingPackageError
 from stagepack.format.dtypes import SCALAR_DTYPES, TORCH_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
-from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
+from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
 
 
 def numpy_dtype(dtype: str) -> numpy.dtype[Any]:
@@ -31,8 +31,8 @@ def numpy_dtype(dtype: str) -> numpy.dtype[Any]:
     except ModuleNotFoundError:
         message = f"numpy has no dtype {dtype}: pip install ml_dtypes installs it"
         raise MissingPackageError(message, name="ml_dtypes") from None
-    found: numpy.dtype[Any] = numpy.dtype(getattr(extension_types, dtype))
-    return found
+    extension_dtype: numpy.dtype[Any] = numpy.dtype(getattr(extension_types, dtype))
+    return extension_dtype
 
 
 def is_extension_dtype(dtype: str) -> bool:
@@ -50,13 +50,18 @@ class NumpyArrays:
     def load(self, path: Path) -> dict[str, Array]:
         """See `ArrayOps`."""
         return {
-            name: numpy.frombuffer(entry["data"], numpy_dtype(TORCH_DTYPES[entry["dtype"]])).reshape(entry["shape"])
-            for name, entry in deserialize(path.read_bytes())
+            array_name: numpy.frombuffer(entry["data"], numpy_dtype(TORCH_DTYPES[entry["dtype"]])).reshape(
+                entry["shape"]
+            )
+            for array_name, entry in deserialize(path.read_bytes())
         }
 
     def save(self, arrays: Mapping[str, Array], path: Path) -> None:
         """See `ArrayOps`."""
-        save_file({name: numpy.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}, path)
+        save_file(
+            {array_name: numpy.ascontiguousarray(array).reshape(array.shape) for array_name, array in arrays.items()},
+            path,
+        )
 
     def copy(self, array: Array) -> Array:
         """See `ArrayOps`."""
@@ -94,7 +99,7 @@ class NumpyArrays:
         if not isinstance(value, numpy.ndarray) or value.dtype.name != dtype:
             actual = f"one of {value.dtype.name}" if isinstance(value, numpy.ndarray) else type(value).__name__
             raise InputError(f"expected a numpy array of {dtype}, found {actual}")
-        if dtype in COMPLEX:
+        if dtype in COMPLEX_DTYPES:
             value = as_strided(value, (*value.shape, 1), (*value.strides, value.itemsize))
         return numpy.atleast_1d(value.view(ELEMENT_DTYPES[dtype]))
 
@@ -112,7 +117,7 @@ class NumpyArrays:
         if value_type.dtype in SCALAR_DTYPES:
             return array.item()
         array = array.view(numpy_dtype(value_type.dtype))
-        if value_type.dtype in COMPLEX:
+        if value_type.dtype in COMPLEX_DTYPES:
             array = array[..., 0]
         return array if value_type.shape else array.reshape(())
 

@@ -22,7 +22,7 @@ def map_stored_tensors(bundle: Bundle, stage_number: int) -> dict[str, Array]:
     for file_name in bundle.stages[stage_number].weights:
         file_bytes = numpy.memmap(bundle.path / file_name, numpy.uint8, "r")
         header = read_weight_header(bundle.path / file_name)
-        stored.update((name, file_bytes[entry.start : entry.end]) for name, entry in header.items())
+        stored.update((stored_name, file_bytes[entry.start : entry.end]) for stored_name, entry in header.items())
     return stored
 
 

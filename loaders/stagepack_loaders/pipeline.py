@@ -70,11 +70,13 @@ class Pipeline:
         """
         bound = bind_call(self.manifest.signature, args, kwargs)
         check_values(self._inputs, bound, self.manifest.symbols)
-        values = {name: argument.value for name, argument in bound.items()}
+        values = {edge_name: argument.value for edge_name, argument in bound.items()}
         arrays = array_ops_of_call(values.values(), self.arrays)
         for stage_number in range(len(self.stages)):
             self.run_stage(stage_number, values)
-        results = {name: to_array(values[name], self._edges[name], arrays) for name in self._results}
+        results = {
+            edge_name: to_array(values[edge_name], self._edges[edge_name], arrays) for edge_name in self._results
+        }
 
         def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
             return results[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
@@ -91,12 +93,12 @@ class Pipeline:
         """
         entry = self.manifest.stages[stage_number]
         runtime = self.runtimes[stage_number]
-        for name in entry.inputs:  # converted for later stages too, which are to see what this one writes into it
-            values[name] = to_runtime(values[name], self._edges[name], runtime)
-        outputs = self.stages[stage_number].run([values[name] for name in entry.inputs])
+        for edge_name in entry.inputs:  # converted for later stages too, which are to see what this one writes into it
+            values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
+        outputs = self.stages[stage_number].run([values[edge_name] for edge_name in entry.inputs])
         values.update(zip(entry.outputs, outputs, strict=True))
-        for name in self._last_uses[stage_number]:
-            del values[name]
+        for edge_name in self._last_uses[stage_number]:
+            del values[edge_name]
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -118,7 +120,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of all stages, by their names in the model."""
-        return {name: array for stage in self.stages for name, array in stage.state_dict().items()}
+        return {weight_name: array for stage in self.stages for weight_name, array in stage.state_dict().items()}
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters of all stages, each once."""

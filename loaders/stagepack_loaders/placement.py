@@ -1,5 +1,6 @@
-"""Which stage goes on which device."""
+"""The placement of stages: the device of each."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -13,25 +14,29 @@ from stagepack.partition.solver import split_sequence
 Device = TypeVar("Device")
 
 
-def place(manifest: Manifest, devices: Sequence[Device]) -> list[Device]:
-    """One device a stage; with fewer devices than stages, consecutive stages share one, so that the slowest device is fastest.
+def place_stages(manifest: Manifest, devices: Sequence[Device]) -> list[Device]:
+    """Return the device of each stage.
 
-    The times of the stages are those of the bundle's plan, without a plan their bytes of weights.
+    With fewer devices than stages, consecutive stages share one, so that the largest time of a device is as small as possible. The
+    times of the stages are those that the plan of the bundle estimates; without a plan, in proportion to the bytes of their weights.
+
+    Args:
+        manifest: the manifest of the bundle.
+        devices: the devices, in the order of the stages.
 
     Raises:
-        DeviceError: no device, or more devices than stages.
+        DeviceError: there is no device, or there are more devices than stages.
     """
     stages = manifest.stages
     if not 1 <= len(devices) <= len(stages):
         raise DeviceError(f"expected 1 to {len(stages)} devices for {len(stages)} stages, found {len(devices)}")
-    starts = split_sequence(_row(manifest), [1.0] * len(devices), [None] * len(devices))
-    assert starts is not None  # without limits of memory there is always a split
-    ends = [*starts, len(stages)]
-    return [devices[next(n for n, end in enumerate(ends) if stage < end)] for stage in range(len(stages))]
+    starts = split_sequence(_cost_sequence(manifest), [1.0] * len(devices), [None] * len(devices))
+    assert starts is not None  # there is always a split, without limits of memory
+    return [devices[bisect_right(starts, stage_number)] for stage_number in range(len(stages))]
 
 
-def _row(manifest: Manifest) -> CostSequence:
-    """The stages as items to split."""
+def _cost_sequence(manifest: Manifest) -> CostSequence:
+    """The stages as items to split between devices."""
     if manifest.plan is None:
         times = [stage.weight_bytes for stage in manifest.stages]
     else:

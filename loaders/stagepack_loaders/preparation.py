@@ -8,7 +8,7 @@ from typing import Any
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, PreparedStage, PrepareOptions, Runtime
-from stagepack_loaders.placement import place
+from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
 
 
@@ -22,10 +22,10 @@ def runtime_of_each_stage(runtime: str | Sequence[str], stage_count: int) -> lis
     Raises:
         OptionError: a name is unknown, or there are not as many names as stages.
     """
-    names = list(runtime) if isinstance(runtime, list | tuple) else [runtime] * stage_count
-    if len(names) != stage_count:
-        raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(names)}")
-    return [find_runtime(name) for name in names]
+    runtime_names = list(runtime) if isinstance(runtime, list | tuple) else [runtime] * stage_count
+    if len(runtime_names) != stage_count:
+        raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime_names)}")
+    return [find_runtime(runtime_name) for runtime_name in runtime_names]
 
 
 def prepare_all(
@@ -51,11 +51,15 @@ def prepare_all(
     chosen = runtime_of_each_stage(runtime, len(bundle.stages))
     if not all(chosen_runtime.keeps_strides for chosen_runtime in chosen):
         options = replace(options, dense_inputs=True)
-    placed = place(bundle.manifest, devices)
+    stage_devices = place_stages(bundle.manifest, devices)
     prepared: dict[int, PreparedStage] = {}
-    for one_runtime in dict.fromkeys(chosen):
-        placement = {number: device for number, device in enumerate(placed) if chosen[number] is one_runtime}
-        prepared.update(_prepare_in(one_runtime, bundle, placement, options))
+    for stage_runtime in dict.fromkeys(chosen):
+        placement = {
+            stage_number: device
+            for stage_number, device in enumerate(stage_devices)
+            if chosen[stage_number] is stage_runtime
+        }
+        prepared.update(_prepare_in(stage_runtime, bundle, placement, options))
     return dict(sorted(prepared.items()))
 
 
@@ -82,7 +86,7 @@ def _prepare_in(
 ) -> Mapping[int, PreparedStage]:
     """Prepare stages that share a runtime."""
     if options.modules and not runtime.runs_modules:
-        able = " or ".join(repr(other.name) for other in runtimes() if other.runs_modules)
+        able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.runs_modules)
         raise OptionError(f"{runtime.title} has no modules: leave out modules=True, or choose runtime={able}")
     import_runtime(runtime.name)
     devices = {stage_number: runtime.parse_device(device) for stage_number, device in placement.items()}
@@ -101,7 +105,7 @@ def check_compile_options(chosen: Sequence[Runtime], compile: Compile, compiled:
         return
     for runtime in chosen:
         if not runtime.compiles:
-            able = " or ".join(repr(other.name) for other in runtimes() if other.compiles)
+            able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.compiles)
             raise OptionError(
                 f"{runtime.title} does not compile stages: leave out compile and compiled, or choose runtime={able}"
             )

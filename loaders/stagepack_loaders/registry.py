@@ -37,13 +37,13 @@ def register_runtime(runtime: Runtime) -> None:
         raise OptionError(
             f"expected an object of a subclass of stagepack_loaders.base.Runtime, found {type(runtime).__name__}"
         )
-    name = getattr(runtime, "name", None)
-    if not isinstance(name, str) or not name.isidentifier():
-        raise OptionError(f"{type(runtime).__name__}: expected a name that is an identifier, found {name!r}")
-    registered = _REGISTRY.get(name)
+    runtime_name = getattr(runtime, "name", None)
+    if not isinstance(runtime_name, str) or not runtime_name.isidentifier():
+        raise OptionError(f"{type(runtime).__name__}: expected a name that is an identifier, found {runtime_name!r}")
+    registered = _REGISTRY.get(runtime_name)
     if registered is not None and type(registered) is not type(runtime):
-        raise OptionError(f"there is another runtime with the name {name!r}: choose another name")
-    _REGISTRY[name] = runtime
+        raise OptionError(f"there is another runtime with the name {runtime_name!r}: choose another name")
+    _REGISTRY[runtime_name] = runtime
 
 
 def runtime_names() -> tuple[str, ...]:
@@ -51,15 +51,15 @@ def runtime_names() -> tuple[str, ...]:
     return tuple(_REGISTRY)
 
 
-def find_runtime(name: object) -> Runtime:
+def find_runtime(runtime_name: object) -> Runtime:
     """Return the runtime of a name. The library that it needs is not imported.
 
     Raises:
         OptionError: there is no runtime of that name.
     """
-    entry = _REGISTRY.get(name) if isinstance(name, str) else None
+    entry = _REGISTRY.get(runtime_name) if isinstance(runtime_name, str) else None
     if entry is None:
-        raise OptionError(f"expected the runtime {' or '.join(map(repr, _REGISTRY))}, found {name!r}")
+        raise OptionError(f"expected the runtime {' or '.join(map(repr, _REGISTRY))}, found {runtime_name!r}")
     if isinstance(entry, str):
         module_name, _, class_name = entry.partition(":")
         runtime: Runtime = getattr(importlib.import_module(module_name), class_name)()
@@ -67,14 +67,14 @@ def find_runtime(name: object) -> Runtime:
     return entry
 
 
-def import_runtime(name: object) -> Runtime:
+def import_runtime(runtime_name: object) -> Runtime:
     """Return the runtime of a name, after importing the library that it needs.
 
     Raises:
         OptionError: there is no runtime of that name.
         MissingPackageError: its library is not installed.
     """
-    runtime = find_runtime(name)
+    runtime = find_runtime(runtime_name)
     for package in runtime.packages:
         try:
             importlib.import_module(package)
@@ -86,4 +86,4 @@ def import_runtime(name: object) -> Runtime:
 
 def runtimes() -> Iterator[Runtime]:
     """Yield all runtimes, without importing the libraries that they need."""
-    return (find_runtime(name) for name in runtime_names())
+    return (find_runtime(runtime_name) for runtime_name in runtime_names())

@@ -206,7 +206,7 @@ def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTi
             example.write_outputs(pipeline, results, options.outputs_file)
     facts: dict[str, Any] = {"outputs": len(results)}
     if options.inputs_file is None:
-        facts["difference"] = example.compare(pipeline, results, expected).largest
+        facts["difference"] = example.compare_results(pipeline, results, expected).largest
     return facts
 
 

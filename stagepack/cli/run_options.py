@@ -22,7 +22,7 @@ from stagepack_loaders.registry import runtimes as registered_runtimes
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
-    from stagepack_loaders.example import Difference
+    from stagepack_loaders.comparison import Difference
 
 _MAX_COUNT = 2**31 - 1
 _DAY = 86_400  # seconds

@@ -10,8 +10,9 @@ from stagepack.errors import OperatorError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.reader import Bundle
-from stagepack_loaders import example
 from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.comparison import combine_differences, compare_arrays
+from stagepack_loaders.example import INPUT_PREFIX
 from stagepack_loaders.exchange import to_array, to_runtime
 from stagepack_loaders.preparation import prepare_stage
 from stagepack_loaders.registry import find_runtime
@@ -33,7 +34,7 @@ class Checked:
 
     Attributes:
         difference: the largest absolute difference; None if it could not be told.
-        within: whether all of it is within the tolerance of `stagepack_loaders.example`.
+        within: whether all of it is within the tolerance of `stagepack_loaders.comparison`.
         reason: why it could not be told.
     """
 
@@ -69,7 +70,7 @@ def _example(bundle: Bundle) -> dict[str, Any] | None:
     tensors = TORCH_ARRAYS.load(bundle.example)
     scalars = {edge.name for edge in bundle.edges if edge.dtype in SCALAR_DTYPES}
     names = (edge.name for edge in bundle.edges if edge.producer is None)
-    given = {name: tensors[example.INPUT + name].clone() for name in names}
+    given = {name: tensors[INPUT_PREFIX + name].clone() for name in names}
     return {name: tensor.item() if name in scalars else tensor for name, tensor in given.items()}
 
 
@@ -102,10 +103,9 @@ def _compare(bundle: Bundle, number: int, stage: Any, given: list[Any], outputs:
         for name, value in other.state.items()
     ]
     compared = (
-        example.compare_arrays(TORCH_ARRAYS, TORCH_ARRAYS.array(mine), TORCH_ARRAYS.array(wanted))
-        for mine, wanted in pairs
+        compare_arrays(TORCH_ARRAYS, TORCH_ARRAYS.array(mine), TORCH_ARRAYS.array(wanted)) for mine, wanted in pairs
     )
-    return Checked(*example.largest(compared))
+    return Checked(*combine_differences(compared))
 
 
 def _value_type(name: str, tensor: torch.Tensor) -> Value:

@@ -18,7 +18,7 @@ from stagepack.errors import OperatorError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Value
 from stagepack.partition.cut_options import CutOptions
-from stagepack_loaders.example import compare_arrays
+from stagepack_loaders.comparison import compare_arrays
 from stagepack_loaders.exchange import to_array
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.onnxruntime.values import to_ort

@@ -45,8 +45,12 @@ class OnnxRuntimeStage(CallableStage):
         self.session = session
         self._weights = weights
         self._state_names = bundle.stages[stage_number].state
-        outputs = [] if session is None else [output.name for output in session.get_outputs()]
-        self._written_names = [name.removeprefix(WRITTEN_PREFIX) for name in outputs if name.startswith(WRITTEN_PREFIX)]
+        output_names = [] if session is None else [output.name for output in session.get_outputs()]
+        self._written_names = [
+            output_name.removeprefix(WRITTEN_PREFIX)
+            for output_name in output_names
+            if output_name.startswith(WRITTEN_PREFIX)
+        ]
         self._lock = threading.Lock()
         self.state = self.fresh_state()
 
@@ -79,8 +83,8 @@ class OnnxRuntimeStage(CallableStage):
         written_start = len(self.outputs) + len(self.state)
         self.state = dict(zip(self.state, results[len(self.outputs) : written_start], strict=True))
         dtypes = {edge.name: edge.dtype for edge in self.inputs}
-        for name, content in zip(self._written_names, results[written_start:], strict=True):
-            write_input(inputs[name], content, dtypes[name])
+        for edge_name, content in zip(self._written_names, results[written_start:], strict=True):
+            write_input(inputs[edge_name], content, dtypes[edge_name])
         return tuple(
             to_numpy(value, edge.dtype) if edge.dtype in SCALAR_DTYPES else value
             for value, edge in zip(results, self.outputs, strict=False)
@@ -92,16 +96,15 @@ class OnnxRuntimeStage(CallableStage):
         for edge in self.inputs:
             value = to_ort(inputs[edge.name], edge.dtype)
             binding.bind_ortvalue_input(edge.name, to_host(value) if self.device.type == "cpu" else value)
-        for name, value in self.state.items():
-            binding.bind_ortvalue_input(STATE_PREFIX + name, value)
+        for buffer_name, value in self.state.items():
+            binding.bind_ortvalue_input(STATE_PREFIX + buffer_name, value)
         for edge in self.outputs:
             on_host = edge.dtype in SCALAR_DTYPES
             binding.bind_output(edge.name, *(("cpu", 0) if on_host else (self.device.type, self.device.index)))
-        for name in (
-            *(NEXT_STATE_PREFIX + name for name in self.state),
-            *(WRITTEN_PREFIX + name for name in self._written_names),
-        ):
-            binding.bind_output(name, self.device.type, self.device.index)
+        next_state = (NEXT_STATE_PREFIX + buffer_name for buffer_name in self.state)
+        written_inputs = (WRITTEN_PREFIX + edge_name for edge_name in self._written_names)
+        for output_name in (*next_state, *written_inputs):
+            binding.bind_output(output_name, self.device.type, self.device.index)
         return binding
 
     def reset_state(self) -> None:
@@ -117,7 +120,7 @@ class OnnxRuntimeStage(CallableStage):
             for weight, array in self._weights
             if weight.names[0] in self._state_names
         }
-        return {name: content[name] for name in self._state_names}
+        return {buffer_name: content[buffer_name] for buffer_name in self._state_names}
 
     def swap_state(self, state: dict[str, OrtValue]) -> dict[str, OrtValue]:
         """Exchange the buffers that calls write for others, from `fresh_state` or `swap_state`; return the previous ones."""

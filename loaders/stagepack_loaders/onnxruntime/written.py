@@ -16,12 +16,14 @@ def check_written_inputs(inputs: Mapping[str, Any], written_names: Collection[st
     Raises:
         InputError: one of these cannot be written, or shares memory with another input, which would not see the new content.
     """
-    for name in written_names:
-        if not _is_writeable(inputs[name]):
-            raise InputError(f"{name}: the model writes into this input, and it cannot be written: give a copy")
-        for other_name in inputs.keys() - {name}:
-            if _may_overlap(inputs[name], inputs[other_name]):
-                raise InputError(f"{name} and {other_name} share memory, and the model writes {name}: give copies")
+    for edge_name in written_names:
+        if not _is_writeable(inputs[edge_name]):
+            raise InputError(f"{edge_name}: the model writes into this input, and it cannot be written: give a copy")
+        for other_edge_name in inputs.keys() - {edge_name}:
+            if _may_overlap(inputs[edge_name], inputs[other_edge_name]):
+                raise InputError(
+                    f"{edge_name} and {other_edge_name} share memory, and the model writes {edge_name}: give copies"
+                )
 
 
 def write_input(value: Any, content: OrtValue, dtype: str) -> None:

@@ -95,11 +95,11 @@ def _compile_occurrences(
 ) -> CompiledUnit:
     """Compile equal units into one file."""
     stage_number, first_unit, symbols = occurrences[0]
-    progress(f"compile {first_unit.name or 'stage'} of stage {stage_number}")
+    progress(f"compile {first_unit.region_name or 'stage'} of stage {stage_number}")
     file_name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.pt2"
     reason = _compile_module(first_unit.module, symbols, device, folder / file_name)
     return CompiledUnit(
-        locations=tuple((number, unit.name) for number, unit, _ in occurrences),
+        locations=tuple((occurrence_stage, unit.region_name) for occurrence_stage, unit, _ in occurrences),
         file_name="" if reason else file_name,
         sha256="" if reason else sha256_of_file(folder / file_name),
         reason=reason,

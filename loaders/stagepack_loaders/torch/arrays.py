@@ -13,7 +13,7 @@ from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
-from stagepack_loaders.elements import COMPLEX, ELEMENT_DTYPES, Array
+from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
 
 
 class TorchArrays:
@@ -29,7 +29,9 @@ class TorchArrays:
 
     def save(self, arrays: Mapping[str, torch.Tensor], path: Path) -> None:
         """See `ArrayOps`."""
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in arrays.items()}, path)
+        save_file(
+            {array_name: tensor.detach().cpu().contiguous().clone() for array_name, tensor in arrays.items()}, path
+        )
 
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         """See `ArrayOps`. Memory mapped from a file may begin at any byte, where some kernels add in another order."""
@@ -89,7 +91,7 @@ class TorchArrays:
         if value_type.dtype in SCALAR_DTYPES:
             return elements.item()
         tensor = _tensor_on_elements(elements)
-        if value_type.dtype in COMPLEX:
+        if value_type.dtype in COMPLEX_DTYPES:
             tensor = torch.view_as_complex(tensor)
         return tensor.view(getattr(torch, value_type.dtype)).reshape(tensor.shape if value_type.shape else ())
 

@@ -52,9 +52,9 @@ def build_graph_module(
     """
     items, regions = region_functions(folded, graph)
     builder = GraphBuilder(graph, regions, operators, device)
-    names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
-    module = builder.build_module(names, builder.steps(items), tuple_of(graph.outputs), None, "Stage")
-    module.meta |= {NODE_COUNT: len(graph.nodes), INPUT_TYPES: builder.input_types(names)}
+    stage_inputs = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
+    module = builder.build_module(stage_inputs, builder.steps(items), tuple_of(graph.outputs), None, "Stage")
+    module.meta |= {NODE_COUNT: len(graph.nodes), INPUT_TYPES: builder.input_types(stage_inputs)}
     return module
 
 
@@ -73,8 +73,8 @@ class _RegionModule:
 
     def passed_names(self, graph: Graph, start: int) -> list[str]:
         """Return the names of the values that a call passes, whose first node is `start`."""
-        names = self.function.input_names(graph, start)
-        return [name for index, name in enumerate(names) if index not in self.size_sources]
+        input_names = self.function.input_names(graph, start)
+        return [value_name for index, value_name in enumerate(input_names) if index not in self.size_sources]
 
 
 class GraphBuilder:
@@ -100,16 +100,16 @@ class GraphBuilder:
         self._types |= {weight.value: weight for weight in graph.weights}
         self._parts = GraphParts(graph, operators, device)
         for index, subgraph in enumerate(graph.subgraphs):
-            names = [value.name for value in subgraph.inputs]
-            module = self.build_module(names, subgraph.nodes, subgraph.result, None, f"Subgraph{index}")
+            subgraph_inputs = [value.name for value in subgraph.inputs]
+            module = self.build_module(subgraph_inputs, subgraph.nodes, subgraph.result, None, f"Subgraph{index}")
             self._parts.subgraphs.append(module)
         self._regions: list[_RegionModule] = []
         for region in regions:
             self._build_region(region)
 
-    def input_types(self, names: Sequence[str]) -> list[Value | Weight]:
+    def input_types(self, value_names: Sequence[str]) -> list[Value | Weight]:
         """Return the entries of inputs in the graph."""
-        return [self._types[name] for name in names]
+        return [self._types[value_name] for value_name in value_names]
 
     def steps(self, items: Iterable[BodyItem]) -> list[Step]:
         """Return the steps of a body: nodes, and calls of regions."""
@@ -133,12 +133,12 @@ class GraphBuilder:
 
     def _build_region(self, region: RegionFunction) -> None:
         start = region.first_call.start
-        names, outputs = region.input_names(self._graph, start), region.output_names(self._graph, start)
-        built = _RegionModule(region, _size_sources([self._types[name] for name in names]))
+        input_names, outputs = region.input_names(self._graph, start), region.output_names(self._graph, start)
+        built = _RegionModule(region, _size_sources([self._types[value_name] for value_name in input_names]))
         passed = built.passed_names(self._graph, start)
         body = FxBody(self._parts, passed, anonymous=True)
         for index, (tensor_index, dim) in built.size_sources.items():
-            body.read_size(names[index], names[tensor_index], dim)
+            body.read_size(input_names[index], input_names[tensor_index], dim)
         class_name = f"Region{len(self._regions)}"
         module = self._finish(body, self.steps(region.items), tuple_of(outputs), None, class_name)
         module.meta |= {NODE_COUNT: region.length, INPUT_TYPES: self.input_types(passed)}
@@ -162,16 +162,16 @@ class GraphBuilder:
                     _append(body, step)
             else:
                 uses_inside = use_counts(run)
-                produced = (name for step in run for name in produced_names(step))
-                outputs = [name for name in produced if uses[name] > uses_inside[name]]
+                produced = (value_name for step in run for value_name in produced_names(step))
+                outputs = [value_name for value_name in produced if uses[value_name] > uses_inside[value_name]]
                 self._append_context(body, run_context, run, outputs)
         return body.finish(result, class_name)
 
     def _append_context(self, body: FxBody, context: int, steps: Sequence[Step], outputs: Sequence[str]) -> None:
         """Append steps of a context: a module of their own, called by a function that opens and closes the context around it."""
-        produced = {name for step in steps for name in produced_names(step)}
-        used = dict.fromkeys(name for step in steps for name in used_names(step))
-        inputs = [name for name in used if name not in produced]
+        produced = {value_name for step in steps for value_name in produced_names(step)}
+        used = dict.fromkeys(value_name for step in steps for value_name in used_names(step))
+        inputs = [value_name for value_name in used if value_name not in produced]
         module = self.build_module(inputs, steps, tuple_of(outputs), context, f"Context{context}")
         function, arguments = context_call(self._graph.contexts[context], self._parts.device)
         body.call_function(function, (*arguments, body.attribute(module, "context")), inputs, outputs)

@@ -78,7 +78,7 @@ def connect(stage: Container, bodies: Sequence[ModuleCallBody], slots: Mapping[s
     """
     for body in bodies:
         body.stage = stage
-        body.slots = [slots[name] for name in body.weights]
+        body.slots = [slots[value_name] for value_name in body.weights]
     for module in stage.modules():
         if isinstance(module, Container):
             module.settle()

@@ -79,5 +79,5 @@ def compile_ahead(
     target_device = parse_device(device)
     placement = dict.fromkeys(range(len(opened.stages)), target_device)
     prepared = prepare_stages(opened, placement, PrepareOptions(allow_ops=allow_ops))
-    stages = {number: (stage.code.graph_module, stage.code.graph) for number, stage in prepared.items()}
+    stages = {stage_number: (stage.code.graph_module, stage.code.graph) for stage_number, stage in prepared.items()}
     return compile_to_folder(opened, stages, target_device, out, progress)

@@ -18,16 +18,16 @@ class CompilationUnit:
 
     Attributes:
         stage_module: the module of the stage.
-        name: the name of the region's module in it; empty for the whole stage.
+        region_name: the name of the region's module in it; empty for the whole stage.
     """
 
     stage_module: GraphModule
-    name: str
+    region_name: str
 
     @property
     def module(self) -> GraphModule:
         """The module that is compiled."""
-        module = self.stage_module.get_submodule(self.name) if self.name else self.stage_module
+        module = self.stage_module.get_submodule(self.region_name) if self.region_name else self.stage_module
         assert isinstance(module, GraphModule)
         return module
 
@@ -35,20 +35,24 @@ class CompilationUnit:
 def compilation_units(stage_module: GraphModule, graph: Graph) -> list[CompilationUnit]:
     """Return the units of a stage: the regions that it calls several times, or the stage if most of its nodes are outside of these."""
     calls = Counter(str(node.target) for node in stage_module.graph.nodes if node.op == "call_module")
-    call_counts = {CompilationUnit(stage_module, name): count for name, count in calls.items() if count > 1}
+    call_counts = {
+        CompilationUnit(stage_module, region_name): count for region_name, count in calls.items() if count > 1
+    }
     nodes_in_regions = sum(unit.module.meta[NODE_COUNT] * count for unit, count in call_counts.items())
     return list(call_counts) if 2 * nodes_in_regions >= len(graph.nodes) else [CompilationUnit(stage_module, "")]
 
 
 def content_key(module: GraphModule) -> tuple[Any, ...]:
     """Return a key that is equal for modules that compute the same: their code, and the strings and modules that it uses."""
-    names = dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
-    attributes = {name: getattr(module, name) for name in names}
+    attribute_names = dict.fromkeys(
+        str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module")
+    )
+    attributes = {attribute_name: getattr(module, attribute_name) for attribute_name in attribute_names}
     return (
         module.code,
         *(
-            (name, content_key(attribute) if isinstance(attribute, GraphModule) else attribute)
-            for name, attribute in attributes.items()
+            (attribute_name, content_key(attribute) if isinstance(attribute, GraphModule) else attribute)
+            for attribute_name, attribute in attributes.items()
         ),
     )
 
@@ -58,7 +62,7 @@ def replace_units(
 ) -> torch.nn.Module:
     """Replace units of a stage by other modules; return the module of the stage, or that which replaces the whole stage."""
     for unit, module in replacements.items():
-        if not unit.name:
+        if not unit.region_name:
             return module
-        setattr(stage_module, unit.name, module)
+        setattr(stage_module, unit.region_name, module)
     return stage_module

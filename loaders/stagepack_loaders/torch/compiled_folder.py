@@ -85,7 +85,7 @@ def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
     entries = json.loads(content)
     units = [
         CompiledUnit(
-            locations=tuple((stage_number, name) for stage_number, name in entry["places"]),
+            locations=tuple((stage_number, region_name) for stage_number, region_name in entry["places"]),
             file_name=entry["file"],
             sha256=entry["sha256"],
             reason=entry["reason"],
@@ -137,7 +137,7 @@ class CompiledFolder:
             )
         replacements = {}
         for unit in compilation_units(stage_module, graph):
-            compiled = self._units.get((stage_number, unit.name))
+            compiled = self._units.get((stage_number, unit.region_name))
             if compiled is not None and compiled.file_name:
                 replacements[unit] = CompiledModule(self._load(compiled, device), unit.module.meta[INPUT_TYPES])
         return replace_units(stage_module, replacements)

@@ -59,10 +59,12 @@ class GraphParts:
     module_stacks: list[dict[str, tuple[str, str]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = [value.name for value in all_values(self.graph)]
-        names += [weight.value for weight in self.graph.weights]
-        prefixes = (f"given{number}" for number in itertools.count())
-        prefix = next(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names))
+        value_names = [value.name for value in all_values(self.graph)]
+        value_names += [weight.value for weight in self.graph.weights]
+        prefixes = (f"given{index}" for index in itertools.count())
+        prefix = next(
+            prefix for prefix in prefixes if not any(value_name.startswith(prefix) for value_name in value_names)
+        )
         stacks = [{scope.path: (scope.path, scope.type)} for scope in self.graph.scopes]
         object.__setattr__(self, "input_prefix", prefix)
         object.__setattr__(self, "module_stacks", stacks)
@@ -85,24 +87,28 @@ class FxBody:
         self._attributes: dict[str, Any] = {}
         self._attribute_names: dict[int, str] = {}  # by the identity of the object
         self._fx_nodes = {
-            name: self._create("placeholder", f"{parts.input_prefix}_{index}", name=None if anonymous else name)
-            for index, name in enumerate(inputs)
+            value_name: self._create(
+                "placeholder", f"{parts.input_prefix}_{index}", fx_name=None if anonymous else value_name
+            )
+            for index, value_name in enumerate(inputs)
         }
 
-    def read_size(self, name: str, tensor_name: str, dim: int) -> None:
+    def read_size(self, value_name: str, tensor_name: str, dim: int) -> None:
         """Define a value as a size of a tensor."""
         args = (self._fx_nodes[tensor_name], dim)
-        self._fx_nodes[name] = self._create("call_function", torch.ops.aten.sym_size.int, args, name=name)
+        self._fx_nodes[value_name] = self._create(
+            "call_function", torch.ops.aten.sym_size.int, args, fx_name=value_name
+        )
 
     def call_operator(self, node: Node) -> None:
         """Append a call of an operator. If the operator returns a sequence, its items are defined one by one."""
         operator = self._parts.operators[node.op]
-        keywords = [name for name, _ in node.kwargs]
+        keywords = [parameter_name for parameter_name, _ in node.kwargs]
         check_call(self._parts.graph.ops[node.op].name, operator, len(node.args), keywords)
         args = tuple(map(self._argument, node.args))
-        kwargs = {name: self._argument(argument) for name, argument in node.kwargs}
-        name = next(iter(output_names(node)), None) if not node.unpack else None
-        result = self._create("call_function", operator, args, kwargs, name)
+        kwargs = {parameter_name: self._argument(argument) for parameter_name, argument in node.kwargs}
+        fx_name = next(iter(output_names(node)), None) if not node.unpack else None
+        result = self._create("call_function", operator, args, kwargs, fx_name)
         result.meta["nn_module_stack"] = self._parts.module_stacks[node.scope]
         for index, output in enumerate(node.outputs):
             if output is not None:
@@ -123,27 +129,31 @@ class FxBody:
             inputs: the names of the values that are its other arguments.
             outputs: the names of the values that it returns.
         """
-        args = (*first_arguments, *(self._fx_nodes[name] for name in inputs))
+        args = (*first_arguments, *(self._fx_nodes[value_name] for value_name in inputs))
         self._define_items(self._create("call_function", function, args), outputs)
 
     def call_region(self, region: int, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         """Append a call of the module of a region."""
-        name = f"region_{region}"
-        self._attributes[name] = self._parts.regions[region]
-        args = tuple(self._fx_nodes[name] for name in inputs)
-        self._define_items(self._create("call_module", name, args), outputs)
+        attribute_name = f"region_{region}"
+        self._attributes[attribute_name] = self._parts.regions[region]
+        args = tuple(self._fx_nodes[value_name] for value_name in inputs)
+        self._define_items(self._create("call_module", attribute_name, args), outputs)
 
     def attribute(self, value: object, kind: str) -> FxNode:
         """Return a node that reads an attribute of the module, which holds an object."""
-        name = self._attribute_names.setdefault(id(value), f"_{kind}_{len(self._attributes)}")
-        self._attributes[name] = value
-        return self._create("get_attr", name)
+        attribute_name = self._attribute_names.setdefault(id(value), f"_{kind}_{len(self._attributes)}")
+        self._attributes[attribute_name] = value
+        return self._create("get_attr", attribute_name)
 
     def finish(self, result: Argument, class_name: str) -> GraphModule:
         """Return the module of the graph, with a result."""
         self._fx_graph.output(self._argument(result))
         # Child modules are added after the module is made: fx would generate the code of each again.
-        children = {name: value for name, value in self._attributes.items() if isinstance(value, GraphModule)}
+        children = {
+            attribute_name: value
+            for attribute_name, value in self._attributes.items()
+            if isinstance(value, GraphModule)
+        }
         attributes = self._attributes | dict.fromkeys(children, torch.nn.Module())
         module = GraphModule(attributes, self._fx_graph, class_name=class_name)
         child_modules(module).update(children)
@@ -152,14 +162,14 @@ class FxBody:
         return module
 
     def _define_items(self, result: FxNode, outputs: Sequence[str]) -> None:
-        for index, name in enumerate(outputs):
-            self._fx_nodes[name] = self._item(result, index, name)
+        for index, value_name in enumerate(outputs):
+            self._fx_nodes[value_name] = self._item(result, index, value_name)
 
     def _argument(self, argument: Argument) -> Any:
         """Return an argument as fx takes it."""
         match argument:
-            case ValueArg(name):
-                return self._fx_nodes[name]
+            case ValueArg(value_name):
+                return self._fx_nodes[value_name]
             case ListArg(items):
                 return [self._argument(item) for item in items]
             case TupleArg(items):
@@ -170,14 +180,14 @@ class FxBody:
                 return slice(self._argument(start), self._argument(stop), self._argument(step))
             case ComplexArg(real, imag):
                 return complex(real, imag)
-            case DtypeArg(name):
-                return torch_attribute(name, torch.dtype)
-            case LayoutArg(name):
-                return torch_attribute(name, torch.layout)
-            case MemoryFormatArg(name):
-                return torch_attribute(name, torch.memory_format)
-            case DeviceArg(name):
-                return self._parts.device if name is None else parse_device(name)
+            case DtypeArg(dtype_name):
+                return torch_attribute(dtype_name, torch.dtype)
+            case LayoutArg(layout_name):
+                return torch_attribute(layout_name, torch.layout)
+            case MemoryFormatArg(format_name):
+                return torch_attribute(format_name, torch.memory_format)
+            case DeviceArg(device_name):
+                return self._parts.device if device_name is None else parse_device(device_name)
             case SubgraphArg(index):
                 return self.attribute(self._parts.subgraphs[index], "subgraph")
             case str():
@@ -185,13 +195,13 @@ class FxBody:
             case _:
                 return argument
 
-    def _item(self, result: FxNode, index: int, name: str) -> FxNode:
-        return self._create("call_function", getitem, (result, index), name=name)
+    def _item(self, result: FxNode, index: int, value_name: str) -> FxNode:
+        return self._create("call_function", getitem, (result, index), fx_name=value_name)
 
     def _create(
-        self, kind: str, target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, name: str | None = None
+        self, kind: str, target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, fx_name: str | None = None
     ) -> FxNode:
-        if self._anonymous and name is not None:
-            name = name.rstrip("0123456789_") or "value"
+        if self._anonymous and fx_name is not None:
+            fx_name = fx_name.rstrip("0123456789_") or "value"
         # The code reads attributes from `self`, so no value may have that name.
-        return self._fx_graph.create_node(kind, target, args, kwargs, "self_" if name == "self" else name)
+        return self._fx_graph.create_node(kind, target, args, kwargs, "self_" if fx_name == "self" else fx_name)

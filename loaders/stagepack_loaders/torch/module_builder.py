@@ -66,7 +66,9 @@ class _ModuleBuilder:
         # The node that makes each value, -1 for inputs and weights; and the last node that uses it.
         self._producers = dict.fromkeys((*self._weight_names, *(value.name for value in graph.inputs)), -1)
         self._producers |= {value.name: index for index, value in outputs}
-        self._last_uses = {name: index for index, node in enumerate(graph.nodes) for name in input_names(node)}
+        self._last_uses = {
+            value_name: index for index, node in enumerate(graph.nodes) for value_name in input_names(node)
+        }
         self._last_uses |= dict.fromkeys(graph.outputs, len(graph.nodes))
         self._module_paths: dict[tuple[str, bytes], str] = {}
         self._bodies: list[ModuleCallBody] = []
@@ -74,9 +76,9 @@ class _ModuleBuilder:
     def build(self, node_numbers: Sequence[int]) -> tuple[GraphModule, list[ModuleCallBody]]:
         """Return the module of the whole graph, and all calls."""
         graph = self._graph
-        names = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
+        stage_inputs = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
         steps = self._steps(0, len(graph.nodes), _complete_calls(graph, node_numbers), None)
-        return self._builder.build_module(names, steps, tuple_of(graph.outputs), None, "Stage"), self._bodies
+        return self._builder.build_module(stage_inputs, steps, tuple_of(graph.outputs), None, "Stage"), self._bodies
 
     def _steps(self, start: int, end: int, spans: Sequence[_Span], outer: ModuleCallBody | None) -> list[Step]:
         """The nodes from `start` to `end`, with those of each outermost span replaced by a call."""
@@ -106,11 +108,16 @@ class _ModuleBuilder:
         body = self._call_body(span, outer, known_names)
         self._bodies.append(body)
         steps = self._steps(span.start, span.end, inside, body)
-        own_names = (*(name for step in steps for name in used_names(step)), *value_names(body.signature.result))
-        own_weights = (name for name in own_names if name in self._weight_names and name not in body.inputs)
+        own_names = (
+            *(value_name for step in steps for value_name in used_names(step)),
+            *value_names(body.signature.result),
+        )
+        own_weights = (
+            value_name for value_name in own_names if value_name in self._weight_names and value_name not in body.inputs
+        )
         body.weights.extend(dict.fromkeys(own_weights))
-        names = [*body.inputs, *body.weights]
-        body.graph_module = self._builder.build_module(names, steps, tuple_of(body.outputs), None, "Module")
+        module_inputs = [*body.inputs, *body.weights]
+        body.graph_module = self._builder.build_module(module_inputs, steps, tuple_of(body.outputs), None, "Module")
         context = self._common_context(self._graph.nodes[span.start : span.end])
         return FunctionStep(call_module, body, body.inputs, body.outputs, context)
 
@@ -118,24 +125,32 @@ class _ModuleBuilder:
         """What a call takes and returns."""
         start, end, call = span
         nodes = self._graph.nodes[start:end]
-        used = dict.fromkeys(name for node in nodes for name in input_names(node) if self._producers[name] < start)
-        required = [name for name in used if name not in self._weight_names]
-        produced = [name for node in nodes for name in output_names(node)]
-        used_after = [name for name in produced if self._last_uses.get(name, -1) >= end]
+        used = dict.fromkeys(
+            value_name for node in nodes for value_name in input_names(node) if self._producers[value_name] < start
+        )
+        required = [value_name for value_name in used if value_name not in self._weight_names]
+        produced = [value_name for node in nodes for value_name in output_names(node)]
+        used_after = [value_name for value_name in produced if self._last_uses.get(value_name, -1) >= end]
         signature = call.signature or self._default_signature(required, used_after)
         returned = list(value_names(signature.result))
         arguments = value_names(*(parameter.tree for parameter in signature.parameters))
-        leaves = (*arguments, *(name for name in returned if name not in self._weight_names))
+        leaves = (*arguments, *(value_name for value_name in returned if value_name not in self._weight_names))
         results = {*used_after, *returned, *(() if outer is None else outer.outputs)}
         return ModuleCallBody(
             call=call,
             outer=outer,
             module_path=self._module_path(call, signature, nodes),
             signature=signature,
-            inputs=list(dict.fromkeys((*required, *(name for name in leaves if name in known_names)))),
+            inputs=list(
+                dict.fromkeys((*required, *(value_name for value_name in leaves if value_name in known_names)))
+            ),
             required=required,
-            outputs=[name for name in produced if name in results],
-            forwarded={name for name in returned if name in known_names and self._last_uses.get(name, -1) >= end},
+            outputs=[value_name for value_name in produced if value_name in results],
+            forwarded={
+                value_name
+                for value_name in returned
+                if value_name in known_names and self._last_uses.get(value_name, -1) >= end
+            },
             value_types=self._value_types,
             stage_graph=self._graph,
             classes=self._classes,
@@ -143,12 +158,14 @@ class _ModuleBuilder:
 
     def _default_signature(self, required: Sequence[str], used_after: Sequence[str]) -> Signature:
         """The signature of a call that the capture recorded without one: tensors one by one, as in ``torch.export.unflatten``."""
-        tensor_names = [name for name in required if self._value_types[name].dtype not in SCALAR_DTYPES]
+        tensor_names = [
+            value_name for value_name in required if self._value_types[value_name].dtype not in SCALAR_DTYPES
+        ]
         parameters = (
-            Parameter(name=f"arg_{index}", tree=ValueLeaf(name), positional=True, keyword=False)
-            for index, name in enumerate(tensor_names)
+            Parameter(name=f"arg_{index}", tree=ValueLeaf(value_name), positional=True, keyword=False)
+            for index, value_name in enumerate(tensor_names)
         )
-        results: list[Tree] = [ValueLeaf(name) for name in used_after]
+        results: list[Tree] = [ValueLeaf(value_name) for value_name in used_after]
         result = results[0] if len(results) == 1 else SequenceTree(kind="tuple", items=tuple(results))
         return Signature(parameters=tuple(parameters), result=result)
 
@@ -157,8 +174,12 @@ class _ModuleBuilder:
         path, _ = split_call_path(call.path)
         canonical_names: dict[str, str] = {}
 
-        def canonical(name: str) -> str:
-            return name if name in self._weight_names else canonical_names.setdefault(name, str(len(canonical_names)))
+        def canonical(value_name: str) -> str:
+            return (
+                value_name
+                if value_name in self._weight_names
+                else canonical_names.setdefault(value_name, str(len(canonical_names)))
+            )
 
         content: list[Any] = [signature.renamed(canonical)]
         for node in nodes:
@@ -190,7 +211,7 @@ class _ModuleBuilder:
 
 def _complete_calls(graph: Graph, node_numbers: Iterable[int]) -> list[_Span]:
     """The module calls whose nodes are all in the stage, the outer ones before those inside them."""
-    positions = {number: position for position, number in enumerate(node_numbers)}
+    positions = {node_number: position for position, node_number in enumerate(node_numbers)}
     spans = []
     for call in sort_module_calls(graph.calls):
         first, last = positions.get(int(call.first)), positions.get(int(call.first) + call.nodes - 1)
@@ -207,7 +228,7 @@ def _with_weights_by_name(graph: Graph) -> Graph:
     weight_names = {weight.value: weight.value for weight in graph.weights}
     nodes = []
     for node in graph.nodes:
-        renamed = rename_node(node, lambda name: weight_names.get(name, name))
+        renamed = rename_node(node, lambda value_name: weight_names.get(value_name, value_name))
         nodes.append(replace(renamed, outputs=node.outputs))
         op = graph.ops[node.op]
         for index, parameter in op.aliases:

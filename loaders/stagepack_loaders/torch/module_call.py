@@ -82,8 +82,8 @@ class ModuleCallBody:
         module, path = self.stage, self.module_path
         if self.outer is not None and path.startswith(f"{self.outer.module_path}."):
             module, path = self.outer.module, path.removeprefix(f"{self.outer.module_path}.")
-        for name in path.split("."):
-            module = None if module is None else child_modules(module).get(name)
+        for module_name in path.split("."):
+            module = None if module is None else child_modules(module).get(module_name)
         if module is None:
             raise InputError(
                 f"the module {self.module_path} was removed: replace it by a module that takes the same call"
@@ -110,17 +110,17 @@ class ModuleCallBody:
         bound = bind_call(self.signature, args, kwargs)
         sizes = self._check(bound)
         derived = {}
-        for name in self.required:
-            expr = self.value_types[name].expr
-            if name in bound:
+        for value_name in self.required:
+            expr = self.value_types[value_name].expr
+            if value_name in bound:
                 continue
             if expr is not None and set(symbol_names(expr)) <= sizes.keys():
-                derived[name] = BoundArgument(name, evaluate_dim(expr, sizes))
-            elif name in outer_values:
-                derived[name] = BoundArgument(name, outer_values[name])
+                derived[value_name] = BoundArgument(value_name, evaluate_dim(expr, sizes))
+            elif value_name in outer_values:
+                derived[value_name] = BoundArgument(value_name, outer_values[value_name])
         if derived:
             self._check(bound | derived)
-        return {**outer_values, **{name: argument.value for name, argument in (bound | derived).items()}}
+        return {**outer_values, **{value_name: argument.value for value_name, argument in (bound | derived).items()}}
 
     def run(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Run on values by name.
@@ -131,13 +131,15 @@ class ModuleCallBody:
         Raises:
             InputError: a required value is missing.
         """
-        missing = [name for name in self.required if name not in values]
+        missing = [value_name for value_name in self.required if value_name not in values]
         if missing:
             raise InputError(
                 f"{self.call.path} uses {', '.join(missing)}, which its arguments do not determine: it runs only inside its stage"
             )
         assert self.graph_module is not None
-        weights = self._weight_tensors() | {name: values[name] for name in self.weights if name in values}
+        weights = self._weight_tensors() | {
+            value_name: values[value_name] for value_name in self.weights if value_name in values
+        }
         results = self.graph_module(*map(values.get, self.inputs), *weights.values())
         outputs = dict(zip(self.outputs, results, strict=True))
         return outputs, self._build(self.signature.result, {**values, **weights, **outputs})
@@ -152,36 +154,36 @@ class ModuleCallBody:
         Raises:
             InputError: the result does not fit that of the original module.
         """
-        found = {}
+        outputs = {}
         for location, leaf, element in flatten_tree(self.signature.result, result, f"the result of {self.module_path}"):
             if not isinstance(leaf, ValueLeaf):
                 if constant_value(leaf) is not None:
                     check_constant(leaf, element, location)
             elif leaf.name in self.outputs:
-                found[leaf.name] = BoundArgument(location, element)
+                outputs[leaf.name] = BoundArgument(location, element)
             elif leaf.name in self.forwarded and element is not (values | self._weight_tensors())[leaf.name]:
                 raise InputError(
                     f"{location}: expected the same object that was passed, since later nodes of the stage use it, found another one"
                 )
         inputs = {
-            name: BoundArgument(name, values[name])
-            for name in self.required
-            if self.value_types[name].dtype not in SCALAR_DTYPES
+            value_name: BoundArgument(value_name, values[value_name])
+            for value_name in self.required
+            if self.value_types[value_name].dtype not in SCALAR_DTYPES
         }
-        check_values([self.value_types[name] for name in (*inputs, *found)], inputs | found, ())
-        return {name: argument.value for name, argument in found.items()}
+        check_values([self.value_types[value_name] for value_name in (*inputs, *outputs)], inputs | outputs, ())
+        return {value_name: argument.value for value_name, argument in outputs.items()}
 
     def _check(self, bound: Mapping[str, BoundArgument]) -> dict[str, int]:
         """Check the required values, and others that are there, against their types; return the sizes of symbols."""
         checked = [
-            self.value_types[name]
-            for name, argument in bound.items()
-            if name in self.value_types and (name in self.required or argument.value is not None)
+            self.value_types[value_name]
+            for value_name, argument in bound.items()
+            if value_name in self.value_types and (value_name in self.required or argument.value is not None)
         ]
         return check_values(checked, bound, self.stage_graph.symbols)
 
     def _weight_tensors(self) -> dict[str, Any]:
-        return {name: slot.get() for name, slot in zip(self.weights, self.slots, strict=True)}
+        return {value_name: slot.get() for value_name, slot in zip(self.weights, self.slots, strict=True)}
 
     def _build(self, tree: Tree, values: Mapping[str, Any]) -> Any:
         def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
@@ -224,9 +226,9 @@ def call_module(body: ModuleCallBody, *values: Any) -> tuple[Any, ...]:
     finally:
         pending_call.reset(token)
     outputs = (call.outputs or {}) | body.outputs_of_result(result, call.values)
-    missing = [name for name in body.outputs if name not in outputs]
+    missing = [value_name for value_name in body.outputs if value_name not in outputs]
     if missing:
         raise InputError(
             f"{body.module_path} cannot be replaced: later nodes use {', '.join(missing)}, which it computes and does not return"
         )
-    return tuple(outputs[name] for name in body.outputs)
+    return tuple(outputs[value_name] for value_name in body.outputs)

@@ -118,17 +118,17 @@ def _resolve(op: Op, allowed: Collection[str]) -> Callable[..., Any]:
     return _python_operator(op.name) if namespace in _PYTHON_NAMESPACES else _overload(op)
 
 
-def _python_operator(name: str) -> Callable[..., Any]:
-    namespace, _, attribute_name = name.partition(".")
+def _python_operator(operator_name: str) -> Callable[..., Any]:
+    namespace, _, attribute_name = operator_name.partition(".")
     target: Callable[..., Any] | None = getattr(_PYTHON_NAMESPACES[namespace], attribute_name, None)
     if target is None:
-        raise OperatorError(f"the operator {name} does not exist in torch {torch.__version__}")
+        raise OperatorError(f"the operator {operator_name} does not exist in torch {torch.__version__}")
     return target
 
 
 def _overload(op: Op) -> OperatorOverload:
-    namespace, name, overload_name = (*op.name.split("."), "default")[:3]
-    packet = getattr(getattr(torch.ops, namespace), name, None)
+    namespace, operator_name, overload_name = (*op.name.split("."), "default")[:3]
+    packet = getattr(getattr(torch.ops, namespace), operator_name, None)
     overload = getattr(packet, overload_name, None)
     if not isinstance(overload, OperatorOverload):
         hint = "" if namespace in ALLOWED_NAMESPACES else ": import the library that registers it"

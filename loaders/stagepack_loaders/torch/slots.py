@@ -63,8 +63,8 @@ def register_weight(stage: torch.nn.Module, weight: Weight, tensor: torch.Tensor
         tensor: its content.
     """
     entries = []
-    for name in weight.names:
-        *module_path, attribute_name = name.split(".")
+    for weight_name in weight.names:
+        *module_path, attribute_name = weight_name.split(".")
         module = submodule(stage, module_path)
         tensors = weight_tensors(module, parameters=weight.kind == "parameter")
         tensors[attribute_name] = tensor
@@ -77,10 +77,10 @@ def register_weight(stage: torch.nn.Module, weight: Weight, tensor: torch.Tensor
 def submodule(root: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
     """Return the module at a path, and make containers where there are none."""
     module = root
-    for name in path:
+    for module_name in path:
         children = child_modules(module)
-        child = children.get(name)
+        child = children.get(module_name)
         if child is None:
-            child = children[name] = Container()
+            child = children[module_name] = Container()
         module = child
     return module

@@ -69,8 +69,8 @@ class TorchStage(Container):
         # In an object, not registered as a child module: the names in state_dict are the model's own.
         self._code = code
         for path, module in called_modules(code.module_calls):
-            *outer_path, name = path.split(".")
-            child_modules(submodule(self, outer_path))[name] = module
+            *outer_path, module_name = path.split(".")
+            child_modules(submodule(self, outer_path))[module_name] = module
         weights = code.graph.weights
         self._slots = [register_weight(self, weight, tensors[weight.value]) for weight in weights]
         self._state = StageState(weights, self._slots, state_names)

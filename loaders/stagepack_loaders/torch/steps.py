@@ -52,7 +52,7 @@ def produced_names(step: Step) -> Iterable[str]:
 
 def use_counts(steps: Iterable[Step]) -> Counter[str]:
     """Return how often steps use each value."""
-    return Counter(name for step in steps for name in used_names(step))
+    return Counter(value_name for step in steps for value_name in used_names(step))
 
 
 def argument_names(argument: Argument) -> Iterator[str]:
@@ -60,9 +60,9 @@ def argument_names(argument: Argument) -> Iterator[str]:
     return (leaf.name for leaf in leaf_arguments(argument) if isinstance(leaf, ValueArg))
 
 
-def tuple_of(names: Iterable[str]) -> TupleArg:
+def tuple_of(value_names: Iterable[str]) -> TupleArg:
     """Return a tuple of values as an argument."""
-    return TupleArg(tuple(map(ValueArg, names)))
+    return TupleArg(tuple(map(ValueArg, value_names)))
 
 
 def runs_by_context(

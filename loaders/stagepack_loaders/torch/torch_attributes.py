@@ -7,17 +7,17 @@ import torch
 from stagepack.errors import OperatorError
 
 
-def torch_attribute(name: str, kind: type) -> Any:
+def torch_attribute(attribute_name: str, kind: type) -> Any:
     """Return a dtype, layout or memory format of torch.
 
     Args:
-        name: its name in torch, such as ``float32``.
+        attribute_name: its name in torch, such as ``float32``.
         kind: its class, such as `torch.dtype`.
 
     Raises:
         OperatorError: this torch has none of that name.
     """
-    attribute = getattr(torch, name, None)
+    attribute = getattr(torch, attribute_name, None)
     if not isinstance(attribute, kind):
-        raise OperatorError(f"torch {torch.__version__} has no {kind.__name__} {name!r}")
+        raise OperatorError(f"torch {torch.__version__} has no {kind.__name__} {attribute_name!r}")
     return attribute

@@ -49,14 +49,16 @@ class WeightCache:
             self._weights[key] = tensor
         return self._weights[key]
 
-    def _read_stored(self, name: str, path: Path, device: torch.device) -> torch.Tensor:
-        key = (name, device)
+    def _read_stored(self, stored_name: str, path: Path, device: torch.device) -> torch.Tensor:
+        key = (stored_name, device)
         if key not in self._stored:
             try:
                 with safe_open(path, framework="pt", device="cpu") as file:
-                    self._stored[key] = file.get_tensor(name).to(device)
+                    self._stored[key] = file.get_tensor(stored_name).to(device)
             except SafetensorError as error:
-                raise FormatError([Problem(rule="W2", where=f"{path.name}: {name[:80]}", message=str(error))]) from None
+                raise FormatError(
+                    [Problem(rule="W2", where=f"{path.name}: {stored_name[:80]}", message=str(error))]
+                ) from None
         return self._stored[key]
 
 

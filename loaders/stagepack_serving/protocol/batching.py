@@ -102,7 +102,7 @@ def _find_dependence(pipeline: Pipeline, bundle: Bundle, max_batch_size: int | N
             return f"the recorded example is refused at batch size {len(item_positions)}: {error}"
         start = int(starts_with_zeros)
         answers = {output_name: result[start:] for output_name, result in results.items()}
-        if not example.compare(pipeline, answers, _select_items(expected, item_positions[start:])).within:
+        if not example.compare_results(pipeline, answers, _select_items(expected, item_positions[start:])).within:
             return "the answer to the recorded example depends on the rest of its batch"
     return ""
 

@@ -9,7 +9,7 @@ from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge, Manifest
 from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf
-from stagepack_loaders.elements import COMPLEX
+from stagepack_loaders.elements import COMPLEX_DTYPES
 from stagepack_serving.protocol.datatypes import protocol_datatype
 
 DYNAMIC_SIZE: Final = -1
@@ -42,7 +42,7 @@ class InterfaceTensor:
         A symbolic scalar and a tensor without dimensions have the shape ``(1,)``; a complex tensor has a last dimension of size 2.
         """
         sizes = tuple(dim if isinstance(dim, int) else DYNAMIC_SIZE for dim in self.edge.shape)
-        complex_pair = (2,) if self.edge.dtype in COMPLEX else ()
+        complex_pair = (2,) if self.edge.dtype in COMPLEX_DTYPES else ()
         return (*sizes, *complex_pair) or (1,)
 
     def edge_shape(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class InterfaceTensor:
         Raises:
             InputError: a complex tensor has no last dimension of 2, or a single number another shape than ``()`` or ``(1,)``.
         """
-        if self.edge.dtype in COMPLEX:
+        if self.edge.dtype in COMPLEX_DTYPES:
             if not tensor_shape or tensor_shape[-1] != 2:
                 raise InputError(
                     f"{self.name}: a complex number is sent as a pair: expected a last dimension of 2, found {list(tensor_shape)}"

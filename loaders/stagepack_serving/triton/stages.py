@@ -11,7 +11,7 @@ from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME
-from stagepack_loaders.placement import place
+from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_serving.protocol.interface import InterfaceTensor
 from stagepack_serving.triton.options import RepositoryOptions
@@ -33,7 +33,7 @@ def stage_models(bundle: Bundle, options: RepositoryOptions) -> Iterator[TritonM
         OperatorError: a stage lacks the file that its runtime or backend needs, or the backend cannot run it.
     """
     edges = {edge.name: edge for edge in bundle.edges}
-    devices = place(bundle.manifest, list(options.devices))
+    devices = place_stages(bundle.manifest, list(options.devices))
     for stage_number, (stage, device) in enumerate(zip(bundle.stages, devices, strict=True)):
         inputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.inputs]
         outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]

@@ -1,0 +1,49 @@
+"""Compare results with recorded ones."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from stagepack_loaders.base import ArrayOps
+
+# How far the results of a runtime that is not exact may be from those of torch: relative and absolute. Other dtypes must be equal.
+TOLERANCE: Final[Mapping[str, tuple[float, float]]] = {
+    "float64": (1e-5, 1e-6),
+    "float32": (1e-3, 1e-4),
+    "float16": (1e-2, 1e-2),
+    "bfloat16": (4e-2, 4e-2),
+    "complex64": (1e-3, 1e-4),
+    "complex128": (1e-5, 1e-6),
+}
+
+
+class Difference(NamedTuple):
+    """How far results are from the expected ones.
+
+    Attributes:
+        largest: the largest absolute difference; 0.0 if all elements are equal, infinity if a shape, a dtype or a special value differs.
+        within: whether all elements are within `TOLERANCE`.
+    """
+
+    largest: float
+    within: bool
+
+
+def compare_arrays(arrays: ArrayOps, actual: Any, expected: Any) -> Difference:
+    """Compare two arrays.
+
+    Args:
+        arrays: the operations on arrays of their kind.
+        actual: an array.
+        expected: the array that it should equal.
+    """
+    dtype = str(expected.dtype).removeprefix("torch.")
+    return Difference(*arrays.difference(actual, expected, *TOLERANCE.get(dtype, (0.0, 0.0))))
+
+
+def combine_differences(differences: Iterable[Difference]) -> Difference:
+    """Return the difference of several arrays from several; of none from none, it is 0.0."""
+    combined = list(differences)
+    return Difference(
+        max((difference.largest for difference in combined), default=0.0),
+        all(difference.within for difference in combined),
+    )
