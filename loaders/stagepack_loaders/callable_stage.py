@@ -42,6 +42,7 @@ class CallableStage(ABC):
     """A stage that is called with its inputs, by position or by edge name, and returns a tuple of its outputs.
 
     Inputs are arrays of any runtime. Outputs are arrays of the kind of the first input that is one; numpy arrays, if none is.
+    Subclasses of a runtime whose stages write buffers override `reset_state`, `fresh_state` and `swap_state`.
 
     Attributes:
         runtime: the name of the runtime.
@@ -76,6 +77,17 @@ class CallableStage(ABC):
         results = self.run([to_runtime(bound[edge.name], edge, runtime) for edge in self.inputs])
         arrays = array_ops_of_call(bound.values(), NUMPY_ARRAYS)
         return tuple(to_array(value, edge, arrays) for value, edge in zip(results, self.outputs, strict=True))
+
+    def reset_state(self) -> None:  # noqa: B027 - a default
+        """See `stagepack_loaders.base.LoadedStage`. Default: nothing, for a stage that writes no buffers."""
+
+    def fresh_state(self) -> Any:
+        """See `stagepack_loaders.base.LoadedStage`. Default: None, for a stage that writes no buffers."""
+        return None
+
+    def swap_state(self, state: Any) -> Any:
+        """See `stagepack_loaders.base.LoadedStage`. Default: `state`, for a stage that writes no buffers."""
+        return state
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         """Refuse to be pickled or copied.

@@ -102,9 +102,7 @@ def _build_code(bundle: Bundle, stage_number: int, device: torch.device, options
         operators = [_view_as_reshape(operator) for operator in operators]
     try:
         if options.modules:
-            graph_module, module_calls = build_with_modules(
-                graph, entry.node_numbers, operators, device, options.types
-            )
+            graph_module, module_calls = build_with_modules(graph, entry.node_numbers, operators, device, options.types)
             return StageCode(graph=graph, graph_module=graph_module, module_calls=module_calls)
         return StageCode(graph=graph, graph_module=build_graph_module(folded, graph, operators, device))
     except (DeviceError, OperatorError) as error:

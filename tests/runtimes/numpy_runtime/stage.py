@@ -37,15 +37,6 @@ class NumpyStage(CallableStage):
                 known[output.name] = result.astype(numpy_dtype(output.dtype)) if output.shape else result
         return tuple(known[name] for name in graph.outputs)
 
-    def reset_state(self) -> None:
-        pass
-
-    def fresh_state(self) -> None:
-        return None
-
-    def swap_state(self, state: None) -> None:
-        return None
-
     def state_dict(self) -> dict[str, Array]:
         saved = (weight for weight in self._graph.weights if weight.kind in ("parameter", "buffer"))
         return {name: self._weights[weight.names[0]] for weight in saved for name in weight.names}
@@ -80,6 +71,8 @@ def prepare_stage(bundle: Bundle, stage_number: int) -> PreparedNumpyStage:
     unknown = sorted({op.name for op in graph.ops} - OPERATORS.keys())
     if unknown:
         raise OperatorError(f"stage {stage_number}: numpy has no {', '.join(unknown)}: choose another runtime")
+    if bundle.stages[stage_number].state:
+        raise OperatorError(f"stage {stage_number} writes buffers, which numpy does not: choose another runtime")
     bundle.tensors(stage_number, graph)
     return PreparedNumpyStage(bundle, stage_number, graph)
 
