@@ -39,7 +39,7 @@ def test_every_module_answers_as_in_the_model(case: Case, stages: int, tmp_path:
     calls = calls_of(model, *inputs.args, **inputs.kwargs)
     names_of_all = {call.name for call in calls}
     whole = {call.name for call in calls if call.made}
-    found = [{name for name, module in stage.named_modules() if type(module).__name__ == "Module"} for stage in loaded]
+    found = [{name for name, module in stage.named_modules() if type(module).__name__ == "CalledModule"} for stage in loaded]
     if stages == 1:
         assert whole <= found[0] <= names_of_all
     else:
@@ -177,7 +177,7 @@ def test_a_module_torn_by_the_cut_is_not_called(tmp_path: Path) -> None:
     first, second = (stagepack.load_stage(bundle, number, modules=True) for number in range(2))
     assert torch.equal(second(*first(x))[0], model(x))
     assert torch.equal(second[1](x) if hasattr(second, "__getitem__") else second.get_submodule("1")(x), x.tanh())
-    with pytest.raises(InputError, match="does not lie whole in this stage"):
+    with pytest.raises(InputError, match="it is not complete in this stage"):
         first.get_submodule("0")(x)
     plain = stagepack.load_stage(bundle, 0)
     with pytest.raises(InputError, match="was not loaded with modules=True"):

@@ -53,7 +53,7 @@ def test_what_goes_around_the_arguments_is_told(tmp_path: Path) -> None:
     stage = stagepack.load_stage(stagepack.export(model, (x,), out=tmp_path / "m.stagepack"), 0, modules=True)
     assert is_equal(stage(x), model(x))
     assert torch.equal(stage.keeper(x), x + 1)
-    with pytest.raises(InputError, match=r"user uses mul_0, which its arguments do not give"):
+    with pytest.raises(InputError, match=r"user uses mul_0, which its arguments do not determine"):
         stage.user(x)
     with pytest.raises(InputError, match=r"b was the same as a at export"):
         stage.pair(x, x + 1)
@@ -61,7 +61,7 @@ def test_what_goes_around_the_arguments_is_told(tmp_path: Path) -> None:
         replaced(stage, "pair", lambda a, b: a * b)(x)
     with pytest.raises(InputError, match=r"result of pair\[1\]: dimension 0: expected 4 .*, found 2"):
         replaced(stage, "pair", lambda a, b: [a, b[:2]])(x)
-    with pytest.raises(InputError, match=r"keeper cannot be replaced: what follows uses mul_0, made inside of it"):
+    with pytest.raises(InputError, match=r"keeper cannot be replaced: later nodes use mul_0, which it computes"):
         replaced(stage, "keeper", lambda x: x + 1)(x)
 
 
@@ -136,7 +136,7 @@ def test_numbers_are_the_same_when_they_are_equal(mean: tuple[Mean, nn.Module, t
 @torch.no_grad()
 def test_what_a_module_only_passes_on_must_stay(mean: tuple[Mean, nn.Module, tuple[torch.Tensor, ...]]) -> None:
     _, stage, given = mean
-    with pytest.raises(InputError, match=r"result of masked\[1\]: expected the very value that was given"):
+    with pytest.raises(InputError, match=r"result of masked\[1\]: expected the same object that was passed"):
         replaced(stage, "masked", lambda x, mask: (x * mask, mask * 2, 1.5))(*given)
     with pytest.raises(InputError, match=r"result of masked\[2\] was fixed to 1.5 at export, found 2.5"):
         replaced(stage, "masked", lambda x, mask: (x * mask, mask, 2.5))(*given)
@@ -196,10 +196,10 @@ def test_modules_stand_as_in_the_model_and_only_called_ones_are_replaced(tmp_pat
     assert torch.equal(stage["graph"](x[:1]), model.graph(x[:1]))  # called with both sizes
     assert torch.equal(stage["graph"](x), model.graph(x))
     assert torch.equal(stage.table(), model.table.weight)
-    with pytest.raises(InputError, match=r"result of table: expected the very value that was given"):
+    with pytest.raises(InputError, match=r"result of table: expected the same object that was passed"):
         replaced(stage, "table", lambda: torch.zeros(4))(x)
     for owner, name in ((stage, "nothing"), (stage.branch, "one"), (stage.branch, "two"), (stage, "blocks")):
-        with pytest.raises(InputError, match=f"the stage would not call what stands at '{name}'"):
+        with pytest.raises(InputError, match=f"the stage would not call a module at '{name}'"):
             setattr(owner, name, nn.Linear(4, 4))
     with pytest.raises(KeyError, match="there is no module '11' here, but 0, 1, 2"):
         stage.blocks[11]

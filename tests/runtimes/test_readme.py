@@ -9,12 +9,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_runtime_of_the_readme_works(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "loaders" / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "loaders" / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     (tmp_path / "tiny_runtime.py").write_text(blocks[0])
     (tmp_path / "use.py").write_text("from tiny_runtime import *\n" + "".join(blocks[1:]))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "use.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, tmp_path / "use.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "(array([[ 3.,  6., 12.]], dtype=float32),)\n"
     bundle = ROOT / "schema" / "vectors" / "bundle" / "tiny.stagepack"
     arguments = ["load", bundle, "--import", "tiny_runtime", "--runtime", "tiny"]
