@@ -39,7 +39,9 @@ def test_every_module_answers_as_in_the_model(case: Case, stages: int, tmp_path:
     calls = calls_of(model, *inputs.args, **inputs.kwargs)
     names_of_all = {call.name for call in calls}
     whole = {call.name for call in calls if call.made}
-    found = [{name for name, module in stage.named_modules() if type(module).__name__ == "CalledModule"} for stage in loaded]
+    found = [
+        {name for name, module in stage.named_modules() if type(module).__name__ == "CalledModule"} for stage in loaded
+    ]
     if stages == 1:
         assert whole <= found[0] <= names_of_all
     else:
@@ -180,7 +182,7 @@ def test_a_module_torn_by_the_cut_is_not_called(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="it is not complete in this stage"):
         first.get_submodule("0")(x)
     plain = stagepack.load_stage(bundle, 0)
-    with pytest.raises(InputError, match="was not loaded with modules=True"):
+    with pytest.raises(InputError, match="was loaded without modules=True"):
         plain.get_submodule("0.0")(x)
     again = stagepack.recut(bundle, out=tmp_path / "1.stagepack")
     assert torch.equal(stagepack.load_stage(again, 0, modules=True).get_submodule("0")(x), model[0](x))

@@ -201,7 +201,7 @@ def test_modules_stand_as_in_the_model_and_only_called_ones_are_replaced(tmp_pat
     for owner, name in ((stage, "nothing"), (stage.branch, "one"), (stage.branch, "two"), (stage, "blocks")):
         with pytest.raises(InputError, match=f"the stage would not call a module at '{name}'"):
             setattr(owner, name, nn.Linear(4, 4))
-    with pytest.raises(KeyError, match="there is no module '11' here, but 0, 1, 2"):
+    with pytest.raises(KeyError, match=r"there is no module .*11.*: there are 0, 1, 2"):
         stage.blocks[11]
     stage.graph = model.graph = nn.Linear(4, 4)
     assert torch.equal(stage(x)[0], model(x))
