@@ -98,7 +98,11 @@ def llama() -> Model:
 
 def _llama(*, layers: int, **sizes: int) -> Model:
     model = _empty(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **sizes))
-    return model, {"input_ids": _tokens(), "use_cache": False}, [f"model.layers.{number}" for number in range(layers)]
+    return (
+        model,
+        {"input_ids": _tokens(), "use_cache": False},
+        [f"model.layers.{layer_index}" for layer_index in range(layers)],
+    )
 
 
 def resnet_50() -> Model:
@@ -115,9 +119,9 @@ def resnet_50() -> Model:
 def t5() -> Model:
     """T5 base: 12 layers in the encoder, 12 in the decoder."""
     config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0)
-    layers = [f"{side}.block.{number}" for side in ("encoder", "decoder") for number in range(12)]
-    given = {"input_ids": _tokens(), "decoder_input_ids": _tokens(), "use_cache": False}
-    return _empty(T5ForConditionalGeneration, config), given, layers
+    layers = [f"{side}.block.{block_index}" for side in ("encoder", "decoder") for block_index in range(12)]
+    model_inputs = {"input_ids": _tokens(), "decoder_input_ids": _tokens(), "use_cache": False}
+    return _empty(T5ForConditionalGeneration, config), model_inputs, layers
 
 
 def _empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -131,40 +135,43 @@ def _tokens() -> torch.Tensor:
     return torch.ones(4, 512, dtype=torch.long)
 
 
-def _graph(made: Model) -> tuple[CostedGraph, list[str]]:
-    model, given, layers = made
-    if "pixel_values" in given:
-        given["pixel_values"] = given["pixel_values"].to(model.dtype)
-    linear = linearize_program(torch.export.export(model, (), given), {}, None)
+def _graph(built_model: Model) -> tuple[CostedGraph, list[str]]:
+    model, model_inputs, layers = built_model
+    if "pixel_values" in model_inputs:
+        model_inputs["pixel_values"] = model_inputs["pixel_values"].to(model.dtype)
+    linear = linearize_program(torch.export.export(model, (), model_inputs), {}, None)
     graph = canonical_graph(linear.graph)
-    costs = graph_costs(graph, {name: spec.nbytes for name, (spec, _) in linear.weights.stored.items()})
+    costs = graph_costs(graph, {weight_name: spec.nbytes for weight_name, (spec, _) in linear.weights.stored.items()})
     return CostedGraph(analysis=GraphAnalysis(graph), costs=costs), layers
 
 
-def _by_layers(graph: Graph, layers: Sequence[str], stages: int) -> list[int]:
+def _by_layers(graph: Graph, layers: Sequence[str], stage_count: int) -> list[int]:
     """As many layers for each stage; what stands before the first and after the last goes with them."""
-    first = [
+    first_nodes = [
         next(
-            number
-            for number, node in enumerate(graph.nodes)
+            node_index
+            for node_index, node in enumerate(graph.nodes)
             if f"{graph.scopes[node.scope].path}.".startswith(f"{layer}.")
         )
         for layer in layers
     ]
-    return [first[len(layers) * number // stages] for number in range(1, stages)]
+    return [first_nodes[len(layers) * stage_number // stage_count] for stage_number in range(1, stage_count)]
 
 
-def _by_parameters(costed: CostedGraph, stages: int) -> list[int]:
+def _by_parameters(costed: CostedGraph, stage_count: int) -> list[int]:
     """As many bytes of weights for each stage, each weight where it is used first."""
     seen: set[str] = set()
-    held = []
+    new_bytes = []
     weight_bytes = costed.costs.weight_bytes
-    for names in costed.analysis.node_inputs:
-        new = {name for name in names if name in weight_bytes} - seen
-        seen |= new
-        held.append(sum(weight_bytes[name] for name in new))
-    so_far = list(itertools.accumulate(held))
-    return [bisect.bisect_left(so_far, so_far[-1] * number / stages) + 1 for number in range(1, stages)]
+    for input_names in costed.analysis.node_inputs:
+        new_weights = {weight_name for weight_name in input_names if weight_name in weight_bytes} - seen
+        seen |= new_weights
+        new_bytes.append(sum(weight_bytes[weight_name] for weight_name in new_weights))
+    bytes_so_far = list(itertools.accumulate(new_bytes))
+    return [
+        bisect.bisect_left(bytes_so_far, bytes_so_far[-1] * stage_number / stage_count) + 1
+        for stage_number in range(1, stage_count)
+    ]
 
 
 if __name__ == "__main__":

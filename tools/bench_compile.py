@@ -75,7 +75,7 @@ def _measure_all(results: BenchmarkResults, device: str) -> None:
 def _in_a_process(measure: str, device: str, layers: int) -> dict[str, float]:
     """A measurement in a process of its own, with an empty cache of the compiler that is not used again."""
     with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
+        completed = subprocess.run(
             [
                 sys.executable,
                 "-m",
@@ -93,8 +93,8 @@ def _in_a_process(measure: str, device: str, layers: int) -> dict[str, float]:
             text=True,
             check=True,
         )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
+    return seconds
 
 
 @torch.no_grad()
@@ -108,25 +108,25 @@ def _regions(device: str, layers: int) -> dict[str, float]:
 def _whole(device: str, layers: int) -> dict[str, float]:
     model, ids, bundle = _model(device, layers)
     whole = torch.compile(model)
-    found = {"whole": _timed(lambda: whole(ids, use_cache=False), device)}
+    seconds = {"whole": _timed(lambda: whole(ids, use_cache=False), device)}
     compile_ahead(bundle, bundle.parent / "compiled", device)
     regions = stagepack.load(bundle, [device], compile=True)
     eager = stagepack.load(bundle, [device])
     regions(ids)
     started = time.perf_counter()
     ahead = stagepack.load(bundle, [device], compiled=bundle.parent / "compiled")
-    found["ready"] = time.perf_counter() - started
+    seconds["ready"] = time.perf_counter() - started
     sides: dict[str, Callable[[], object]] = {
         "steady whole": lambda: whole(ids, use_cache=False),
         "steady by regions": lambda: regions(ids),
         "steady compiled ahead": lambda: ahead(ids),
         "steady eager": lambda: eager(ids),
     }
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times_of_side: dict[str, list[float]] = {side_name: [] for side_name in sides}
     for _ in range(CALLS + 2):
-        for name, call in sides.items():
-            times[name].append(_timed(call, device))
-    return found | {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+        for side_name, call in sides.items():
+            times_of_side[side_name].append(_timed(call, device))
+    return seconds | {side_name: statistics.median(side_times[2:]) for side_name, side_times in times_of_side.items()}
 
 
 _MEASURES = {"regions": _regions, "whole": _whole}

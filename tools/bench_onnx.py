@@ -63,10 +63,10 @@ def resnet() -> Made:
     return model, {"pixel_values": torch.randn(2, 3, 224, 224)}, {"pixel_values": {0: batch}}
 
 
-def _tokens(*names: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _tokens(*input_names: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=512)
-    return {name: torch.ones(2, 16, dtype=torch.int64) for name in names}, {
-        name: {0: batch, 1: sequence} for name in names
+    return {input_name: torch.ones(2, 16, dtype=torch.int64) for input_name in input_names}, {
+        input_name: {0: batch, 1: sequence} for input_name in input_names
     }
 
 
@@ -131,15 +131,15 @@ def main() -> None:
             "cut over whole",
             "stagepack.load over whole",
         )
-        for name in options.models:
+        for model_name in options.models:
             with tempfile.TemporaryDirectory() as folder:
-                table.add(name, *measure(name, Path(folder)))
+                table.add(model_name, *measure(model_name, Path(folder)))
 
 
-def measure(name: str, folder: Path) -> list[float]:
+def measure(model_name: str, folder: Path) -> list[float]:
     """The figures of a model, in the order of the columns."""
     torch.manual_seed(0)
-    model, inputs, shapes = MODELS[name]()
+    model, inputs, shapes = MODELS[model_name]()
     model.eval()
 
     numpy.savez(folder / "inputs.npz", **{key: value.numpy() for key, value in inputs.items()})
@@ -164,8 +164,8 @@ def measure(name: str, folder: Path) -> list[float]:
         sides["whole"].append(run(WHOLE, folder / "whole.onnx", folder / "inputs.npz"))
         sides["cut"].append(run(CUT, folder / "m.stagepack", folder / "inputs.npz"))
         sides["loaded"].append(run(LOADED, folder / "m.stagepack", folder / "inputs.npz"))
-    best = {side: min(found, key=sum) for side, found in sides.items()}
-    total = {side: sum(found) for side, found in best.items()}
+    best = {side: min(side_times, key=sum) for side, side_times in sides.items()}
+    total = {side: sum(side_times) for side, side_times in best.items()}
     megabytes, kilobytes, allowed_kilobytes = before / 1e6, grown / 1e3, allowed / 1e3
     ratios = [total["cut"] / total["whole"], total["loaded"] / total["whole"]]
     return [megabytes, kilobytes, allowed_kilobytes, *best["whole"], *best["cut"], *ratios]
@@ -178,8 +178,10 @@ def run(code: str, model: Path, inputs: Path) -> list[float]:
             while file.read(2**24):
                 pass
     command = [sys.executable, "-c", code, str(model), str(inputs)]
-    found: list[float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return found
+    load_and_answer: list[float] = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
+    return load_and_answer
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def main() -> None:
     add_json_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, benchmark_results(options.json) as results:
-        for name in options.parts or parts:
-            parts[name](Path(folder), results)
+        for part_name in options.parts or parts:
+            parts[part_name](Path(folder), results)
 
 
 def overhead(folder: Path, results: BenchmarkResults) -> None:
@@ -75,11 +75,11 @@ def overhead(folder: Path, results: BenchmarkResults) -> None:
         for shape, calls, unit in (((4, 4), 1000, "small"), ((2_000_000, 4), 15, "32 MB in and out")):
             x = numpy.random.default_rng(0).random(shape, dtype="float32")
             with torch.no_grad():
-                here = _median(lambda: pipe(torch.from_numpy(x))["y"].numpy(), calls)  # noqa: B023 - called at once
+                local_seconds = _median(lambda: pipe(torch.from_numpy(x))["y"].numpy(), calls)  # noqa: B023 - called at once
             for protocol in ("http", "grpc"):
                 client = Client(protocol, server)
-                there = _median(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
-                table.add(unit, protocol, 1e3 * (there - here), 1e3 * here)
+                served_seconds = _median(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
+                table.add(unit, protocol, 1e3 * (served_seconds - local_seconds), 1e3 * local_seconds)
                 client.close()
 
 
@@ -154,12 +154,12 @@ def load(folder: Path, results: BenchmarkResults) -> None:
         "memory at the end, MB",
         "growth, %",
     )
-    for text, sizes in (("one size", [SENTENCE.shape]), ("many sizes", MANY)):
+    for request_kind, sizes in (("one size", [SENTENCE.shape]), ("many sizes", MANY)):
         memory: list[int] = []
         with stagepack_server([bundle]) as server:
             tally = asyncio.run(_storm([server], sizes, SECONDS, lambda: memory.append(server.memory())))  # noqa: B023 - called at once
         after, end = memory[10], statistics.median(memory[-5:])
-        table.add(text, tally.answered[0], len(tally.errors), after / 1e6, end / 1e6, 100 * (end / after - 1))
+        table.add(request_kind, tally.answered[0], len(tally.errors), after / 1e6, end / 1e6, 100 * (end / after - 1))
     _rolling_stop(bundle, results)
 
 

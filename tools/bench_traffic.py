@@ -73,29 +73,30 @@ def t5(length: int) -> Model:
     """Four layers each in the encoder and the decoder, cut in the middle of the one, between them, and in the middle of the other."""
     sizes = {"vocab_size": 1000, "d_model": 256, "d_kv": 64, "d_ff": 512, "num_heads": 4, "num_layers": 4}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
-    names = ["encoder.block.2", "decoder.block.0", "decoder.block.2"]
-    return model, _tokens(length, "input_ids", "decoder_input_ids", use_cache=False), names
+    split_modules = ["encoder.block.2", "decoder.block.0", "decoder.block.2"]
+    return model, _tokens(length, "input_ids", "decoder_input_ids", use_cache=False), split_modules
 
 
-def _tokens(length: int, *names: str, **more: bool) -> Inputs:
+def _tokens(length: int, *input_names: str, **more: bool) -> Inputs:
     """Inputs of two rows of tokens, any number of rows and any length."""
     rows = Dim("rows", min=1, max=64)
     lengths = {
-        name: Dim(f"length_{name}" if name.startswith("decoder") else "length", min=2, max=_LONGEST) for name in names
+        input_name: Dim(f"length_{input_name}" if input_name.startswith("decoder") else "length", min=2, max=_LONGEST)
+        for input_name in input_names
     }
     return Inputs(
-        kwargs={name: torch.ones(2, length, dtype=torch.long) for name in names} | more,
-        dynamic_shapes={name: {0: rows, 1: lengths[name]} for name in names},
+        kwargs={input_name: torch.ones(2, length, dtype=torch.long) for input_name in input_names} | more,
+        dynamic_shapes={input_name: {0: rows, 1: lengths[input_name]} for input_name in input_names},
     )
 
 
 def _compare(table: ResultTable, build: Callable[[int], Model], length: int) -> None:
     """Add a row for each stage of a model but the first."""
     torch.manual_seed(0)
-    model, inputs, names = build(length)
-    cut, _, symbols = plan_capture(capture_source(model, inputs), CutOptions(split_at=names))
+    model, inputs, split_modules = build(length)
+    cut, _, symbols = plan_capture(capture_source(model, inputs), CutOptions(split_at=split_modules))
     sizes = example_sizes(symbols)
-    theirs = pipelining.sent_bytes(pipelining.cut(model, inputs, pipelining.at_modules(names)))
+    theirs = pipelining.sent_bytes(pipelining.cut(model, inputs, pipelining.at_modules(split_modules)))
     hidden = 2 * length * model.config.hidden_size * 4
     for stage, received in enumerate(theirs, start=1):
         crossing = [edge for edge in cut.edges if edge.producer is not None and stage in edge.consumers]

@@ -22,12 +22,12 @@ def evenly(stages: int) -> Split:
 
     def split(module: fx.GraphModule) -> fx.GraphModule:
         nodes = _calls(module)
-        return _before(module, [nodes[len(nodes) * number // stages] for number in range(1, stages)])
+        return _before(module, [nodes[len(nodes) * stage_number // stages] for stage_number in range(1, stages)])
 
     return split
 
 
-def at_modules(names: Collection[str]) -> Split:
+def at_modules(module_names: Collection[str]) -> Split:
     """Cut before the first node of each of these modules."""
 
     def split(module: fx.GraphModule) -> fx.GraphModule:
@@ -35,7 +35,7 @@ def at_modules(names: Collection[str]) -> Split:
         for node in _calls(module):
             for path, _ in (node.meta.get("nn_module_stack") or {}).values():
                 first.setdefault(path, node)
-        return _before(module, [first[name] for name in names])
+        return _before(module, [first[module_name] for module_name in module_names])
 
     return split
 
@@ -43,16 +43,18 @@ def at_modules(names: Collection[str]) -> Split:
 def sent_bytes(pipe: Pipe) -> list[int]:
     """The bytes that each stage but the first receives from stages before it in one call, by the shapes that the trace has noted."""
     stages = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
-    return [sum(_bytes(pipe.split_gm, given) for given in stage.all_input_nodes) for stage in stages[1:]]
+    return [sum(_bytes(pipe.split_gm, stage_input) for stage_input in stage.all_input_nodes) for stage in stages[1:]]
 
 
-def _bytes(module: fx.GraphModule, given: fx.Node) -> int:
+def _bytes(module: fx.GraphModule, stage_input: fx.Node) -> int:
     """The bytes of what a stage is given, unless it is an input of the model."""
-    stage, index = (given.args[0], given.args[1]) if given.op == "call_function" else (given, None)
+    stage, index = (
+        (stage_input.args[0], stage_input.args[1]) if stage_input.op == "call_function" else (stage_input, None)
+    )
     if stage.op != "call_module":
         return 0
-    (made,) = module.get_submodule(stage.target).graph.find_nodes(op="output")[0].args
-    node = made if index is None else made[index]
+    (stage_outputs,) = module.get_submodule(stage.target).graph.find_nodes(op="output")[0].args
+    node = stage_outputs if index is None else stage_outputs[index]
     return node.meta["val"].numel() * node.meta["val"].element_size()
 
 

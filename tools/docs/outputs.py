@@ -1,4 +1,4 @@
-"""Run the blocks of pages and write what they print into the pages: ``python -m tools.docs.outputs [--not-run] [PAGE ...]``.
+"""Run the blocks of pages and write what they print into the pages: ``python -m tools.docs.outputs [--slow] [PAGE ...]``.
 
 Outputs that differ only in times, digests and the like stay as they are.
 """
@@ -21,18 +21,18 @@ def main() -> None:
     argument_parser.add_argument(
         "pages", nargs="*", type=Path, help="relative to the root of the tree; all of them by default"
     )
-    argument_parser.add_argument("--not-run", action="store_true", help="also run the blocks that tests do not run")
+    argument_parser.add_argument("--slow", action="store_true", help="also run the blocks that tests do not run")
     argument_parser.add_argument(
         "--all", action="store_true", help="also write outputs that differ only in times and the like"
     )
     options = argument_parser.parse_args()
     for page_path in options.pages or documented_pages():
         with tempfile.TemporaryDirectory() as work_folder:
-            output_count = rewrite_page(page_path, Path(work_folder), not_run=options.not_run, rewrite_all=options.all)
+            output_count = rewrite_page(page_path, Path(work_folder), run_slow=options.slow, rewrite_all=options.all)
         print(f"{page_path}: {output_count} outputs written", flush=True)
 
 
-def rewrite_page(page_path: Path, work_folder: Path, *, not_run: bool, rewrite_all: bool) -> int:
+def rewrite_page(page_path: Path, work_folder: Path, *, run_slow: bool, rewrite_all: bool) -> int:
     """Write the outputs of one page; return how many changed."""
     full_path = ROOT / page_path
     if page_path.name == "CONTRIBUTING.md":
@@ -43,7 +43,7 @@ def rewrite_page(page_path: Path, work_folder: Path, *, not_run: bool, rewrite_a
     text_edits: list[tuple[int, int, str]] = []
     try:
         for block, next_block in itertools.zip_longest(page_blocks, page_blocks[1:]):
-            if block.not_run and not not_run:
+            if block.not_run and not (run_slow and block.not_run.startswith("slow")):
                 continue
             block_outputs = session.run(block)
             text_edits += _block_edits(page_text, block, next_block, block_outputs, rewrite_all=rewrite_all)

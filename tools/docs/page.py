@@ -9,7 +9,8 @@
 | ``` ```yaml ```, ``` ```json ``` | data that must parse |
 | ``` ```text ``` | shown only |
 
-A line ``<!-- not run: REASON -->`` above a block says that tests do not run it.
+A line ``<!-- not run: REASON -->`` above a block says that tests do not run it. When the reason begins with "slow",
+`tools/docs/outputs.py --slow` runs it.
 """
 
 import re

@@ -75,8 +75,9 @@ class Session:
         self._page_interpreter: tuple[ForkServerProcess, Connection] | None = None
         self._server_job: _ServerJob | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "examples").exists():
-            (folder / "examples").symlink_to(ROOT / "examples")
+        for name in ("examples", "tools"):
+            if not (folder / name).exists():
+                (folder / name).symlink_to(ROOT / name)
         _FORK_CONTEXT.set_forkserver_preload(_PRELOADED_MODULES)
 
     def close(self) -> None:
