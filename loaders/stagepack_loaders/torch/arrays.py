@@ -112,8 +112,8 @@ def _tensor_on_elements(elements: Any) -> torch.Tensor:
     if not isinstance(elements, numpy.ndarray):
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(elements)
         return tensor
-    if not elements.size:  # its strides may be any, which torch would take over
-        return torch.from_numpy(numpy.empty(elements.shape, elements.dtype))
+    if not elements.size:  # numpy gives it strides of 0, which torch would keep
+        return torch.empty(elements.shape, dtype=torch.from_numpy(elements.copy()).dtype)
     if not elements.flags.writeable or any(stride < 0 for stride in elements.strides):
         elements = elements.copy()
     return torch.from_numpy(elements)
