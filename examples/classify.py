@@ -11,8 +11,8 @@ from PIL import Image
 
 IMAGE_SIZE = 224  # pixels, height and width
 # Mean and standard deviation of the color channels in ImageNet.
-CHANNEL_MEAN = numpy.float32([0.485, 0.456, 0.406])
-CHANNEL_DEVIATION = numpy.float32([0.229, 0.224, 0.225])
+CHANNEL_MEAN = numpy.array([0.485, 0.456, 0.406], "float32")
+CHANNEL_DEVIATION = numpy.array([0.229, 0.224, 0.225], "float32")
 
 
 def read_image(image_path: str) -> numpy.ndarray:

@@ -9,7 +9,7 @@ import stagepack
 def make() -> torch.nn.Module:
     """Return a small ResNet with ten classes for images of 224 by 224 pixels."""
     torch.manual_seed(0)
-    config = ResNetConfig(
+    config = ResNetConfig(  # type: ignore[call-arg]
         embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], layer_type="basic", num_labels=10
     )
     return ResNetForImageClassification(config).eval()

@@ -25,7 +25,7 @@ def filled(part: Any, texts: Sequence[str]) -> Any:
             return ["value", fill(part[1], texts)]
         return [filled(item, texts) for item in part]
     if isinstance(part, dict):
-        named = {
+        named: dict[str, Any] = {
             key: fill(part[key], texts) for key in ("name", "value", "path", "base") if isinstance(part.get(key), str)
         }
         named |= {key: [fill(name, texts) for name in part[key]] for key in ("names",) if key in part}

@@ -96,7 +96,7 @@ def llama() -> Model:
     )
 
 
-def _llama(*, layers: int, **sizes: int) -> Model:
+def _llama(*, layers: int, **sizes: Any) -> Model:
     model = _empty(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **sizes))
     return (
         model,
@@ -118,7 +118,9 @@ def resnet_50() -> Model:
 
 def t5() -> Model:
     """T5 base: 12 layers in the encoder, 12 in the decoder."""
-    config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0)
+    config = T5Config(  # type: ignore[call-arg]
+        d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0
+    )
     layers = [f"{side}.block.{block_index}" for side in ("encoder", "decoder") for block_index in range(12)]
     model_inputs = {"input_ids": _tokens(), "decoder_input_ids": _tokens(), "use_cache": False}
     return _empty(T5ForConditionalGeneration, config), model_inputs, layers
@@ -128,7 +130,7 @@ def _empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedMo
     """A model in half precision whose weights have room, and whatever numbers lie there."""
     with torch.device("meta"):
         model = cls(config)
-    return model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    return model.bfloat16().to_empty(device="cpu").eval()
 
 
 def _tokens() -> torch.Tensor:

@@ -142,7 +142,8 @@ def measure(model_name: str, folder: Path) -> list[float]:
     model, inputs, shapes = MODELS[model_name]()
     model.eval()
 
-    numpy.savez(folder / "inputs.npz", **{key: value.numpy() for key, value in inputs.items()})
+    arrays: dict[str, Any] = {key: value.numpy() for key, value in inputs.items()}
+    numpy.savez(folder / "inputs.npz", **arrays)
     bundle = stagepack.export(model, (), inputs, out=folder / "m.stagepack", stages=STAGES, dynamic_shapes=shapes)
     before = sum(file.size for file in bundle.manifest.files)
     added = stagepack.add_onnx(bundle)

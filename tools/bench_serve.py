@@ -6,7 +6,6 @@ Usage: ``python -m tools.bench_serve [overhead] [batching] [load]``, or all thre
 
 import argparse
 import asyncio
-import json
 import signal
 import statistics
 import tempfile
@@ -170,7 +169,7 @@ def _rolling_stop(bundle: Path, results: BenchmarkResults) -> None:
         stop.start()
         tally = asyncio.run(_storm([old, new], MANY, 15, lambda: None))
         assert old.process.wait(timeout=30) == 0
-        counted = json.loads(old.process.stdout.read())["answers"]
+        counted = old.answers()
     table = results.table("Rolling stop under load", "measure", "requests")
     table.add("answered by the old server", counted.get("OK", 0))
     table.add("of these, arrived", tally.answered[0])

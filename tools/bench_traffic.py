@@ -6,10 +6,19 @@ inputs of the model are not counted, since the caller gives them to whichever st
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.export import Dim
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.source import capture_source
@@ -20,7 +29,7 @@ from stagepack.partition.cut_options import CutOptions
 from tools import pipelining
 from tools.benchmark_results import ResultTable, add_json_option, benchmark_results
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -28,7 +37,7 @@ _SIZES = {
     "num_hidden_layers": 6,
 }
 _LONGEST = 8192
-Model = tuple[torch.nn.Module, Inputs, list[str]]
+Model = tuple[PreTrainedModel, Inputs, list[str]]
 
 
 def main() -> None:
@@ -71,8 +80,16 @@ def bert(length: int) -> Model:
 
 def t5(length: int) -> Model:
     """Four layers each in the encoder and the decoder, cut in the middle of the one, between them, and in the middle of the other."""
-    sizes = {"vocab_size": 1000, "d_model": 256, "d_kv": 64, "d_ff": 512, "num_heads": 4, "num_layers": 4}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    sizes: dict[str, Any] = {
+        "vocab_size": 1000,
+        "d_model": 256,
+        "d_kv": 64,
+        "d_ff": 512,
+        "num_heads": 4,
+        "num_layers": 4,
+        "decoder_start_token_id": 0,
+    }
+    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
     split_modules = ["encoder.block.2", "decoder.block.0", "decoder.block.2"]
     return model, _tokens(length, "input_ids", "decoder_input_ids", use_cache=False), split_modules
 

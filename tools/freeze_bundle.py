@@ -33,6 +33,9 @@ class Block(torch.nn.Module):
 class Counting(torch.nn.Module):
     """Tied and transposed weights, a buffer that is written, a branch, two regions, a skip, and nested containers."""
 
+    calls: torch.Tensor
+    offsets: torch.Tensor
+
     def __init__(self) -> None:
         """Give every weight whole numbers."""
         super().__init__()
@@ -66,6 +69,8 @@ class Counting(torch.nn.Module):
 
 class Tower(torch.nn.Module):
     """Blocks between linear layers, and a buffer that is written: all of it has an ONNX form."""
+
+    total: torch.Tensor
 
     def __init__(self) -> None:
         """Give every weight whole numbers."""

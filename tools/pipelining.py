@@ -1,6 +1,7 @@
 """What `torch.distributed.pipelining` makes of a model: the other side of our comparisons."""
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,12 +49,15 @@ def sent_bytes(pipe: Pipe) -> list[int]:
 
 def _bytes(module: fx.GraphModule, stage_input: fx.Node) -> int:
     """The bytes of what a stage is given, unless it is an input of the model."""
+    stage: Any
+    index: Any
     stage, index = (
         (stage_input.args[0], stage_input.args[1]) if stage_input.op == "call_function" else (stage_input, None)
     )
     if stage.op != "call_module":
         return 0
-    (stage_outputs,) = module.get_submodule(stage.target).graph.find_nodes(op="output")[0].args
+    submodule: Any = module.get_submodule(stage.target)
+    (stage_outputs,) = submodule.graph.find_nodes(op="output")[0].args
     node = stage_outputs if index is None else stage_outputs[index]
     return node.meta["val"].numel() * node.meta["val"].element_size()
 

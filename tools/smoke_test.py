@@ -14,6 +14,7 @@ import urllib.request
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_TORCH = """
@@ -114,7 +115,7 @@ def _minilm(folder: Path, commands: Path) -> None:
     bundle = stagepack.export(str(model), out=folder / "minilm.stagepack", stages=3, onnx=True)
     _run(str(commands / "stagepack"), "load", str(bundle.path), "--runtime", "onnxruntime")
     sizes, draw = [(1, 5), (3, 17), (8, 128)], numpy.random.default_rng(0)
-    calls = {f"{batch}x{length}": draw.integers(0, 30000, (batch, length)) for batch, length in sizes}
+    calls: dict[str, Any] = {f"{batch}x{length}": draw.integers(0, 30000, (batch, length)) for batch, length in sizes}
     numpy.savez(folder / "calls.npz", **calls)
     _run(
         str(commands / "python"),

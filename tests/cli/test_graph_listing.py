@@ -11,7 +11,7 @@ import torch
 import stagepack
 from stagepack.cli.graph_listing import graph_lines
 from stagepack.exporter import export_capture
-from stagepack.format.folded import trivially_folded
+from stagepack.format.folded import FoldedGraph, Region, trivially_folded
 from stagepack.partition.cut_options import CutOptions
 from tests.hostile.attack import run
 from tests.zoo.case import Case
@@ -43,7 +43,10 @@ def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> No
         folded_functions = functions(graph_lines(folded, graph, f"stage_{stage_number}"))
         regions = [f"region_{index}" for index in range(len(folded.regions))]
         assert list(folded_functions) == [*subgraphs, *regions, f"stage_{stage_number}"]
-        bodies = [*zip(regions, folded.regions, strict=True), (f"stage_{stage_number}", folded)]
+        bodies: list[tuple[str, Region | FoldedGraph]] = [
+            *zip(regions, folded.regions, strict=True),
+            (f"stage_{stage_number}", folded),
+        ]
         assert all(lines(folded_functions[function_name]) == len(body.nodes) for function_name, body in bodies)
 
 

@@ -12,6 +12,9 @@ BATCH = torch.export.Dim("batch", min=1, max=64)
 class Tiny(torch.nn.Module):
     """Embeds, mixes, counts its calls, and reads out with the tied embedding; the middle has text among its arguments."""
 
+    calls: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(16, 4)

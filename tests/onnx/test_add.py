@@ -22,6 +22,12 @@ pytestmark = pytest.mark.xdist_group("added")  # one process, so that the bundle
 class Layers(torch.nn.Module):
     """Three layers, with weights of all kinds between them."""
 
+    even: torch.Tensor
+    table: torch.Tensor
+    later: torch.Tensor
+    nothing: torch.Tensor
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

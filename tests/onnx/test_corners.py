@@ -18,6 +18,11 @@ from stagepack.format.reader import Bundle
 class Corners(torch.nn.Module):
     """What stands at the edges of what ONNX can say."""
 
+    zeros: torch.Tensor
+    whole: torch.Tensor
+    nobody: torch.Tensor
+    x: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("zeros", torch.zeros(1000))
@@ -96,8 +101,9 @@ class Named(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x).relu() * self.s0.val_0 + self.s0.add
-        return (x * self.w3 + self.s0.relu).relu() * self.w0 + self.s0.linear * self.linear
+        val_0, add, relu, linear = (self.s0.get_parameter(name) for name in ("val_0", "add", "relu", "linear"))
+        x = self.layer(x).relu() * val_0 + add
+        return (x * self.w3 + relu).relu() * self.w0 + linear * self.linear
 
 
 def test_names_do_not_meet(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ STAGES = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[subprocess.Popen]:
+def runner() -> Iterator[subprocess.Popen[str]]:
     """Starts a fresh process for each folder that it is told of."""
     script = Path(__file__).with_name("run_bundle.py")
     with subprocess.Popen(
@@ -48,7 +48,7 @@ def runner() -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bit_exact(case: Case, tmp_path: Path, runner: subprocess.Popen) -> None:
+def test_bit_exact(case: Case, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
     capture = case.capture()
     bundles = []
     for stages in STAGES:
@@ -64,6 +64,7 @@ def test_bit_exact(case: Case, tmp_path: Path, runner: subprocess.Popen) -> None
         tensors = {name: torch.as_tensor(given.value).detach().clone().contiguous() for name, given in bound.items()}
         save_file(tensors, tmp_path / f"inputs-{number}.safetensors")
     print(tmp_path, case.operators, sep="\t", file=runner.stdin, flush=True)
+    assert runner.stdout is not None
     assert runner.stdout.readline() == "0\n"
     for bundle in bundles:
         for number, leaves in enumerate(expected):

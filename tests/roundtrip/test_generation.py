@@ -1,6 +1,7 @@
 """A decoder with a static cache, cut in three, writes what transformers writes."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -15,7 +16,7 @@ NEW_TOKENS = 32
 
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2)).eval()
     prompt = torch.tensor([[5, 301, 42, 7]])
     expected = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)

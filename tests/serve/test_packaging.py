@@ -17,7 +17,7 @@ def imported_names(path: Path) -> Any:
     """The modules that a file imports from elsewhere than the standard library."""
     for node in ast.walk(ast.parse(path.read_text())):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module is not None else []
         yield from (module for module in modules if module.partition(".")[0] not in sys.stdlib_module_names)
 
 

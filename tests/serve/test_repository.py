@@ -17,7 +17,6 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInsta
 
 import stagepack
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
-from stagepack.format.reader import Bundle
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
 from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
@@ -26,7 +25,7 @@ MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary f
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def write(bundle: Bundle, out: Any, **options: Any) -> Any:
+def write(bundle: Path, out: Any, **options: Any) -> Any:
     return write_repository(stagepack.open(bundle), out, RepositoryOptions(**({"model_name": "m"} | options)))
 
 
@@ -181,9 +180,9 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
     command = [
         STAGEPACK,
         "triton",
-        bundles["skips"],
+        str(bundles["skips"]),
         "-o",
-        tmp_path / "repository",
+        str(tmp_path / "repository"),
         "--runtime",
         "onnxruntime",
         "--backend",

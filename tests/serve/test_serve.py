@@ -137,7 +137,7 @@ def test_names_of_several_bundles(bundles: Mapping[str, Path]) -> None:
         for model_name in ("one", "two"):
             assert ask(server, "http", model_name, skips(2), outputs=["y"])["y"].shape == (2, 8)
         assert [model["name"] for model in server.facts["models"]] == ["one", "two", "half"]
-    command = [STAGEPACK, "serve", bundles["skips"], bundles["skips"]]
+    command = [STAGEPACK, "serve", *[str(bundles["skips"])] * 2]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 1
     assert "'skips'" in completed.stderr
@@ -156,7 +156,7 @@ def test_onnxruntime(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> N
 
 
 def test_a_stream_of_requests(torch_server: Server) -> None:
-    answer_queue: queue.Queue = queue.Queue()
+    answer_queue: queue.Queue[Any] = queue.Queue()
     with contextlib.closing(Client("grpc", torch_server)) as client:
         client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
         for step in range(4):
@@ -181,7 +181,7 @@ def test_numbers_have_ranges_too(bundles: Mapping[str, Path]) -> None:
 
 
 def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> None:
-    answer_queue: queue.Queue = queue.Queue()
+    answer_queue: queue.Queue[Any] = queue.Queue()
     with (
         stagepack_server([bundles["skips"]], "--max-delay-ms", "300") as server,
         contextlib.closing(Client("grpc", server)) as client,
@@ -204,7 +204,7 @@ def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> Non
 
 def test_state_that_is_given_out_stays_that_of_its_call(bundles: Mapping[str, Path]) -> None:
     with stagepack_server([bundles["alias"]]) as server, contextlib.closing(Client("grpc", server)) as client:
-        answer_queue: queue.Queue = queue.Queue()
+        answer_queue: queue.Queue[Any] = queue.Queue()
         inputs = [client.input("x", numpy.ones(1, "float32"))]
         client.ask("alias", {"x": numpy.ones(1, "float32")}, sequence_id=1, sequence_start=True)
         for request_number in range(20):  # at once; each is to see what those before it have written

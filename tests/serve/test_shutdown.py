@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import fcntl
 import http.client
-import json
 import os
 import pty
 import re
@@ -31,7 +30,7 @@ def test_what_was_accepted_is_answered_before_the_end(slow: Path, signal_number:
         server.process.send_signal(signal_number)
         assert all(future.result().shape == (256, 512) for future in futures)
         assert server.process.wait(timeout=30) == 0
-        assert json.loads(server.process.stdout.read())["answers"] == {"OK": 4}
+        assert server.answers() == {"OK": 4}
 
 
 @pytest.mark.parametrize("signal_names", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGTERM", "SIGHUP")])
@@ -44,7 +43,7 @@ def test_a_hang_up_does_not_end_the_drain(slow: Path, signal_names: Any) -> None
             time.sleep(0.1)
         assert future.result().shape == (256, 512)
         assert server.process.wait(timeout=30) == 0
-        assert json.loads(server.process.stdout.read())["answers"] == {"OK": 1}
+        assert server.answers() == {"OK": 1}
 
 
 def test_requests_are_answered_after_the_terminal_closes(slow: Path) -> None:
@@ -53,9 +52,16 @@ def test_requests_are_answered_after_the_terminal_closes(slow: Path) -> None:
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    command = [STAGEPACK, "serve", slow, "--http-port", "0", "--grpc-port", "0"]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end_of_server)
-    process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=take_terminal)
+    command = [STAGEPACK, "serve", str(slow), "--http-port", "0", "--grpc-port", "0"]
+    process = subprocess.Popen(
+        command,
+        stdin=end_of_server,
+        stdout=end_of_server,
+        stderr=end_of_server,
+        text=True,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
     os.close(end_of_server)
     try:
         printed = ""
@@ -101,8 +107,10 @@ def test_what_is_not_done_when_the_drain_ends_is_refused(slow: Path, protocol: s
         started = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - started < 8
-        assert future.exception().status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
-        assert json.loads(server.process.stdout.read())["answers"] == {"TOO_LATE": 1}
+        error = future.exception()
+        assert isinstance(error, InferenceServerException)
+        assert error.status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
+        assert server.answers() == {"TOO_LATE": 1}
 
 
 def test_a_second_signal_ends_at_once(slow: Path) -> None:

@@ -12,7 +12,7 @@ from tritonclient.utils import InferenceServerException
 import stagepack
 from stagepack.errors import InputError
 from stagepack_serving.protocol.stage_errors import raises_input_errors
-from tests.serve.servers import Client, Server, stagepack_server
+from tests.serve.servers import Client, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -33,7 +33,7 @@ class Lookup(torch.nn.Module):
 
 
 class Pick(torch.nn.Module):
-    def forward(self, rows: int, indices: torch.Tensor) -> Any:
+    def forward(self, rows: torch.Tensor, indices: torch.Tensor) -> Any:
         return rows.gather(1, indices)
 
 
@@ -55,7 +55,7 @@ def lookup(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
-def test_values_out_of_range_are_errors_of_the_client(lookup: Server, runtime: str) -> None:
+def test_values_out_of_range_are_errors_of_the_client(lookup: Path, runtime: str) -> None:
     good = {"tokens": numpy.array([1, 9]), "indices": numpy.array([[0, 3], [1, 2]])}
     with stagepack_server([lookup], "--runtime", runtime) as server:
         for protocol, status in (("http", "400"), ("grpc", "StatusCode.INVALID_ARGUMENT")):
@@ -114,7 +114,7 @@ def test_how_torch_reports_values_out_of_range(operation: Any) -> None:
         lambda: TABLE @ TABLE,
         lambda: torch.empty(2**50),
         lambda: torch.linalg.inv(torch.zeros(3, 3)),
-        lambda: {}["a"],
+        lambda: {"b": 1}["a"],
     ],
 )
 def test_other_errors_stay_what_they_are(operation: Any) -> None:

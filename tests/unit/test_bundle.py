@@ -197,6 +197,7 @@ def test_a_call_takes_what_the_model_takes(tied_llama: Path) -> None:
     pipe = stagepack.load(tied_llama, types=[CausalLMOutputWithPast])
     by_name, by_position = pipe(input_ids=ids), pipe(ids)
     assert isinstance(by_name, CausalLMOutputWithPast)
+    assert by_name.logits is not None
     assert torch.equal(by_name.logits, by_position.logits)
     assert torch.equal(pipe(ids, None, use_cache=False, labels=None).logits, by_name.logits)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import stagepack
-from stagepack.capture.programs import Inputs
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.source import capture_source
 from stagepack.format.graph import Graph
 from stagepack.format.operators import is_denied_operator

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
 from stagepack.format.codec import encode_graph
-from stagepack.format.folded import trivially_folded
+from stagepack.format.folded import FoldedGraph, Region, trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.reader import read_graph
 from stagepack.format.shapes import Expr, Symbol
@@ -163,7 +163,8 @@ def test_parts_inside_of_parts() -> None:
     folded = fold_graph(graph)
     assert sizes(graph) == [(31, 3), (6, 6)]
     assert [len(region.nodes) for region in folded.regions] == [6, 6]  # the second has five calls and a node
-    paths = [[call.path for call in body.calls] for body in (*folded.regions, folded)]
+    bodies: list[Region | FoldedGraph] = [*folded.regions, folded]
+    paths = [[call.path for call in body.calls] for body in bodies]
     assert paths == [["{0}"], ["layers.{0}.steps", "layers.{0}"], ["layers"]]
     assert unfold_graph(folded) == graph
 

@@ -26,7 +26,7 @@ class FrozenDict(OrderedDict[str, Any]):
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("a FrozenDict cannot be changed")
 
-    __delitem__ = clear = pop = popitem = setdefault = update = refuse  # type: ignore[assignment]
+    __delitem__ = clear = pop = popitem = setdefault = update = refuse
 
     def __setitem__(self, key: str, value: Any) -> None:
         if self.frozen:
@@ -42,7 +42,7 @@ class FrozenDict(OrderedDict[str, Any]):
 class WeakList(list[Any]):
     """A list whose own methods are not called."""
 
-    def __iter__(self) -> NoReturn:  # type: ignore[override]
+    def __iter__(self) -> NoReturn:
         raise AssertionError("the methods of a container's own class are not called")
 
     clear = extend = __getitem__ = __iter__  # type: ignore[assignment]
@@ -50,6 +50,8 @@ class WeakList(list[Any]):
 
 class Net(nn.Module):
     """A module that changes everything it holds, and may then fail."""
+
+    calls: torch.Tensor
 
     def __init__(self, fail: bool) -> None:
         super().__init__()
@@ -113,8 +115,8 @@ def test_attributes_and_containers_are_restored(fail: bool) -> None:
 
 
 def test_a_list_that_holds_itself_is_restored() -> None:
-    net = nn.Module()
-    net.loop = loop = []  # type: ignore[var-annotated]
+    net, loop = nn.Module(), list[Any]()
+    net.loop = loop  # type: ignore[assignment]
     loop.append(loop)
     with preserve_module(net):
         loop.clear()
@@ -161,8 +163,11 @@ def test_what_did_not_change_is_not_written(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_part_that_cannot_be_restored_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(nn.BatchNorm1d(4))
-    mean, random_state = net[0].running_mean, torch.get_rng_state()
+    norm = nn.BatchNorm1d(4)
+    net = nn.Sequential(norm)
+    mean, variance, random_state = norm.running_mean, norm.running_var, torch.get_rng_state()
+    assert mean is not None
+    assert variance is not None
     copy = torch.UntypedStorage.copy_
 
     def failing_copy(storage: Any, source: Any) -> Any:
@@ -175,7 +180,7 @@ def test_one_part_that_cannot_be_restored_does_not_stop_the_others(monkeypatch: 
     def change() -> None:
         with preserve_module(net):
             mean.add_(1)
-            net[0].running_var.add_(1)
+            variance.add_(1)
             net[0].note = "new"  # type: ignore[assignment]
             torch.rand(1)
 
@@ -183,7 +188,9 @@ def test_one_part_that_cannot_be_restored_does_not_stop_the_others(monkeypatch: 
         CaptureError, match=r"Sequential is changed, .*: the content of a buffer: MemoryError: no memory$"
     ):
         change()
-    assert net[0].running_var.tolist() == [1] * 4
+    restored = norm.running_var
+    assert restored is not None
+    assert restored.tolist() == [1] * 4
     assert not hasattr(net[0], "note")
     assert torch.equal(torch.get_rng_state(), random_state)
 
@@ -193,12 +200,12 @@ class Pair(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Self], a: torch.Tensor, b: torch.Tensor) -> Self:
-        pair: Self = torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)  # type: ignore[attr-defined]
+        pair: Self = torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
         pair.a, pair.b = a, b  # type: ignore[attr-defined]
         return pair
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if function is not torch.ops.aten.detach.default:
             raise AssertionError(f"{function} is called")
         (pair,) = args

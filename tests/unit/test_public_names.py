@@ -21,7 +21,7 @@ def test_dir_and_tab_completion_show_the_public_names() -> None:
     assert set(stagepack.__all__) <= set(dir(stagepack))
     assert all(getattr(stagepack, name) is not None for name in stagepack.__all__)
     completer = rlcompleter.Completer({"stagepack": stagepack})
-    matches = []
+    matches: list[str] = []
     while (match := completer.complete("stagepack.", len(matches))) is not None:
         matches.append(match.rstrip("()").removeprefix("stagepack."))
     assert {name for name in stagepack.__all__ if not name.startswith("_")} <= set(matches)

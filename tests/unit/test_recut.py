@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_every_cut_from_every_cut(case: Case, tmp_path: Path) -> None:
 
 
 def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_path: Path) -> None:
-    def run(self: Lambda, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = self.a(x), self.b(x)
         first, second = self.c(first), self.d(second)
         return first * second, self.a(second)

@@ -239,6 +239,9 @@ def test_what_cannot_be_stored_is_refused_by_name(tensor: torch.Tensor, says: st
 class Tied(torch.nn.Module):
     """A model whose first and last layer are one tensor, and whose state is a view of a wider buffer."""
 
+    wide: torch.Tensor
+    row: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(6, 4)

@@ -29,6 +29,12 @@ class Apart:
     def reset_state(self) -> None:
         self._stage.reset_state()
 
+    def fresh_state(self) -> Any:
+        return self._stage.fresh_state()
+
+    def swap_state(self, state: Any) -> Any:
+        return self._stage.swap_state(state)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._stage.state_dict()
 

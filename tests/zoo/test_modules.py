@@ -26,7 +26,8 @@ def test_every_module_answers_alone(case: Case, tmp_path: Path) -> None:
         capture_source(model, inputs), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=1)
     )
     stage = stagepack.load_stage(bundle, 0, modules=True, types=case.classes(), allow_ops=namespaces(bundle))
-    answered, refused = set(), set()
+    answered: set[str] = set()
+    refused: set[str] = set()
     for call in calls_of(model, *inputs.args, **inputs.kwargs):
         module = dict(stage.named_modules()).get(call.name)
         if type(module).__name__ != "Module" or call.name in answered | refused:

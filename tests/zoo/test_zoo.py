@@ -1,6 +1,7 @@
 """Every model of the zoo, cut, answers bit for bit as the captured program does, three calls in a row."""
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.joining import join_stages
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.operator_costs import cost_source, estimated_operators
+from stagepack.partition.policies import PolicyNode
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
@@ -71,8 +73,7 @@ def test_back_and_forth(case: Case, tmp_path: Path) -> None:
     wanted = captured_answers(capture, calls)
     uncut = export_capture(capture, out=tmp_path / "1.stagepack", cut_options=CutOptions(stages=1)).graph(0)
     for seed in range(3):
-        stage_of = scattered(uncut, stages=2 + seed % 2, seed=seed)
-        where = CutOptions(policy=lambda node, stage_of=stage_of: stage_of[node.index])
+        where = CutOptions(policy=policy_of(scattered(uncut, stages=2 + seed % 2, seed=seed)))
         try:
             bundle = export_capture(capture, out=tmp_path / f"cut-{seed}.stagepack", cut_options=where)
         except CutError as error:
@@ -152,6 +153,11 @@ def even(graph: Graph, *, stages: int) -> list[int]:
     wanted = [len(graph.nodes) * number / stages for number in range(1, stages)]
     cuts = [min(places, key=lambda place: abs(place - target)) for target in wanted]
     return [sum(cut <= number for cut in cuts) for number in range(len(graph.nodes))]
+
+
+def policy_of(stage_of: Sequence[int]) -> Callable[[PolicyNode], int]:
+    """A policy that gives each node the stage at its index."""
+    return lambda node: stage_of[node.index]
 
 
 def scattered(graph: Graph, *, stages: int, seed: int) -> list[int]:

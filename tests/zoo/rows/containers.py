@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.export import Dim
@@ -10,6 +10,9 @@ from torch.export import Dim
 from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
 from tests.zoo.rows.build import Lambda, Model, given, linear, linears, rows
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 CASES: list[Case] = []
 row = rows(CASES, "containers")
@@ -132,7 +135,7 @@ def _sizes(**more: Any) -> dict[str, Any]:
     return {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4} | more
 
 
-def _llama(layers: int = 3) -> torch.nn.Module:
+def _llama(layers: int = 3) -> "LlamaForCausalLM":
     import transformers
 
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_sizes(num_hidden_layers=layers))).eval()
@@ -158,7 +161,7 @@ def model_output_with_a_cache() -> Model:
     return _llama(), Inputs(kwargs={"input_ids": torch.randint(0, 64, (2, 6)), "use_cache": True})
 
 
-def _registered_cache(model: torch.nn.Module) -> None:
+def _registered_cache(model: "LlamaForCausalLM") -> None:
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 
     register_cache_pytrees_for_model(model)

@@ -254,7 +254,10 @@ def int4_weights() -> Model:
     """The one int4 form of torchao that runs on a CPU: four bits of range, held as int8."""
 
     def config(ao: ModuleType) -> Any:
-        return ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(32))
+        return ao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4,  # type: ignore[attr-defined]
+            granularity=ao.PerGroup(32),
+        )
 
     batch = Dim("batch", min=2, max=64)
     return _quantized(config), Inputs(args=(torch.randn(2, 64),), dynamic_shapes=({0: batch},))

@@ -255,6 +255,8 @@ def cond_that_draws() -> Model:
 
 def _nested_compile_regions(**more: Tensor) -> Model:
     class Block(torch.nn.Module):
+        count: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.inner = linear()

@@ -106,9 +106,11 @@ def bounded_by_a_table() -> Model:
         length = ids.shape[1]
         return self.b(self.a(self.words(ids) + self.places[:length])) @ self.places[:length].t()
 
-    held = {"words": torch.nn.Embedding(9, 4), "places": torch.nn.Parameter(torch.randn(12, 4))}
+    words, places = torch.nn.Embedding(9, 4), torch.nn.Parameter(torch.randn(12, 4))
     ids = torch.randint(0, 9, (2, 5))
-    return Lambda(run, **linears("ab"), **held), given(ids, dynamic=({0: BATCH, 1: Dim("length", min=2, max=12)},))
+    return Lambda(run, **linears("ab"), words=words, places=places), given(
+        ids, dynamic=({0: BATCH, 1: Dim("length", min=2, max=12)},)
+    )
 
 
 @row(_DERIVED)
@@ -148,7 +150,8 @@ def items_used_in_several_layers() -> Model:
     """A number read from data makes sizes, scales and slices far from where it was read."""
 
     def run(self: Any, x: torch.Tensor, length: torch.Tensor) -> tuple[Any, ...]:
-        n, scale = length.item(), x.sum().item()
+        n: Any = length.item()
+        scale = x.sum().item()
         torch._check(n >= 2)
         torch._check(n < x.shape[0])
         y = self.b(self.a(x)[:n]) * scale

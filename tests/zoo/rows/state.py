@@ -130,6 +130,9 @@ def position_from_a_counter() -> Model:
 class CachedLayer(torch.nn.Module):
     """Attention over all that the calls so far have put into the layer's cache."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.query, self.key, self.value = linear(), linear(), linear()
@@ -144,13 +147,19 @@ class CachedLayer(torch.nn.Module):
         return x + scores.softmax(-1) @ self.values
 
 
-class CachedDecoder(torch.nn.Module):
-    """Layers with a cache each, and the position counted in a buffer."""
+class CachedLayers(torch.nn.Module):
+    """Layers with a cache each, and the position in a buffer."""
+
+    position: torch.Tensor
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(CachedLayer() for _ in range(layers))
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
+
+
+class CachedDecoder(CachedLayers):
+    """Each call is one position further; a buffer counts them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -170,7 +179,7 @@ def cache_by_index_copy() -> Model:
 
 @row(_CACHE)
 def caches_of_several_layers() -> Model:
-    class Given(CachedDecoder):
+    class Given(CachedLayers):
         def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x, position)
@@ -381,7 +390,7 @@ def static_cache_decoder() -> Model:
     import transformers
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2)
     config._attn_implementation = "sdpa"
     model = transformers.LlamaForCausalLM(config).eval()
