@@ -17,7 +17,7 @@ def test_the_runtime_of_the_readme_works(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, tmp_path / "use.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "(array([[ 3.,  6., 12.]], dtype=float32),)\n"
     bundle = ROOT / "schema" / "vectors" / "bundle" / "tiny.stagepack"
-    arguments = ["load", bundle, "--import", "tiny_runtime", "--runtime", "tiny"]
+    arguments = ["load", str(bundle), "--import", "tiny_runtime", "--runtime", "tiny"]
     code = "from stagepack.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True

@@ -16,7 +16,7 @@ class NumpyRuntime(Runtime):
 
     name = "numpy"
     title = "numpy"
-    packages = ("numpy",)
+    packages: tuple[str, ...] = ("numpy",)
     install = "pip install numpy"
 
     @property
