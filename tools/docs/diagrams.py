@@ -167,7 +167,7 @@ def package_drawing() -> Drawing:
         for box_index, package_name in enumerate(package_names):
             is_shared = package_name in ("format", "errors")
             color_name = "amber" if is_shared else "green" if package_name in torch_free else "grey"
-            color_name = "blue" if package_name == "cli" else color_name
+            color_name = "blue" if package_name in ("cli", "__main__") else color_name
             drawing.box(22 + (box_width + 10) * box_index, box_top, box_width, 38, color_name, package_name)
         if layer_index:
             drawing.arrow((248, box_top - 20), (248, box_top))

@@ -72,5 +72,4 @@ def import_contracts() -> list[dict[str, Any]]:
 
 def contract_list() -> str:
     """The names of the contracts as a list."""
-    names = [contract["name"] for contract in import_contracts()]
-    return "\n".join(f"- {contract_name[0].upper()}{contract_name[1:]}." for contract_name in names)
+    return "\n".join(f"- {contract['name']}" for contract in import_contracts())
