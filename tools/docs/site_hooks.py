@@ -98,3 +98,12 @@ def on_pre_build(**_: Any) -> None:
     package_path = Path(importlib.import_module("stagepack").__file__ or "")
     if not package_path.is_relative_to(TREE_ROOT):
         raise SystemExit(f"stagepack is imported from {package_path.parent}, not from {TREE_ROOT}")
+
+
+def on_post_build(config: MkDocsConfig, **_: Any) -> None:
+    """Fail when a page loads something from another host."""
+    for html_path in Path(config.site_dir).rglob("*.html"):
+        if foreign := re.search(
+            r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*>", html_path.read_text()
+        ):
+            raise SystemExit(f"{html_path.relative_to(config.site_dir)} loads from another host: {foreign[0]}")
