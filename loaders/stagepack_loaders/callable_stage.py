@@ -22,20 +22,22 @@ def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: M
         InputError: an input is missing or unknown.
     """
     input_names = [value_type.name for value_type in inputs]
-    bound = dict(zip(input_names, args, strict=False)) | dict(kwargs)
-    if len(args) > len(input_names) or bound.keys() != set(input_names):
+    bound_inputs = dict(zip(input_names, args, strict=False)) | dict(kwargs)
+    if len(args) > len(input_names) or bound_inputs.keys() != set(input_names):
         expected = ", ".join(input_names) or "(none)"
         raise InputError(f"expected the inputs {expected}, found {len(args)} by position and {sorted(kwargs)} by name")
-    return {input_name: bound[input_name] for input_name in input_names}
+    return {input_name: bound_inputs[input_name] for input_name in input_names}
 
 
-def check_inputs(inputs: Sequence[Value | Edge], bound: Mapping[str, Any], symbols: Iterable[Symbol]) -> None:
+def check_inputs(inputs: Sequence[Value | Edge], bound_inputs: Mapping[str, Any], symbols: Iterable[Symbol]) -> None:
     """Check the inputs of a stage against their recorded types, shapes and ranges.
 
     Raises:
         InputError: the first input that does not fit.
     """
-    check_values(inputs, {input_name: BoundArgument(input_name, value) for input_name, value in bound.items()}, symbols)
+    check_values(
+        inputs, {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}, symbols
+    )
 
 
 class CallableStage(ABC):
@@ -55,10 +57,10 @@ class CallableStage(ABC):
 
     def __init__(self, bundle: Bundle, stage_number: int, device: Any) -> None:
         edges = {edge.name: edge for edge in bundle.edges}
-        entry = bundle.stages[stage_number]
+        stage_entry = bundle.stages[stage_number]
         self.device = device
-        self.inputs: list[Edge] = [edges[edge_name] for edge_name in entry.inputs]
-        self.outputs: list[Edge] = [edges[edge_name] for edge_name in entry.outputs]
+        self.inputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.inputs]
+        self.outputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.outputs]
         self._symbols = bundle.manifest.symbols
 
     @abstractmethod
@@ -71,12 +73,12 @@ class CallableStage(ABC):
         Raises:
             InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
         """
-        bound = bind_inputs(self.inputs, args, kwargs)
-        check_inputs(self.inputs, bound, self._symbols)
+        bound_inputs = bind_inputs(self.inputs, args, kwargs)
+        check_inputs(self.inputs, bound_inputs, self._symbols)
         runtime = find_runtime(self.runtime)
-        results = self.run([to_runtime(bound[edge.name], edge, runtime) for edge in self.inputs])
-        arrays = array_ops_of_call(bound.values(), NUMPY_ARRAYS)
-        return tuple(to_array(value, edge, arrays) for value, edge in zip(results, self.outputs, strict=True))
+        output_values = self.run([to_runtime(bound_inputs[edge.name], edge, runtime) for edge in self.inputs])
+        arrays = array_ops_of_call(bound_inputs.values(), NUMPY_ARRAYS)
+        return tuple(to_array(value, edge, arrays) for value, edge in zip(output_values, self.outputs, strict=True))
 
     def reset_state(self) -> None:  # noqa: B027 - a default
         """See `stagepack_loaders.base.LoadedStage`. Default: nothing, for a stage that writes no buffers."""

@@ -34,8 +34,8 @@ def replay_example(pipeline: Pipeline, bundle: Bundle) -> Difference:
         >>> replay_example(stagepack.load(bundle), bundle).largest
         0.0
     """
-    inputs, expected = read_example(pipeline, bundle)
-    return compare_results(pipeline, run_on_inputs(pipeline, inputs), expected)
+    inputs, expected_results = read_example(pipeline, bundle)
+    return compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
 
 
 def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -64,12 +64,12 @@ def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], di
     return inputs, results
 
 
-def compare_results(pipeline: Pipeline, results: Mapping[str, Any], expected: Mapping[str, Any]) -> Difference:
+def compare_results(pipeline: Pipeline, results: Mapping[str, Any], expected_results: Mapping[str, Any]) -> Difference:
     """Compare results with expected ones; both are as `run_on_inputs` returns them."""
-    if results.keys() != expected.keys():
+    if results.keys() != expected_results.keys():
         return Difference(math.inf, within=False)
     return combine_differences(
-        compare_arrays(pipeline.arrays, results[result_name], array) for result_name, array in expected.items()
+        compare_arrays(pipeline.arrays, results[result_name], array) for result_name, array in expected_results.items()
     )
 
 
@@ -105,10 +105,10 @@ def run_on_inputs(pipeline: Pipeline, inputs: Mapping[str, Any]) -> dict[str, An
         raise
     except Exception as error:  # of an operator: an index out of range, memory that cannot be allocated
         raise InputError(f"the model fails on these inputs: {type(error).__name__}: {error}") from error
-    leaves = enumerate(flatten_tree(manifest.signature.result, result, "the result"))
+    result_leaves = enumerate(flatten_tree(manifest.signature.result, result, "the result"))
     return {
         f"{OUTPUT_PREFIX}{index}": pipeline.arrays.array(value)
-        for index, (_, leaf, value) in leaves
+        for index, (_, leaf, value) in result_leaves
         if isinstance(leaf, ValueLeaf)
     }
 

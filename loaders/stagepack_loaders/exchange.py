@@ -46,12 +46,11 @@ def to_array(value: Any, value_type: Value | Edge, arrays: ArrayOps) -> Any:
     """
     if value_type.dtype in SCALAR_DTYPES or arrays.is_array(value):
         return value
-    converted = _convert(value, value_type, arrays)
-    if arrays.is_array(converted):
-        return converted
-    return arrays.from_elements(
-        to_elements(converted, value_type), value_type
-    )  # from memory of a device that callers do not use
+    converted_value = _convert(value, value_type, arrays)
+    if arrays.is_array(converted_value):
+        return converted_value
+    # It is in the memory of a device, where callers of this kind have no arrays.
+    return arrays.from_elements(to_elements(converted_value, value_type), value_type)
 
 
 def to_elements(value: Any, value_type: Value | Edge) -> Array:
@@ -60,8 +59,8 @@ def to_elements(value: Any, value_type: Value | Edge) -> Array:
     Raises:
         InputError: the value is not a dense tensor.
     """
-    source = NUMPY_ARRAYS if value_type.dtype in SCALAR_DTYPES else array_ops_of(value)
-    return source.to_elements(value, value_type.dtype)
+    source_arrays = NUMPY_ARRAYS if value_type.dtype in SCALAR_DTYPES else array_ops_of(value)
+    return source_arrays.to_elements(value, value_type.dtype)
 
 
 def array_ops_of_call(values: Iterable[Any], default: ArrayOps) -> ArrayOps:
@@ -72,14 +71,14 @@ def array_ops_of_call(values: Iterable[Any], default: ArrayOps) -> ArrayOps:
     return default
 
 
-def _convert(value: Any, value_type: Value | Edge, target: ArrayOps) -> Any:
+def _convert(value: Any, value_type: Value | Edge, target_arrays: ArrayOps) -> Any:
     """Convert a value by its elements, on the device where both sides can."""
     try:
-        source = array_ops_of(value)
-        if target.takes_device_memory(value_type.dtype) and not source.on_host(value):
-            elements = source.device_elements(value, value_type.dtype)
+        source_arrays = array_ops_of(value)
+        if target_arrays.takes_device_memory(value_type.dtype) and not source_arrays.on_host(value):
+            elements = source_arrays.device_elements(value, value_type.dtype)
         else:
-            elements = source.to_elements(value, value_type.dtype)
+            elements = source_arrays.to_elements(value, value_type.dtype)
     except InputError as error:
         raise InputError(f"{value_type.name}: {error}") from None
-    return target.from_elements(elements, value_type)
+    return target_arrays.from_elements(elements, value_type)

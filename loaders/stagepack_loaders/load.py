@@ -73,12 +73,12 @@ def load(
         >>> pipeline = stagepack.load("m.stagepack", runtime="onnxruntime")
         >>> logits = pipeline(numpy_input_ids)
     """
-    opened = _open(bundle)
-    check_compile_options(runtime_of_each_stage(runtime, len(opened.stages)), compile, compiled)
+    opened_bundle = _open(bundle)
+    check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-    prepared = prepare_all(opened, named, runtime, PrepareOptions(allow_ops=allow_ops))
-    ready = compile_prepared(opened, prepared, compile, compiled)
-    return Pipeline(opened.manifest, [stage.finish(verify=verify) for stage in ready.values()], types)
+    prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
+    ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
+    return Pipeline(opened_bundle.manifest, [stage.finish(verify=verify) for stage in ready_stages.values()], types)
 
 
 @overload
@@ -160,14 +160,14 @@ def load_stage(
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
         >>> (hidden,) = stage(hidden)
     """
-    opened = _open(bundle)
-    opened.stage(stage)
+    opened_bundle = _open(bundle)
+    opened_bundle.stage(stage)
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
     check_compile_options([find_runtime(runtime)], compile, compiled)
     options = PrepareOptions(allow_ops=allow_ops, modules=modules, types=types)
-    prepared = {stage: prepare_stage(opened, stage, device, runtime, options)}
-    return compile_prepared(opened, prepared, compile, compiled)[stage].finish(verify=verify)
+    prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, runtime, options)}
+    return compile_prepared(opened_bundle, prepared_stages, compile, compiled)[stage].finish(verify=verify)
 
 
 def _open(bundle: Source) -> Bundle:

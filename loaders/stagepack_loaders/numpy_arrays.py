@@ -50,10 +50,10 @@ class NumpyArrays:
     def load(self, path: Path) -> dict[str, Array]:
         """See `ArrayOps`."""
         return {
-            array_name: numpy.frombuffer(entry["data"], numpy_dtype(TORCH_DTYPES[entry["dtype"]])).reshape(
-                entry["shape"]
-            )
-            for array_name, entry in deserialize(path.read_bytes())
+            array_name: numpy.frombuffer(
+                header_entry["data"], numpy_dtype(TORCH_DTYPES[header_entry["dtype"]])
+            ).reshape(header_entry["shape"])
+            for array_name, header_entry in deserialize(path.read_bytes())
         }
 
     def save(self, arrays: Mapping[str, Array], path: Path) -> None:
@@ -82,11 +82,11 @@ class NumpyArrays:
         wide_dtype = numpy.complex128 if actual.dtype.kind == "c" else numpy.float64
         with numpy.errstate(invalid="ignore"):
             actual, expected = actual.astype(wide_dtype), expected.astype(wide_dtype)
-            equal = (actual == expected) | ((actual != actual) & (expected != expected))
-            distance = numpy.where(equal, 0.0, numpy.abs(actual - expected))
+            are_equal = (actual == expected) | ((actual != actual) & (expected != expected))
+            distance = numpy.where(are_equal, 0.0, numpy.abs(actual - expected))
             distance = numpy.where(numpy.isnan(distance), math.inf, distance)
-            close = equal | (distance <= atol + rtol * numpy.abs(expected))
-        return float(distance.max(initial=0.0)), bool(close.all())
+            are_close = are_equal | (distance <= atol + rtol * numpy.abs(expected))
+        return float(distance.max(initial=0.0)), bool(are_close.all())
 
     def on_host(self, _: Any) -> bool:
         """See `ArrayOps`."""

@@ -18,29 +18,32 @@ def map_stored_tensors(bundle: Bundle, stage_number: int) -> dict[str, Array]:
     Returns:
         The bytes of each stored tensor, by name.
     """
-    stored: dict[str, Array] = {}
+    stored_tensors: dict[str, Array] = {}
     for file_name in bundle.stages[stage_number].weights:
         file_bytes = numpy.memmap(bundle.path / file_name, numpy.uint8, "r")
         header = read_weight_header(bundle.path / file_name)
-        stored.update((stored_name, file_bytes[entry.start : entry.end]) for stored_name, entry in header.items())
-    return stored
+        stored_tensors.update(
+            (stored_name, file_bytes[header_entry.start : header_entry.end])
+            for stored_name, header_entry in header.items()
+        )
+    return stored_tensors
 
 
-def read_weight(weight: Weight, stored: Mapping[str, Array]) -> Array:
+def read_weight(weight: Weight, stored_tensors: Mapping[str, Array]) -> Array:
     """Return a weight as a read-only array.
 
     Args:
         weight: its entry in the graph.
-        stored: the bytes of each stored tensor, from `map_stored_tensors`.
+        stored_tensors: the bytes of each stored tensor, from `map_stored_tensors`.
     """
     dtype = numpy_dtype(weight.dtype)
     if weight.zeros:
         zeros = numpy.zeros(weight.shape, dtype)
         zeros.flags.writeable = False
         return zeros
-    content = stored[weight.stored]
+    stored_bytes = stored_tensors[weight.stored]
     if weight.base is None:
-        return content.view(dtype).reshape(weight.shape)
-    elements = content[: content.size - content.size % dtype.itemsize].view(dtype)[weight.offset :]
+        return stored_bytes.view(dtype).reshape(weight.shape)
+    elements = stored_bytes[: stored_bytes.size - stored_bytes.size % dtype.itemsize].view(dtype)[weight.offset :]
     strides = [stride * dtype.itemsize for stride in weight.strides or ()]
     return as_strided(elements, weight.shape, strides, writeable=False)

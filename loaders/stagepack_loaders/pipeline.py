@@ -68,18 +68,18 @@ class Pipeline:
         Raises:
             InputError: the call does not fit the signature, or an input does not fit its type, shape or range.
         """
-        bound = bind_call(self.manifest.signature, args, kwargs)
-        check_values(self._inputs, bound, self.manifest.symbols)
-        values = {edge_name: argument.value for edge_name, argument in bound.items()}
+        bound_arguments = bind_call(self.manifest.signature, args, kwargs)
+        check_values(self._inputs, bound_arguments, self.manifest.symbols)
+        values = {edge_name: argument.value for edge_name, argument in bound_arguments.items()}
         arrays = array_ops_of_call(values.values(), self.arrays)
         for stage_number in range(len(self.stages)):
             self.run_stage(stage_number, values)
-        results = {
+        result_values = {
             edge_name: to_array(values[edge_name], self._edges[edge_name], arrays) for edge_name in self._results
         }
 
         def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return results[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
+            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
 
         return unflatten_tree(self.manifest.signature.result, leaf_value, self._types)
 
@@ -91,12 +91,13 @@ class Pipeline:
             values: the values by edge name. Those that the stage makes are added; those that no later stage uses are removed, so that
                 their memory is freed.
         """
-        entry = self.manifest.stages[stage_number]
+        stage_entry = self.manifest.stages[stage_number]
         runtime = self.runtimes[stage_number]
-        for edge_name in entry.inputs:  # converted for later stages too, which are to see what this one writes into it
+        # Converted for later stages too: they are to see what this one writes into it.
+        for edge_name in stage_entry.inputs:
             values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
-        outputs = self.stages[stage_number].run([values[edge_name] for edge_name in entry.inputs])
-        values.update(zip(entry.outputs, outputs, strict=True))
+        output_values = self.stages[stage_number].run([values[edge_name] for edge_name in stage_entry.inputs])
+        values.update(zip(stage_entry.outputs, output_values, strict=True))
         for edge_name in self._last_uses[stage_number]:
             del values[edge_name]
 

@@ -48,19 +48,19 @@ def prepare_all(
     Raises:
         OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
     """
-    chosen = runtime_of_each_stage(runtime, len(bundle.stages))
-    if not all(chosen_runtime.keeps_strides for chosen_runtime in chosen):
+    stage_runtimes = runtime_of_each_stage(runtime, len(bundle.stages))
+    if not all(chosen_runtime.keeps_strides for chosen_runtime in stage_runtimes):
         options = replace(options, dense_inputs=True)
     stage_devices = place_stages(bundle.manifest, devices)
-    prepared: dict[int, PreparedStage] = {}
-    for stage_runtime in dict.fromkeys(chosen):
+    prepared_stages: dict[int, PreparedStage] = {}
+    for stage_runtime in dict.fromkeys(stage_runtimes):
         placement = {
             stage_number: device
             for stage_number, device in enumerate(stage_devices)
-            if chosen[stage_number] is stage_runtime
+            if stage_runtimes[stage_number] is stage_runtime
         }
-        prepared.update(_prepare_in(stage_runtime, bundle, placement, options))
-    return dict(sorted(prepared.items()))
+        prepared_stages.update(_prepare_in(stage_runtime, bundle, placement, options))
+    return dict(sorted(prepared_stages.items()))
 
 
 def prepare_stage(
@@ -93,7 +93,9 @@ def _prepare_in(
     return runtime.prepare(bundle, devices, options)
 
 
-def check_compile_options(chosen: Sequence[Runtime], compile: Compile, compiled: str | os.PathLike[str] | None) -> None:
+def check_compile_options(
+    stage_runtimes: Sequence[Runtime], compile: Compile, compiled: str | os.PathLike[str] | None
+) -> None:
     """Check that stages can be compiled as the caller asks, before anything is read.
 
     Raises:
@@ -103,7 +105,7 @@ def check_compile_options(chosen: Sequence[Runtime], compile: Compile, compiled:
         raise OptionError("compile and compiled exclude each other: give one of them")
     if compile is False and compiled is None:
         return
-    for runtime in chosen:
+    for runtime in stage_runtimes:
         if not runtime.compiles:
             able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.compiles)
             raise OptionError(
@@ -113,7 +115,7 @@ def check_compile_options(chosen: Sequence[Runtime], compile: Compile, compiled:
 
 def compile_prepared(
     bundle: Bundle,
-    prepared: Mapping[int, PreparedStage],
+    prepared_stages: Mapping[int, PreparedStage],
     compile: Compile,
     compiled: str | os.PathLike[str] | None,
 ) -> dict[int, PreparedStage]:
@@ -122,12 +124,16 @@ def compile_prepared(
     Raises:
         OptionError, CompiledError: see `stagepack.load`.
     """
-    chosen = {stage_number: find_runtime(stage.runtime) for stage_number, stage in prepared.items()}
-    check_compile_options(list(chosen.values()), compile, compiled)
-    ready = dict(prepared)
+    stage_runtimes = {stage_number: find_runtime(stage.runtime) for stage_number, stage in prepared_stages.items()}
+    check_compile_options(list(stage_runtimes.values()), compile, compiled)
+    ready_stages = dict(prepared_stages)
     if compile is False and compiled is None:
-        return ready
-    for runtime in dict.fromkeys(chosen.values()):
-        stages = {stage_number: stage for stage_number, stage in prepared.items() if chosen[stage_number] is runtime}
-        ready.update(runtime.compile_stages(bundle, stages, compile, compiled))
-    return ready
+        return ready_stages
+    for runtime in dict.fromkeys(stage_runtimes.values()):
+        stages = {
+            stage_number: stage
+            for stage_number, stage in prepared_stages.items()
+            if stage_runtimes[stage_number] is runtime
+        }
+        ready_stages.update(runtime.compile_stages(bundle, stages, compile, compiled))
+    return ready_stages

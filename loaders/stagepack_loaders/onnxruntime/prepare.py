@@ -45,11 +45,11 @@ class PreparedOnnxRuntimeStage:
             DigestError: a weight file is not the one that the manifest lists.
             OperatorError: this onnxruntime cannot run the stage.
         """
-        entry = self.bundle.stages[self.stage_number]
-        assert entry.onnx is not None
+        stage_entry = self.bundle.stages[self.stage_number]
+        assert stage_entry.onnx is not None
         weights = StageWeights(self.bundle, self.stage_number, self.graph_content)
         if verify:
-            self.bundle.check_digests((*entry.weights, *entry.onnx.weights))
+            self.bundle.check_digests((*stage_entry.weights, *stage_entry.onnx.weights))
         # ONNX Runtime takes no model without outputs.
         session = self._make_session() if self.onnx.model.outputs else None
         return OnnxRuntimeStage(self.bundle, self.stage_number, self.device, session, weights)
@@ -67,9 +67,11 @@ class PreparedOnnxRuntimeStage:
         try:  # from the bytes that were checked, not from the file
             return onnxruntime.InferenceSession(self.onnx.content, options, providers=providers, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - errors of onnxruntime have no other common base
-            message = " ".join(str(error).split())[:500]
+            error_message = " ".join(str(error).split())[:500]
             version = onnxruntime.__version__
-            raise OperatorError(f"stage {self.stage_number}: ONNX Runtime {version} cannot run it: {message}") from None
+            raise OperatorError(
+                f"stage {self.stage_number}: ONNX Runtime {version} cannot run it: {error_message}"
+            ) from None
 
 
 def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int, PreparedOnnxRuntimeStage]:
@@ -79,10 +81,10 @@ def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int,
         OperatorError: a stage has no ONNX file.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
     """
-    lacking = [stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None]
-    if lacking:
+    stages_without_onnx = [stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None]
+    if stages_without_onnx:
         raise OperatorError(
-            f"{bundle.path}: stage {', '.join(map(str, lacking))} has no ONNX model: add it (stagepack onnx), "
+            f"{bundle.path}: stage {', '.join(map(str, stages_without_onnx))} has no ONNX model: add it (stagepack onnx), "
             "or choose another runtime (runtime='torch')"
         )
     return {

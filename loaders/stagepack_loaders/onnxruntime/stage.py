@@ -79,15 +79,15 @@ class OnnxRuntimeStage(CallableStage):
         binding = self._bind(session, inputs)
         session.run_with_iobinding(binding)
         binding.synchronize_outputs()
-        results = binding.get_outputs()
+        output_values = binding.get_outputs()
         written_start = len(self.outputs) + len(self.state)
-        self.state = dict(zip(self.state, results[len(self.outputs) : written_start], strict=True))
+        self.state = dict(zip(self.state, output_values[len(self.outputs) : written_start], strict=True))
         dtypes = {edge.name: edge.dtype for edge in self.inputs}
-        for edge_name, content in zip(self._written_names, results[written_start:], strict=True):
+        for edge_name, content in zip(self._written_names, output_values[written_start:], strict=True):
             write_input(inputs[edge_name], content, dtypes[edge_name])
         return tuple(
             to_numpy(value, edge.dtype) if edge.dtype in SCALAR_DTYPES else value
-            for value, edge in zip(results, self.outputs, strict=False)
+            for value, edge in zip(output_values, self.outputs, strict=False)
         )
 
     def _bind(self, session: onnxruntime.InferenceSession, inputs: dict[str, Any]) -> Any:
@@ -132,14 +132,14 @@ class OnnxRuntimeStage(CallableStage):
 
         They are numpy arrays: copies of buffers that calls write, all others read-only.
         """
-        entries: dict[str, Any] = {}
+        state_entries: dict[str, Any] = {}
         for weight, array in self._weights:
             if weight.kind not in ("parameter", "buffer"):
                 continue
             state = self.state.get(weight.names[0])
             content = array if state is None else to_numpy(state, weight.dtype).copy()
-            entries.update(dict.fromkeys(weight.names, content))
-        return entries
+            state_entries.update(dict.fromkeys(weight.names, content))
+        return state_entries
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters as read-only numpy arrays."""

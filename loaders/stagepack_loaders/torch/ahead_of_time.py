@@ -57,21 +57,21 @@ def compile_to_folder(
         raise OutputExistsError(f"{path} exists: choose another name, or remove it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        temporary_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
         raise WriteError(f"{path}: {error.strerror or error}: choose another folder") from None
     try:
         units = [
-            _compile_occurrences(key, occurrences, device, temporary, progress)
-            for key, occurrences in _distinct_units(stages).items()
+            _compile_occurrences(key, unit_occurrences, device, temporary_folder, progress)
+            for key, unit_occurrences in _distinct_units(stages).items()
         ]
-        (temporary / LIST_NAME).write_text(encode_list(bundle, device, units))
-        temporary.chmod(0o755)
-        temporary.rename(path)
+        (temporary_folder / LIST_NAME).write_text(encode_list(bundle, device, units))
+        temporary_folder.chmod(0o755)
+        temporary_folder.rename(path)
     except OSError as error:
         raise WriteError(f"{path}: {error.strerror or error}") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
     return units
 
 
@@ -88,21 +88,21 @@ def _distinct_units(
 
 def _compile_occurrences(
     key: tuple[Any, ...],
-    occurrences: Sequence[_Occurrence],
+    unit_occurrences: Sequence[_Occurrence],
     device: torch.device,
     folder: Path,
     progress: Progress,
 ) -> CompiledUnit:
     """Compile equal units into one file."""
-    stage_number, first_unit, symbols = occurrences[0]
+    stage_number, first_unit, symbols = unit_occurrences[0]
     progress(f"compile {first_unit.region_name or 'stage'} of stage {stage_number}")
     file_name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.pt2"
-    reason = _compile_module(first_unit.module, symbols, device, folder / file_name)
+    failure_reason = _compile_module(first_unit.module, symbols, device, folder / file_name)
     return CompiledUnit(
-        locations=tuple((occurrence_stage, unit.region_name) for occurrence_stage, unit, _ in occurrences),
-        file_name="" if reason else file_name,
-        sha256="" if reason else sha256_of_file(folder / file_name),
-        reason=reason,
+        locations=tuple((occurrence_stage, unit.region_name) for occurrence_stage, unit, _ in unit_occurrences),
+        file_name="" if failure_reason else file_name,
+        sha256="" if failure_reason else sha256_of_file(folder / file_name),
+        reason=failure_reason,
     )
 
 
@@ -112,13 +112,13 @@ def _compile_module(module: GraphModule, symbols: Sequence[Symbol], device: torc
     scalar_names = [value.name for value in inputs if isinstance(value, Value) and value.dtype.startswith("sym")]
     if scalar_names:
         return f"it takes the number {scalar_names[0]}"
-    sizes = {symbol.name: _example_size(symbol) for symbol in symbols}
-    dims = {symbol.name: torch.export.Dim(symbol.name, min=symbol.min, max=symbol.max) for symbol in symbols}
+    symbol_sizes = {symbol.name: _example_size(symbol) for symbol in symbols}
+    symbol_dims = {symbol.name: torch.export.Dim(symbol.name, min=symbol.min, max=symbol.max) for symbol in symbols}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            example = tuple(_example_tensor(value, sizes, device) for value in inputs)
-            dynamic_shapes = tuple(_dynamic_dims(value, dims) for value in inputs)
+            example = tuple(_example_tensor(value, symbol_sizes, device) for value in inputs)
+            dynamic_shapes = tuple(_dynamic_dims(value, symbol_dims) for value in inputs)
             program = torch.export.export(module, example, dynamic_shapes=dynamic_shapes)
             written_inputs = program.run_decompositions({}).graph_signature.user_inputs_to_mutate
             if written_inputs:
@@ -143,20 +143,20 @@ def _example_size(symbol: Symbol) -> int:
     return size if symbol.max is None else min(size, symbol.max)
 
 
-def _example_tensor(value: Value | Weight, sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
+def _example_tensor(value: Value | Weight, symbol_sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
     dtype = torch_attribute(value.dtype, torch.dtype)
     if isinstance(value, Weight):
         strides = value.strides if value.strides is not None else torch.empty(value.shape, device="meta").stride()
         return torch.empty_strided(value.shape, strides, dtype=dtype, device=device).zero_()
-    return torch.zeros([evaluate_dim(dim, sizes) for dim in value.shape], dtype=dtype, device=device)
+    return torch.zeros([evaluate_dim(dim, symbol_sizes) for dim in value.shape], dtype=dtype, device=device)
 
 
-def _dynamic_dims(value: Value | Weight, dims: Mapping[str, Any]) -> dict[int, Any]:
+def _dynamic_dims(value: Value | Weight, symbol_dims: Mapping[str, Any]) -> dict[int, Any]:
     """The dimensions that may vary: by the name of the symbol, or found by torch where they are arithmetic over symbols."""
     if isinstance(value, Weight):
         return {}
     return {
-        index: dims[dim] if isinstance(dim, str) else torch.export.Dim.AUTO
+        index: symbol_dims[dim] if isinstance(dim, str) else torch.export.Dim.AUTO
         for index, dim in enumerate(value.shape)
         if not isinstance(dim, int)
     }

@@ -50,13 +50,13 @@ class TorchArrays:
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return math.inf, False
         actual, expected = actual.detach().cpu(), expected.detach()
-        equal = (actual == expected) | ((actual != actual) & (expected != expected))
-        if bool(equal.all()):
+        are_equal = (actual == expected) | ((actual != actual) & (expected != expected))
+        if bool(are_equal.all()):
             return 0.0, True
         wide_dtype = torch.complex128 if actual.is_complex() else torch.float64
         distance = (actual.to(wide_dtype) - expected.to(wide_dtype)).abs().nan_to_num(nan=math.inf)
         allowed = atol + rtol * expected.to(wide_dtype).abs()
-        return float(distance[~equal].max()), bool((equal | (distance <= allowed)).all())
+        return float(distance[~are_equal].max()), bool((are_equal | (distance <= allowed)).all())
 
     def on_host(self, value: Any) -> bool:
         """See `ArrayOps`."""

@@ -30,17 +30,17 @@ def compile_stages(
     """
     if compile and compiled is not None:
         raise OptionError("compile and compiled exclude each other: pass one of them")
-    compiler = TorchCompiler(compile)
-    folder = None if compiled is None else CompiledFolder(compiled, bundle)
-    ready = {}
+    torch_compiler = TorchCompiler(compile)
+    compiled_folder = None if compiled is None else CompiledFolder(compiled, bundle)
+    ready_stages = {}
     for stage_number, stage in stages.items():
         graph_module, graph = stage.code.graph_module, stage.code.graph
-        if folder is None:
-            module = compiler.compile_stage(graph_module, graph)
+        if compiled_folder is None:
+            module = torch_compiler.compile_stage(graph_module, graph)
         else:
-            module = folder.load_stage(stage_number, graph_module, graph, stage.device)
-        ready[stage_number] = replace(stage, code=replace(stage.code, compiled_module=module))
-    return ready
+            module = compiled_folder.load_stage(stage_number, graph_module, graph, stage.device)
+        ready_stages[stage_number] = replace(stage, code=replace(stage.code, compiled_module=module))
+    return ready_stages
 
 
 def compile_ahead(
@@ -75,9 +75,11 @@ def compile_ahead(
         >>> compile_ahead("m.stagepack", "m.compiled", "cuda")
         >>> pipeline = stagepack.load("m.stagepack", ["cuda"], compiled="m.compiled")
     """
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     target_device = parse_device(device)
-    placement = dict.fromkeys(range(len(opened.stages)), target_device)
-    prepared = prepare_stages(opened, placement, PrepareOptions(allow_ops=allow_ops))
-    stages = {stage_number: (stage.code.graph_module, stage.code.graph) for stage_number, stage in prepared.items()}
-    return compile_to_folder(opened, stages, target_device, out, progress)
+    placement = dict.fromkeys(range(len(opened_bundle.stages)), target_device)
+    prepared_stages = prepare_stages(opened_bundle, placement, PrepareOptions(allow_ops=allow_ops))
+    stages = {
+        stage_number: (stage.code.graph_module, stage.code.graph) for stage_number, stage in prepared_stages.items()
+    }
+    return compile_to_folder(opened_bundle, stages, target_device, out, progress)

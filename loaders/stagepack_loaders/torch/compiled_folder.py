@@ -68,12 +68,12 @@ class CompiledUnit:
 
 def encode_list(bundle: Bundle, device: torch.device, units: Sequence[CompiledUnit]) -> str:
     """Return the content of ``compiled.json``. Law: `decode_list` of it returns the digest of the bundle, the target and the units."""
-    entries = [
+    content_entries = [
         {"places": unit.locations, "file": unit.file_name, "sha256": unit.sha256, "reason": unit.reason}
         for unit in units
     ]
     header = {"format": "stagepack-compiled", "bundle": bundle.digest, "target": asdict(Target.of(device))}
-    return json.dumps({**header, "parts": entries}, indent=1) + "\n"
+    return json.dumps({**header, "parts": content_entries}, indent=1) + "\n"
 
 
 def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
@@ -82,17 +82,17 @@ def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
     Raises:
         ValueError, TypeError, KeyError: the content is of another form.
     """
-    entries = json.loads(content)
+    content_entries = json.loads(content)
     units = [
         CompiledUnit(
-            locations=tuple((stage_number, region_name) for stage_number, region_name in entry["places"]),
-            file_name=entry["file"],
-            sha256=entry["sha256"],
-            reason=entry["reason"],
+            locations=tuple((stage_number, region_name) for stage_number, region_name in unit_entry["places"]),
+            file_name=unit_entry["file"],
+            sha256=unit_entry["sha256"],
+            reason=unit_entry["reason"],
         )
-        for entry in entries["parts"]
+        for unit_entry in content_entries["parts"]
     ]
-    return entries["bundle"], Target(**entries["target"]), units
+    return content_entries["bundle"], Target(**content_entries["target"]), units
 
 
 class CompiledFolder:
@@ -158,22 +158,22 @@ class CompiledModule(torch.nn.Module):
     The code expects contiguous activations, and reads others wrongly without an error: it is passed copies of these.
     """
 
-    def __init__(self, package: Any, inputs: Sequence[Value | Weight]) -> None:
+    def __init__(self, native_code: Any, inputs: Sequence[Value | Weight]) -> None:
         """Wrap the code.
 
         Args:
-            package: the loaded code.
+            native_code: the loaded code.
             inputs: the entries of the inputs in the graph.
         """
         super().__init__()
-        self._run = package.boxed_run
+        self._run = native_code.boxed_run
         self._activations = [index for index, value in enumerate(inputs) if isinstance(value, Value)]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the code."""
-        tensors = list(inputs)
+        input_tensors = list(inputs)
         for index in self._activations:
-            tensor = tensors[index]
+            tensor = input_tensors[index]
             if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
-                tensors[index] = tensor.clone(memory_format=torch.contiguous_format)
-        return tuple(self._run(tensors))
+                input_tensors[index] = tensor.clone(memory_format=torch.contiguous_format)
+        return tuple(self._run(input_tensors))

@@ -107,20 +107,23 @@ class ModuleCallBody:
         Raises:
             InputError: an argument is missing, unknown, or does not fit.
         """
-        bound = bind_call(self.signature, args, kwargs)
-        sizes = self._check(bound)
-        derived = {}
+        bound_arguments = bind_call(self.signature, args, kwargs)
+        symbol_sizes = self._check(bound_arguments)
+        derived_arguments = {}
         for value_name in self.required:
             expr = self.value_types[value_name].expr
-            if value_name in bound:
+            if value_name in bound_arguments:
                 continue
-            if expr is not None and set(symbol_names(expr)) <= sizes.keys():
-                derived[value_name] = BoundArgument(value_name, evaluate_dim(expr, sizes))
+            if expr is not None and set(symbol_names(expr)) <= symbol_sizes.keys():
+                derived_arguments[value_name] = BoundArgument(value_name, evaluate_dim(expr, symbol_sizes))
             elif value_name in outer_values:
-                derived[value_name] = BoundArgument(value_name, outer_values[value_name])
-        if derived:
-            self._check(bound | derived)
-        return {**outer_values, **{value_name: argument.value for value_name, argument in (bound | derived).items()}}
+                derived_arguments[value_name] = BoundArgument(value_name, outer_values[value_name])
+        if derived_arguments:
+            self._check(bound_arguments | derived_arguments)
+        return {
+            **outer_values,
+            **{value_name: argument.value for value_name, argument in (bound_arguments | derived_arguments).items()},
+        }
 
     def run(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Run on values by name.
@@ -155,15 +158,17 @@ class ModuleCallBody:
             InputError: the result does not fit that of the original module.
         """
         outputs = {}
-        for location, leaf, element in flatten_tree(self.signature.result, result, f"the result of {self.module_path}"):
+        for leaf_location, leaf, element in flatten_tree(
+            self.signature.result, result, f"the result of {self.module_path}"
+        ):
             if not isinstance(leaf, ValueLeaf):
                 if constant_value(leaf) is not None:
-                    check_constant(leaf, element, location)
+                    check_constant(leaf, element, leaf_location)
             elif leaf.name in self.outputs:
-                outputs[leaf.name] = BoundArgument(location, element)
+                outputs[leaf.name] = BoundArgument(leaf_location, element)
             elif leaf.name in self.forwarded and element is not (values | self._weight_tensors())[leaf.name]:
                 raise InputError(
-                    f"{location}: expected the same object that was passed, since later nodes of the stage use it, found another one"
+                    f"{leaf_location}: expected the same object that was passed, since later nodes of the stage use it, found another one"
                 )
         inputs = {
             value_name: BoundArgument(value_name, values[value_name])
@@ -173,14 +178,14 @@ class ModuleCallBody:
         check_values([self.value_types[value_name] for value_name in (*inputs, *outputs)], inputs | outputs, ())
         return {value_name: argument.value for value_name, argument in outputs.items()}
 
-    def _check(self, bound: Mapping[str, BoundArgument]) -> dict[str, int]:
+    def _check(self, bound_arguments: Mapping[str, BoundArgument]) -> dict[str, int]:
         """Check the required values, and others that are there, against their types; return the sizes of symbols."""
         checked = [
             self.value_types[value_name]
-            for value_name, argument in bound.items()
+            for value_name, argument in bound_arguments.items()
             if value_name in self.value_types and (value_name in self.required or argument.value is not None)
         ]
-        return check_values(checked, bound, self.stage_graph.symbols)
+        return check_values(checked, bound_arguments, self.stage_graph.symbols)
 
     def _weight_tensors(self) -> dict[str, Any]:
         return {value_name: slot.get() for value_name, slot in zip(self.weights, self.slots, strict=True)}

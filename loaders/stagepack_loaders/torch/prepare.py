@@ -50,14 +50,14 @@ class PreparedTorchStage:
         Raises:
             DigestError: a weight file is not the one that the manifest lists.
         """
-        entry = self.bundle.stages[self.stage_number]
+        stage_entry = self.bundle.stages[self.stage_number]
         if verify:
-            self.bundle.check_digests(entry.weights)
+            self.bundle.check_digests(stage_entry.weights)
         tensors = {
             weight.value: self.cache.read(weight, self.stored_tensors, self.device)
             for weight in self.code.graph.weights
         }
-        return TorchStage(self.code, tensors, self.device, entry.state)
+        return TorchStage(self.code, tensors, self.device, stage_entry.state)
 
 
 def prepare_stages(
@@ -83,30 +83,32 @@ def _prepare_stage(
     bundle: Bundle, stage_number: int, device: torch.device, options: PrepareOptions, cache: WeightCache
 ) -> PreparedTorchStage:
     """Read the graph of a stage and the headers of its weight files; build what it will run."""
-    code = _build_code(bundle, stage_number, device, options)
+    stage_code = _build_code(bundle, stage_number, device, options)
     return PreparedTorchStage(
         bundle=bundle,
         stage_number=stage_number,
-        code=code,
-        stored_tensors=bundle.tensors(stage_number, code.graph),
+        code=stage_code,
+        stored_tensors=bundle.tensors(stage_number, stage_code.graph),
         device=device,
         cache=cache,
     )
 
 
 def _build_code(bundle: Bundle, stage_number: int, device: torch.device, options: PrepareOptions) -> StageCode:
-    entry = bundle.stages[stage_number]
+    stage_entry = bundle.stages[stage_number]
     folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
-    operators = resolve_operators(graph.ops, options.allow_ops, entry.graph)
+    operators = resolve_operators(graph.ops, options.allow_ops, stage_entry.graph)
     if options.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
     try:
         if options.modules:
-            graph_module, module_calls = build_with_modules(graph, entry.node_numbers, operators, device, options.types)
+            graph_module, module_calls = build_with_modules(
+                graph, stage_entry.node_numbers, operators, device, options.types
+            )
             return StageCode(graph=graph, graph_module=graph_module, module_calls=module_calls)
         return StageCode(graph=graph, graph_module=build_graph_module(folded, graph, operators, device))
     except (DeviceError, OperatorError) as error:
-        raise type(error)(f"{entry.graph}: {error}") from None
+        raise type(error)(f"{stage_entry.graph}: {error}") from None
 
 
 def _view_as_reshape(operator: Callable[..., Any]) -> Callable[..., Any]:

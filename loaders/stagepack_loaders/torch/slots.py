@@ -62,7 +62,7 @@ def register_weight(stage: torch.nn.Module, weight: Weight, tensor: torch.Tensor
         weight: its entry in the graph.
         tensor: its content.
     """
-    entries = []
+    slot_entries = []
     for weight_name in weight.names:
         *module_path, attribute_name = weight_name.split(".")
         module = submodule(stage, module_path)
@@ -70,17 +70,17 @@ def register_weight(stage: torch.nn.Module, weight: Weight, tensor: torch.Tensor
         tensors[attribute_name] = tensor
         if weight.kind in ("non_persistent_buffer", "constant"):
             mark_non_persistent(module, attribute_name)
-        entries.append((tensors, attribute_name))
-    return Slot(weight.names, tuple(entries))
+        slot_entries.append((tensors, attribute_name))
+    return Slot(weight.names, tuple(slot_entries))
 
 
 def submodule(root: torch.nn.Module, path: Sequence[str]) -> torch.nn.Module:
     """Return the module at a path, and make containers where there are none."""
     module = root
     for module_name in path:
-        children = child_modules(module)
-        child = children.get(module_name)
-        if child is None:
-            child = children[module_name] = Container()
-        module = child
+        module_children = child_modules(module)
+        child_module = module_children.get(module_name)
+        if child_module is None:
+            child_module = module_children[module_name] = Container()
+        module = child_module
     return module

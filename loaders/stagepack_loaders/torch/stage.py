@@ -92,17 +92,17 @@ class TorchStage(Container):
         Raises:
             InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
         """
-        bound = bind_inputs(self.graph.inputs, args, kwargs)
+        bound_inputs = bind_inputs(self.graph.inputs, args, kwargs)
         if not torch.compiler.is_compiling():
-            check_inputs(self.graph.inputs, bound, self.graph.symbols)
-        return self.run(list(bound.values()))
+            check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols)
+        return self.run(list(bound_inputs.values()))
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage on values that are known to fit; see `stagepack_loaders.base.LoadedStage`."""
-        moved = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
+        moved_values = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
         compiled_module = self._code.compiled_module
         module = self._code.graph_module if compiled_module is None else compiled_module
-        outputs: tuple[Any, ...] = module(*moved, *(slot.get() for slot in self._slots))
+        outputs: tuple[Any, ...] = module(*moved_values, *(slot.get() for slot in self._slots))
         return outputs
 
     def reset_state(self) -> None:

@@ -21,18 +21,20 @@ class StageState:
             state_names: the names of the buffers that calls write.
         """
         self._initial: list[torch.Tensor] = []
-        memories = [_memory(slot.get()) for slot in slots]
+        buffer_memories = [_memory(slot.get()) for slot in slots]
         index_of_address: dict[int, int] = {}
-        for weight, memory in zip(weights, memories, strict=True):
-            is_written = not set(state_names).isdisjoint(weight.names) and len(memory)
-            if is_written and memory.data_ptr() not in index_of_address:
-                index_of_address[memory.data_ptr()] = len(self._initial)
-                self._initial.append(memory.new_zeros(1).expand_as(memory) if weight.zeros else memory.clone())
+        for weight, buffer_memory in zip(weights, buffer_memories, strict=True):
+            is_written = not set(state_names).isdisjoint(weight.names) and len(buffer_memory)
+            if is_written and buffer_memory.data_ptr() not in index_of_address:
+                index_of_address[buffer_memory.data_ptr()] = len(self._initial)
+                self._initial.append(
+                    buffer_memory.new_zeros(1).expand_as(buffer_memory) if weight.zeros else buffer_memory.clone()
+                )
         # All weights on such memory, with the index of its initial content.
         self._written: list[tuple[Slot, int]] = [
-            (slot, index_of_address[memory.data_ptr()])
-            for slot, memory in zip(slots, memories, strict=True)
-            if memory.data_ptr() in index_of_address
+            (slot, index_of_address[buffer_memory.data_ptr()])
+            for slot, buffer_memory in zip(slots, buffer_memories, strict=True)
+            if buffer_memory.data_ptr() in index_of_address
         ]
 
     @torch.no_grad()
@@ -42,33 +44,35 @@ class StageState:
         Raises:
             InputError: a buffer was replaced by one of another size or type.
         """
-        for slot, index in self._written:
-            memory = _memory(slot.get())
-            if self._initial[index].shape != memory.shape:
+        for slot, memory_index in self._written:
+            buffer_memory = _memory(slot.get())
+            if self._initial[memory_index].shape != buffer_memory.shape:
                 raise InputError(
                     f"{slot.names[0]} was replaced by a buffer of another size or type: it cannot be reset"
                 )
-            memory.copy_(self._initial[index])
+            buffer_memory.copy_(self._initial[memory_index])
 
     def fresh(self) -> list[torch.Tensor]:
         """Return new memory with the content at loading."""
-        return [initial.clone(memory_format=torch.contiguous_format) for initial in self._initial]
+        return [initial_content.clone(memory_format=torch.contiguous_format) for initial_content in self._initial]
 
     @torch.no_grad()
-    def swap(self, memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def swap(self, buffer_memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Exchange the memory for that of `fresh` or `swap`; return the previous one.
 
         The buffers become other tensors: results of earlier calls that are views of the buffers keep the previous memory.
         """
-        previous = list(memories)
-        for slot, index in self._written:
+        previous_memories = list(buffer_memories)
+        for slot, memory_index in self._written:
             tensor = slot.get()
-            previous[index] = _memory(tensor)
+            previous_memories[memory_index] = _memory(tensor)
             replacement = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            replacement.set_(memories[index].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+            replacement.set_(
+                buffer_memories[memory_index].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             slot.put(torch.nn.Parameter(replacement, tensor.requires_grad) if is_parameter else replacement)
-        return previous
+        return previous_memories
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
