@@ -1,4 +1,4 @@
-"""Whether stages answer in ONNX Runtime as they do in torch: each is given the values that the example brings to it."""
+"""Compare the answers of stages in ONNX Runtime with those in torch, on the values that the example brings to each stage."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from stagepack_loaders.preparation import prepare_stage
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
-_RANDOM = {
+_RANDOM_OPERATORS = {
     "Bernoulli",
     "Multinomial",
     "RandomNormal",
@@ -26,16 +26,17 @@ _RANDOM = {
     "RandomUniform",
     "RandomUniformLike",
 }
+_MAX_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """How far a stage's answer in ONNX Runtime is from that in torch.
+class StageCheck:
+    """How far the answer of a stage in ONNX Runtime is from that in torch.
 
     Attributes:
-        difference: the largest absolute difference; None if it could not be told.
-        within: whether all of it is within the tolerance of `stagepack_loaders.comparison`.
-        reason: why it could not be told.
+        difference: the largest absolute difference; None if the answers were not compared.
+        within: whether all differences are within the tolerance of `stagepack_loaders.comparison`.
+        reason: why the answers were not compared.
     """
 
     difference: float | None = None
@@ -43,70 +44,93 @@ class Checked:
     reason: str = ""
 
 
-def check(bundle: Bundle, allow_ops: Collection[str]) -> Iterator[Checked]:
-    """Run the example stage by stage in torch, and each stage with an ONNX file in ONNX Runtime too; yield what comes of each stage.
+def check_stages(bundle: Bundle, allow_ops: Collection[str]) -> Iterator[StageCheck]:
+    """Run the example stage by stage in torch, and each stage with an ONNX model in ONNX Runtime too.
+
+    Args:
+        bundle: the bundle, with ONNX models.
+        allow_ops: namespaces of custom operators that may run.
+
+    Yields:
+        The result for each stage, in order.
 
     Raises:
         OperatorError: an operator is missing here, not allowed, or has another schema.
     """
-    values = _example(bundle)
-    for number, entry in enumerate(bundle.stages):
+    values = _example_inputs(bundle)
+    for stage_number, entry in enumerate(bundle.stages):
         if values is None:
-            yield Checked(reason="the bundle has no example")
+            yield StageCheck(reason="the bundle has no example")
             continue
-        stage = prepare_stage(bundle, number, "cpu", "torch", PrepareOptions(allow_ops=allow_ops)).finish(verify=False)
-        given = [values[name] for name in entry.inputs]
-        copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
+        options = PrepareOptions(allow_ops=allow_ops)
+        stage = prepare_stage(bundle, stage_number, "cpu", "torch", options).finish(verify=False)
+        inputs = [values[edge_name] for edge_name in entry.inputs]
+        # The stage may write into its inputs.
+        original_inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = stage.run(given)
+            outputs = stage.run(inputs)
         values.update(zip(entry.outputs, outputs, strict=True))
-        yield Checked() if entry.onnx is None else _compare(bundle, number, stage, copies, [*outputs, *given])
+        if entry.onnx is None:
+            yield StageCheck()
+        else:
+            yield _check_stage(bundle, stage_number, stage, original_inputs, [*outputs, *inputs])
 
 
-def _example(bundle: Bundle) -> dict[str, Any] | None:
-    """The inputs of the example, by edge name; None if there is none."""
+def _example_inputs(bundle: Bundle) -> dict[str, Any] | None:
+    """The inputs of the example by edge name; None if there is no example."""
     if bundle.example is None:
         return None
     tensors = TORCH_ARRAYS.load(bundle.example)
-    scalars = {edge.name for edge in bundle.edges if edge.dtype in SCALAR_DTYPES}
-    names = (edge.name for edge in bundle.edges if edge.producer is None)
-    given = {name: tensors[INPUT_PREFIX + name].clone() for name in names}
-    return {name: tensor.item() if name in scalars else tensor for name, tensor in given.items()}
+    inputs = {edge: tensors[INPUT_PREFIX + edge.name].clone() for edge in bundle.edges if edge.producer is None}
+    return {edge.name: tensor.item() if edge.dtype in SCALAR_DTYPES else tensor for edge, tensor in inputs.items()}
 
 
-def _compare(bundle: Bundle, number: int, stage: Any, given: list[Any], outputs: list[Any]) -> Checked:
-    """Run a stage in ONNX Runtime on what it was `given` in torch; `outputs` are what it gave there, and then its inputs after the call."""
-    entry = bundle.stages[number]
-    if any(name in _RANDOM for _, name in bundle.onnx_file(number).model.operators):
-        return Checked(reason="draws random numbers")
+def _check_stage(
+    bundle: Bundle, stage_number: int, torch_stage: Any, inputs: list[Any], torch_values: list[Any]
+) -> StageCheck:
+    """Run a stage in ONNX Runtime.
+
+    `torch_values` are the outputs of the stage in torch, followed by its inputs after the call, which it may have written.
+    """
+    entry = bundle.stages[stage_number]
+    if any(operator_type in _RANDOM_OPERATORS for _, operator_type in bundle.onnx_file(stage_number).model.operators):
+        return StageCheck(reason="draws random numbers")
     try:
-        other: Any = prepare_stage(bundle, number, "cpu", "onnxruntime", PrepareOptions()).finish(verify=False)
+        prepared = prepare_stage(bundle, stage_number, "cpu", "onnxruntime", PrepareOptions())
+        onnx_stage: Any = prepared.finish(verify=False)
     except OperatorError as error:
-        no_kernel = "NOT_IMPLEMENTED" in str(error)  # such as those for bfloat16, which GPUs have
-        return Checked(within=no_kernel, reason=str(error))
+        # ONNX Runtime has kernels for some types, such as bfloat16, only on GPUs.
+        lacks_kernel = "NOT_IMPLEMENTED" in str(error)
+        return StageCheck(within=lacks_kernel, reason=str(error))
     edges = {edge.name: edge for edge in bundle.edges}
-    runtime = find_runtime(other.runtime)
+    runtime = find_runtime(onnx_stage.runtime)
+    arguments = [
+        to_runtime(value, edges[edge_name], runtime) for edge_name, value in zip(entry.inputs, inputs, strict=True)
+    ]
     try:
-        found = other.run(
-            [to_runtime(value, edges[name], runtime) for name, value in zip(entry.inputs, given, strict=True)]
-        )
-    except Exception as error:  # noqa: BLE001 - onnxruntime's have no other base
-        return Checked(within=False, reason=f"it fails in ONNX Runtime: {' '.join(str(error).split())[:300]}")
-    names = [*entry.outputs, *entry.inputs]
+        outputs = onnx_stage.run(arguments)
+    except Exception as error:  # noqa: BLE001 - the exceptions of onnxruntime have no common base
+        message = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
+        return StageCheck(within=False, reason=f"it fails in ONNX Runtime: {message}")
+    edge_names = [*entry.outputs, *entry.inputs]
     pairs = [
-        (to_array(mine, edges[name], TORCH_ARRAYS), wanted)
-        for name, mine, wanted in zip(names, [*found, *given], outputs, strict=True)
+        (to_array(onnx_value, edges[edge_name], TORCH_ARRAYS), torch_value)
+        for edge_name, onnx_value, torch_value in zip(edge_names, [*outputs, *arguments], torch_values, strict=True)
     ]
-    weights = dict(stage.named_parameters(remove_duplicate=False)) | dict(stage.named_buffers(remove_duplicate=False))
-    pairs += [
-        (to_array(value, _value_type(name, weights[name]), TORCH_ARRAYS), weights[name])
-        for name, value in other.state.items()
-    ]
-    compared = (
-        compare_arrays(TORCH_ARRAYS, TORCH_ARRAYS.array(mine), TORCH_ARRAYS.array(wanted)) for mine, wanted in pairs
+    pairs += _state_pairs(torch_stage, onnx_stage)
+    differences = (
+        compare_arrays(TORCH_ARRAYS, TORCH_ARRAYS.array(onnx_value), TORCH_ARRAYS.array(torch_value))
+        for onnx_value, torch_value in pairs
     )
-    return Checked(*combine_differences(compared))
+    return StageCheck(*combine_differences(differences))
 
 
-def _value_type(name: str, tensor: torch.Tensor) -> Value:
-    return Value(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+def _state_pairs(torch_stage: Any, onnx_stage: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield the state of a stage after the call, in ONNX Runtime and in torch."""
+    tensors = dict(torch_stage.named_parameters(remove_duplicate=False))
+    tensors |= torch_stage.named_buffers(remove_duplicate=False)
+    for weight_name, onnx_value in onnx_stage.state.items():
+        tensor = tensors[weight_name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = Value(name=weight_name, dtype=dtype, shape=tuple(tensor.shape))
+        yield to_array(onnx_value, value, TORCH_ARRAYS), tensor

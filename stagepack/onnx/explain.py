@@ -1,44 +1,55 @@
 """Why a stage has no ONNX form."""
 
-from collections.abc import Iterator
-
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
-from torch.onnx._internal.exporter import _core, _dispatching, _registration
 
 from stagepack.format.graph import Graph
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
+from stagepack.torch_internals import operators_without_onnx_form
+
+_MAX_REASON_LENGTH = 300
 
 
-def explain(graph: Graph, program: ExportedProgram | None, error: BaseException) -> str:
-    """The operators without an ONNX form, each with the path of its module; or what else went wrong."""
-    try:
-        missing = [] if program is None else list(_missing(program))
-    except Exception:  # noqa: BLE001 - torch cannot even decompose it, and raises what it likes
-        missing = []
-    if not missing and program is not None:
-        missing = [
-            (graph.ops[node.op].name, graph.scopes[node.scope].path)
-            for node in graph.nodes
-            if operator_namespace(graph.ops[node.op].name) not in ALLOWED_NAMESPACES
-        ]
-    if missing:
-        modules: dict[str, dict[str, None]] = {}
-        for operator, module in missing:
-            modules.setdefault(operator, {})[module or "the model itself"] = None
-        return "; ".join(f"no ONNX form of {operator} in {', '.join(found)}" for operator, found in modules.items())
+def explain_failure(graph: Graph, program: ExportedProgram | None, error: BaseException) -> str:
+    """Return the reason why a stage could not be converted.
+
+    Args:
+        graph: the stage as data.
+        program: the captured stage; None if the capture failed.
+        error: the exception of torch or its exporter.
+
+    Returns:
+        The operators without an ONNX form, each with the paths of the modules that call it; if there are none, the first cause of the
+        exception.
+    """
+    unsupported = [] if program is None else _unsupported_calls(graph, program)
+    if unsupported:
+        module_paths: dict[str, dict[str, None]] = {}
+        for operator_name, module_path in unsupported:
+            module_paths.setdefault(operator_name, {})[module_path or "the model itself"] = None
+        return "; ".join(
+            f"no ONNX form of {operator_name} in {', '.join(paths)}" for operator_name, paths in module_paths.items()
+        )
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_LENGTH]}"
 
 
-def _missing(program: ExportedProgram) -> Iterator[tuple[str, str]]:
-    """The operators for which torch's exporter has no function, and the paths of the modules that call them."""
-    registry = _registration.ONNXRegistry.from_torchlib()
-    decomposed = _core._prepare_exported_program_for_export(program, registry=registry)
-    for module in decomposed.graph_module.modules():
-        for node in module.graph.nodes:
-            if node.op == "call_function" and _dispatching.dispatch(node, registry)[0] is None:
-                paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-                wraps = isinstance(node.target, HigherOrderOperator) and isinstance(node.args[0], OpOverload)
-                yield str(node.args[0] if wraps else node.target), paths[-1] if paths else ""
+def _unsupported_calls(graph: Graph, program: ExportedProgram) -> list[tuple[str, str]]:
+    """The operators without an ONNX form, with the paths of the modules that call them; those that are custom, if torch cannot tell."""
+    try:
+        calls = [
+            (operator_name, _module_path(node.meta)) for operator_name, node in operators_without_onnx_form(program)
+        ]
+    except Exception:  # noqa: BLE001 - torch cannot decompose the program, and raises any class
+        calls = []
+    return calls or [
+        (graph.ops[node.op].name, graph.scopes[node.scope].path)
+        for node in graph.nodes
+        if operator_namespace(graph.ops[node.op].name) not in ALLOWED_NAMESPACES
+    ]
+
+
+def _module_path(meta: dict[str, object]) -> str:
+    stack = meta.get("nn_module_stack")
+    paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []
+    return paths[-1] if paths else ""

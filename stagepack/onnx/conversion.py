@@ -1,0 +1,102 @@
+"""A stage of a bundle -> the files of its ONNX model."""
+
+import logging
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from stagepack.format.folded import trivially_folded
+from stagepack.format.graph import Graph
+from stagepack.format.onnx import onnx_element_type
+from stagepack.format.reader import Bundle
+from stagepack.onnx.explain import explain_failure
+from stagepack.onnx.finish import OnnxFiles, finish_model
+from stagepack.onnx.functional_stage import StageWrites, stage_writes
+from stagepack.onnx.stage_place import StagePlace
+from stagepack.onnx.trace import trace_stage
+from stagepack_loaders.torch.build import build_graph_module
+from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.weights import WeightCache
+
+_CPU = torch.device("cpu")
+_EXPORTER_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")
+
+
+def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str]) -> OnnxFiles | str:
+    """Convert a stage with torch's ONNX exporter.
+
+    Args:
+        bundle: the bundle, whose digests are checked.
+        stage_number: the stage to convert.
+        allow_ops: namespaces of custom operators that may run while the stage is traced.
+
+    Returns:
+        The content of the files, or the reason why the stage has no ONNX form.
+
+    Raises:
+        FormatError: a file breaks a rule of the format.
+        OperatorError: an operator is missing here, not allowed, or has another schema.
+    """
+    graph = bundle.graph(stage_number)
+    writes = stage_writes(graph)
+    if reason := _inexpressible(bundle, stage_number, graph, writes):
+        return reason
+    targets = resolve_operators(graph.ops, allow_ops, bundle.stages[stage_number].graph)
+    module = build_graph_module(trivially_folded(graph), graph, targets, _CPU)
+    stored_tensors = bundle.tensors(stage_number, graph)
+    cache = WeightCache()
+    tensors = {weight.value: cache.read(weight, stored_tensors, _CPU) for weight in graph.weights}
+    stage_place = StagePlace(
+        stage_number=stage_number,
+        stage_count=len(bundle.stages),
+        edges={edge.name: edge for edge in bundle.edges},
+        stored_tensors=stored_tensors,
+        own_weight_file=own_weight_file(stage_number),
+    )
+    program = None
+    with _exporter_silenced():
+        try:
+            program = trace_stage(module, graph, targets, tensors, writes)
+            converted = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+            assert converted is not None
+            return finish_model(converted.model, graph, writes, stage_place)
+        except Exception as error:  # noqa: BLE001 - torch, its exporter and their libraries raise any class
+            return explain_failure(graph, program, error)
+
+
+def own_weight_file(stage_number: int) -> str:
+    """Return the name of the weight file for tensors that only the ONNX model of a stage uses."""
+    return f"stage-{stage_number}.onnx.safetensors"
+
+
+def _inexpressible(bundle: Bundle, stage_number: int, graph: Graph, writes: StageWrites) -> str | None:
+    """Why ONNX cannot express a stage, if that is known without tracing it."""
+    stored_names = {weight.value: weight.stored for weight in graph.weights}
+    written_tensors = [stored_names[value_name] for value_name in writes.state]
+    if len(set(written_tensors)) < len(written_tensors):
+        shared = next(weight.names[0] for weight in graph.weights if written_tensors.count(weight.stored) > 1)
+        return f"it writes {shared} in memory that another weight shares"
+    edges = {edge.name: edge for edge in bundle.edges}
+    stage = bundle.stages[stage_number]
+    for edge_name in (*stage.inputs, *stage.outputs):
+        if onnx_element_type(edges[edge_name].dtype) is None:
+            return f"ONNX has no type for {edges[edge_name].dtype}, of the edge {edge_name}"
+    return None
+
+
+@contextmanager
+def _exporter_silenced() -> Iterator[None]:
+    """Suppress warnings of torch's exporter and its libraries, which are for their own developers."""
+    loggers = [logging.getLogger(logger_name) for logger_name in _EXPORTER_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

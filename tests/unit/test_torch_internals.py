@@ -1,0 +1,331 @@
+"""A canary for each private name of torch and transformers: a test that fails says what the installed version has changed."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.export import Dim
+
+from stagepack import torch_internals
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def canary(consequence: str) -> Iterator[None]:
+    """Fail with what does not work any more, whatever torch raises."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a missing name, another signature, another answer
+        pytest.fail(f"torch {torch.__version__}: {consequence}; see stagepack/torch_internals.py: {error!r}")
+
+
+class Net(torch.nn.Module):
+    """A module around another one."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = Inner(inner)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.inner(*inputs)
+
+
+class Inner(torch.nn.Module):
+    """A module of one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+def captured(function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> torch.export.ExportedProgram:
+    shapes = (tuple({0: Dim("rows")} for _ in inputs),) if dynamic else None
+    return torch.export.export(Net(function), inputs, dynamic_shapes=shapes)
+
+
+def dynamic_size() -> torch.SymInt:
+    program = captured(lambda x: x * 2, torch.ones(6, 2), dynamic=True)
+    size = next(node for node in program.graph.nodes if node.op == "placeholder").meta["val"].shape[0]
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+def test_operators_are_overloads_with_schemas() -> None:
+    with canary("operators cannot be described: nothing can be exported or loaded"):
+        operator = torch.ops.aten.add_.Tensor
+        assert isinstance(operator, torch_internals.OperatorOverload)
+        schema = torch_internals.operator_schema(operator)
+        assert [parameter.name for parameter in schema.arguments] == ["self", "other", "alpha"]
+        assert schema.arguments[0].alias_info.is_write
+        assert str(schema).startswith("aten::add_.Tensor(Tensor(a!) self")
+
+
+def test_schemas_of_other_versions_are_compared() -> None:
+    with canary("bundles of another torch cannot be loaded"):
+        schema = torch_internals.operator_schema(torch.ops.aten.relu.default)
+        assert torch_internals.is_compatible_schema(schema, "aten::relu(Tensor self) -> Tensor")
+        assert not torch_internals.is_compatible_schema(schema, "aten::relu(Tensor self, int more) -> Tensor")
+        assert not torch_internals.is_compatible_schema(schema, "no schema")
+
+
+def test_higher_order_operators_have_a_class() -> None:
+    with canary("models with cond, scan and the like cannot be exported or loaded"):
+        assert isinstance(torch.ops.higher_order.cond, torch_internals.HigherOrderOperator)
+        assert torch.ops.higher_order.cond.name() == "cond"
+
+
+def test_pipe_split_leaves_its_operator_in_the_graph() -> None:
+    from torch.distributed.pipelining import pipe_split
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        pipe_split()
+        return x + 1
+
+    with canary("pipe_split is not understood as a place to cut"):
+        program = captured(split, torch.ones(2))
+        assert torch_internals.PIPE_SPLIT_OPERATOR in {str(node.target) for node in program.graph.nodes}
+
+
+def test_flop_formulas_are_registered_by_operator() -> None:
+    with canary("formulas that users register for custom operators are not used by the planner"):
+        assert torch_internals.has_flop_formula(torch.ops.aten.mm.default)
+        assert not torch_internals.has_flop_formula(torch.ops.aten.relu.default)
+        assert not torch_internals.has_flop_formula(len)
+
+
+def test_vmap_leaves_functions_that_are_recognized() -> None:
+    with canary("models with torch.vmap cannot be exported"):
+        program = captured(lambda x: torch.vmap(torch.sum)(x), torch.ones(3, 2))
+        targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+        assert any(map(torch_internals.is_vmap_boundary, targets))
+        assert not torch_internals.is_vmap_boundary(torch.ops.aten.add.Tensor)
+
+
+def test_batch_norms_have_a_functional_decomposition() -> None:
+    with canary("stages with batch norms that train have no ONNX form"):
+        decompositions = torch_internals.batch_norm_decompositions()
+        assert torch.ops.aten._native_batch_norm_legit_functional.default in decompositions
+
+
+def test_tensors_that_share_storage_are_recognized() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with canary("views whose schema does not say so are copied apart"), FakeTensorMode():
+        tensor, other = torch.ones(4), torch.ones(4)
+        assert torch_internals.storage_identity(tensor) == torch_internals.storage_identity(tensor[1:])
+        assert torch_internals.storage_identity(tensor) != torch_internals.storage_identity(other)
+
+
+def test_tensor_subclasses_name_the_tensors_that_they_wrap() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with canary("models with quantized weights of a tensor subclass cannot be exported"):
+        assert torch_internals.wrapped_attributes(TwoTensor(torch.ones(2), torch.ones(2))) == ["a", "b"]
+        assert torch_internals.wrapped_attributes(torch.ones(2)) == []
+
+
+def test_symbolic_sizes_have_an_expression_and_their_value_in_the_example() -> None:
+    with canary("models with dynamic sizes cannot be exported"):
+        size = dynamic_size()
+        expression = torch_internals.symbolic_expression(size * 2 + 1)
+        symbol = torch_internals.symbolic_expression(size)
+        assert isinstance(symbol, sympy.Symbol)
+        assert expression == 2 * symbol + 1
+        assert torch_internals.example_size(size) == 6
+        assert torch_internals.example_symbol_values(size) == {symbol: 6}
+
+
+def test_sizes_that_depend_on_data_have_no_value_in_the_example() -> None:
+    with canary("the cost of operators whose sizes depend on data is not estimated"):
+        program = captured(lambda x: x.nonzero(), torch.ones(4))
+        node = next(node for node in program.graph.nodes if str(node.target) == "aten.nonzero.default")
+        assert torch_internals.example_size(node.meta["val"].shape[0]) is None
+
+
+def test_arithmetic_on_sizes_is_made_of_known_functions() -> None:
+    with canary("sizes that are divided, or compared, become symbols without a range"):
+        size = dynamic_size()
+        symbol = torch_internals.symbolic_expression(size)
+        functions = torch_internals.symbolic_functions()
+        for result, operation in [
+            (size // 4, "floordiv"),
+            (size % 4, "mod"),
+            (torch.sym_max(size, 4), "max"),
+            (torch.sym_min(size, 4), "min"),
+        ]:
+            expression = torch_internals.symbolic_expression(result)
+            assert functions[type(expression)] == operation
+            assert expression.free_symbols == {symbol}
+
+
+def test_containers_are_flattened_and_described() -> None:
+    with canary("signatures cannot be described: nothing can be exported"):
+        leaves, spec = torch_internals.tree_flatten(({"b": 1, "a": [2, 3]}, ()))
+        assert leaves == torch_internals.tree_leaves(({"b": 1, "a": [2, 3]}, ())) == [1, 2, 3]
+        assert isinstance(spec, torch_internals.TreeSpec)
+        dict_spec, empty_spec = torch_internals.tree_children(spec)
+        assert (dict_spec.type, list(dict_spec.context)) == (dict, ["b", "a"])
+        assert (empty_spec.type, torch_internals.tree_children(empty_spec)) == (tuple, [])
+        assert torch_internals.tree_children(dict_spec)[0].is_leaf()
+        mapped = torch_internals.tree_map_tensors(lambda tensor: tensor.shape[0], [torch.ones(3), "text"])
+        assert mapped == [3, "text"]
+
+
+def test_caches_of_transformers_describe_themselves() -> None:
+    exporter = torch_internals.transformers_exporter()
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=16)
+    with canary("models that take or return a cache of transformers cannot be exported"):
+        exporter.register_cache_pytrees_for_model(LlamaForCausalLM(config))
+        cache = DynamicCache(config=config)
+        cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+        leaves, spec = torch_internals.tree_flatten(cache)
+        assert len(leaves) == 2
+        assert spec.context[torch_internals.TRANSFORMERS_KIND] == "obj"
+        kinds = {entry.get(torch_internals.TRANSFORMERS_KIND) for entry in _entries(spec.context)}
+        assert {"tensor", *torch_internals.TRANSFORMERS_IMPLIED_KINDS} & kinds >= {"tensor", "dtype"}
+
+
+def _entries(entry: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(entry, dict):
+        yield entry
+    for item in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list | tuple) else ():
+        yield from _entries(item)
+
+
+def test_transformers_has_an_exporter() -> None:
+    with canary("models of transformers that plain export cannot trace cannot be exported"):
+        exporter = torch_internals.transformers_exporter()
+        assert callable(exporter.DynamoExporter().export_program)
+        assert exporter.DynamoConfig(dynamic=False, dynamic_shapes=None) is not None
+
+
+def test_modules_hold_children_and_weights_in_dicts() -> None:
+    with canary("stages cannot be built, or have other names than the model"):
+        module, child = torch.nn.Module(), torch.nn.Linear(2, 2)
+        torch_internals.child_modules(module)["forward"] = child
+        torch_internals.weight_tensors(module, parameters=True)["training"] = torch.nn.Parameter(torch.ones(1))
+        torch_internals.weight_tensors(module, parameters=False)["kept"] = torch.zeros(1)
+        torch_internals.weight_tensors(module, parameters=False)["left_out"] = torch.zeros(1)
+        torch_internals.mark_non_persistent(module, "left_out")
+        assert dict(module.named_children()) == {"forward": child}
+        assert {name.partition(".")[0] for name, _ in module.named_parameters()} == {"training", "forward"}
+        assert set(module.state_dict()) == {"training", "kept", "forward.weight", "forward.bias"}
+
+
+def test_the_trace_of_a_module_call_is_seen() -> None:
+    calls = []
+
+    def hook(tracer: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any, trace: Any) -> Any:
+        paths: list[str] = []
+
+        def forward_with_path(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            paths.extend(tracer.module_stack)
+            return forward(*inner_args, **inner_kwargs)
+
+        node = torch_internals.traced_node(tracer, args[0])
+        result = trace(tracer, module, forward_with_path, args, kwargs)
+        result_node = torch_internals.traced_node(tracer, torch_internals.tree_leaves(result)[0])
+        calls.append((type(module), paths[-1], node, result_node))
+        return result
+
+    with canary("the modules of a bundle have no signatures, so none can be replaced or trained"):
+        with torch_internals.traced_module_calls(hook):
+            captured(lambda x: x + 1, torch.ones(2))
+        kind, path, argument, result = calls[0]
+        assert (kind, path) == (Inner, f"{torch_internals.EXPORT_ROOT}.inner")
+        assert argument is not None
+        assert "add" in str(result)
+
+
+def test_nodes_that_no_module_made_are_marked() -> None:
+    with canary("nodes that no module made belong to a module of a name that torch made up"):
+        from torch._export.passes import _node_metadata_hook
+
+        assert _node_metadata_hook._EMPTY_NN_MODULE_STACK_KEY.startswith(torch_internals.NO_MODULE_PREFIX)
+
+
+def test_operators_without_an_onnx_form_are_named() -> None:
+    @torch.library.custom_op("internals_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    with canary("stages without an ONNX form are refused without the name of the operator"):
+        program = captured(lambda x: twice(x) + 1, torch.ones(2))
+        found = list(torch_internals.operators_without_onnx_form(program))
+        assert [name for name, _ in found] == ["internals_test.twice.default"]
+        assert [path for path, _ in found[0][1].meta["nn_module_stack"].values()][-1] == "inner"
+
+
+def test_a_program_is_compiled_into_a_package_and_loaded(tmp_path: Path) -> None:
+    with canary("stagepack compile does not work, or what it made cannot be loaded"):
+        program = torch.export.export(Inner(lambda x: (x * 2 + 1,)), (torch.ones(3),))
+        torch_internals.compile_to_package(program, str(tmp_path / "m.pt2"))
+        runner = torch_internals.load_package(str(tmp_path / "m.pt2"), torch.device("cpu"))
+        assert torch.equal(runner.boxed_run([torch.ones(3)])[0], torch.full((3,), 3.0))
+
+
+def test_what_torch_compile_wraps_is_found_and_its_time_is_counted() -> None:
+    with canary("models that torch.compile wraps cannot be exported, or its time is not shown"):
+        module = torch.nn.Linear(2, 2)
+        compiled = torch.compile(module, backend="eager")
+        assert torch_internals.uncompiled_module(compiled) is module  # type: ignore[arg-type]
+        assert torch_internals.uncompiled_module(module) is module
+        before = torch_internals.torch_compile_seconds()
+        compiled(torch.ones(1, 2))
+        assert torch_internals.torch_compile_seconds() > before
+
+
+def test_private_names_are_used_in_one_file_only() -> None:
+    """Outside of it, no attribute of torch begins with an underscore, and nothing is imported from a module that does."""
+    used = {
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for folder in (ROOT / "stagepack", ROOT / "loaders")
+        for path in sorted(folder.rglob("*.py"))
+        if path.name != "torch_internals.py"
+        for line, name in private_names(ast.parse(path.read_text()))
+    }
+    assert not used
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the private names that a file imports, and those that it takes from torch, an operator, a module or a tensor."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=attribute, value=owner) if _is_private(attribute):
+                own = isinstance(owner, ast.Name) and owner.id in ("self", "cls", "os")
+                if not own and not (isinstance(owner, ast.Call) and ast.unparse(owner) == "super()"):
+                    yield node.lineno, ast.unparse(node)
+            case ast.ImportFrom(module=str(module)):
+                for name in (*module.split("."), *(alias.name for alias in node.names)):
+                    if _is_private(name) and not module.startswith("stagepack"):
+                        yield node.lineno, f"{module}: {name}"
+            case ast.Import():
+                for alias in node.names:
+                    if any(map(_is_private, alias.name.split("."))):
+                        yield node.lineno, alias.name
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_the_compiler_and_the_onnx_exporter_are_imported_only_when_they_are_used() -> None:
+    heavy = ["torch._inductor", "torch._dynamo", "torch.onnx._internal.exporter", "transformers"]
+    imports = "import sys, stagepack.exporter, stagepack.onnx, stagepack_loaders.load, stagepack_loaders.torch.aot"
+    code = f"{imports}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
