@@ -9,7 +9,7 @@ from torch.fx import Node as FxNode
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagepack.format.graph import Cost
-from stagepack.partition.flop_formulas import FLOP_FORMULAS, OperatorCall, TensorShape, estimated_flops
+from stagepack.partition.cost_formulas import FLOP_FORMULAS, REPEATED_READS, OperatorCall, TensorShape, estimated_flops
 from stagepack.partition.operator_costs import cost_source, operator_base_name
 from stagepack.partition.operator_names import TORCH_COUNTED_OPERATORS
 from stagepack.torch_internals import OperatorOverload, example_size, has_flop_formula, operator_schema
@@ -61,10 +61,10 @@ class CostModel:
         used = [meta for meta in map(_meta, node.all_input_nodes) if isinstance(meta, torch.Tensor)]
         if base_name in _GATHERS:
             used[:1] = returned
-        return Cost(
-            flops=self._flops(node, operator_name, weight_nodes, returned),
-            bytes=sum(_element_count(meta) * meta.element_size() for meta in (*returned, *used)),
-        )
+        bytes_moved = sum(_element_count(meta) * meta.element_size() for meta in (*returned, *used))
+        if base_name in REPEATED_READS:
+            bytes_moved += REPEATED_READS[base_name](_operator_call(node, weight_nodes, returned))
+        return Cost(flops=self._flops(node, operator_name, weight_nodes, returned), bytes=bytes_moved)
 
     def _flops(
         self,
@@ -142,7 +142,12 @@ def _meta(node: FxNode) -> Any:
 
 def _tensor_shape(meta: torch.Tensor, *, is_weight: bool = False) -> TensorShape:
     is_multiplied = meta.is_floating_point() or meta.is_complex() or meta.dtype in _QUANTIZED
-    return TensorShape(sizes=tuple(map(_example_size, meta.shape)), is_multiplied=is_multiplied, is_weight=is_weight)
+    return TensorShape(
+        sizes=tuple(map(_example_size, meta.shape)),
+        is_multiplied=is_multiplied,
+        is_weight=is_weight,
+        item_size=meta.element_size(),
+    )
 
 
 def _example_size(size: Any) -> int:

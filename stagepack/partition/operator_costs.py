@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from stagepack.format.graph import Graph
 from stagepack.format.operators import operator_namespace
-from stagepack.partition.flop_formulas import FLOP_FORMULAS
+from stagepack.partition.cost_formulas import FLOP_FORMULAS
 from stagepack.partition.operator_names import (
     FREE_OPERATORS,
     MEMORY_BOUND_OPERATORS,
@@ -25,37 +25,38 @@ _FREE_NAMESPACES: Final = frozenset({"operator", "math", "torch"})
 
 # Operators that execute a subgraph a known number of times; the nodes of the subgraph have costs of their own.
 _CONTROL_FLOW: Final = frozenset(
-    f"higher_order.{name}" for name in ("associative_scan", "cond", "invoke_subgraph", "map_impl", "scan")
+    f"higher_order.{operator_name}"
+    for operator_name in ("associative_scan", "cond", "invoke_subgraph", "map_impl", "scan")
 )
 
 
-def operator_base_name(name: str) -> str:
+def operator_base_name(operator_name: str) -> str:
     """Return the name that the tables have for an operator.
 
     Args:
-        name: the name in the op table of a graph, such as ``aten.add_.Tensor``.
+        operator_name: the name in the op table of a graph, such as ``aten.add_.Tensor``.
 
     Returns:
         Namespace and name without overload and trailing underscore: ``aten.add``.
     """
-    namespace, base_name = name.split(".")[:2]
+    namespace, base_name = operator_name.split(".")[:2]
     if not base_name.startswith("__"):
         base_name = base_name.rstrip("_")
     return f"{namespace}.{base_name}"
 
 
-def cost_source(name: str) -> CostSource:
+def cost_source(operator_name: str) -> CostSource:
     """Return where the cost of the nodes that call an operator comes from.
 
     Args:
-        name: the name in the op table of a graph, such as ``aten.linear.default``.
+        operator_name: the name in the op table of a graph, such as ``aten.linear.default``.
 
     Returns:
         ``"free"``: it moves no data. ``"counted"``: its floating-point operations are counted, by torch or by a formula.
         ``"memory"``: the bytes that it reads and writes tell its cost. ``"estimated"``: a guess from the shapes.
     """
-    base_name = operator_base_name(name)
-    if base_name in FREE_OPERATORS or operator_namespace(name) in _FREE_NAMESPACES:
+    base_name = operator_base_name(operator_name)
+    if base_name in FREE_OPERATORS or operator_namespace(operator_name) in _FREE_NAMESPACES:
         return "free"
     if base_name in TORCH_COUNTED_OPERATORS or base_name in FLOP_FORMULAS or base_name in _CONTROL_FLOW:
         return "counted"

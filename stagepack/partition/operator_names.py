@@ -7,8 +7,8 @@ An operator has its namespace and name here, without overload and without the un
 from typing import Final
 
 
-def _named(namespace: str, names: str) -> frozenset[str]:
-    return frozenset(f"{namespace}.{name}" for name in names.split())
+def _named(namespace: str, operator_names: str) -> frozenset[str]:
+    return frozenset(f"{namespace}.{operator_name}" for operator_name in operator_names.split())
 
 
 # Views, and operators such as `to` and `reshape` that are views wherever they can be.

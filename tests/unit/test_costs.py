@@ -16,7 +16,7 @@ from stagepack.capture.source import capture_source
 from stagepack.format.graph import Graph
 from stagepack.format.operators import is_denied_operator
 from stagepack.linearize import linearize_program
-from stagepack.partition.flop_formulas import FLOP_FORMULAS, OperatorCall, TensorShape, estimated_flops
+from stagepack.partition.cost_formulas import FLOP_FORMULAS, OperatorCall, TensorShape, estimated_flops
 from stagepack.partition.operator_costs import cost_source, estimated_operators, operator_base_name
 from stagepack.partition.operator_names import FREE_OPERATORS, MEMORY_BOUND_OPERATORS, TORCH_COUNTED_OPERATORS
 
@@ -116,6 +116,20 @@ def test_layers_cost_what_torch_counts_once_it_has_decomposed_them(model: nn.Mod
         if operator_base_name(graph.ops[node.op].name) in FLOP_FORMULAS.keys() | TORCH_COUNTED_OPERATORS
     }
     assert sum(products.values()) == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("has_projection", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_recurrent_layers_read_their_hidden_weights_for_each_step(has_bias: bool, has_projection: bool) -> None:
+    size = 4 if has_projection else 16
+    model = nn.LSTM(8, 16, num_layers=2, bidirectional=True, bias=has_bias, proj_size=4 if has_projection else 0)
+    costs = []
+    for steps in (5, 6):
+        graph = graph_of(model, torch.randn(steps, 3, 8))
+        costs += [node.cost.bytes for node in graph.nodes if graph.ops[node.op].name == "aten.lstm.input"]
+    hidden = sum(weight.numel() for name, weight in model.named_parameters() if "_hh_" in name or "_hr_" in name)
+    biases = sum(weight.numel() for name, weight in model.named_parameters() if "bias_hh" in name)
+    assert costs[1] - costs[0] == 4 * (hidden - biases + 3 * (8 + 2 * size))
 
 
 class Lambda(nn.Module):

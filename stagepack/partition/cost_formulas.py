@@ -1,4 +1,4 @@
-"""Formulas for the floating-point operations of operators, from the shapes of their tensors.
+"""Formulas for the cost of operators, from the shapes of their tensors: floating-point operations, and bytes that are read repeatedly.
 
 They cover the operators that torch's own counter (``torch.utils.flop_counter``) does not count. A multiplication and an addition are two
 operations. Terms of lower order, such as the addition of a bias, are left out.
@@ -19,11 +19,13 @@ class TensorShape:
         is_multiplied: whether the dtype is one that operators multiply: floating point, complex, or an integer of 8 bits, as
             quantized tensors have. Indices and masks are not.
         is_weight: whether the tensor is a weight of the model.
+        item_size: bytes of one element.
     """
 
     sizes: tuple[int, ...]
     is_multiplied: bool = True
     is_weight: bool = False
+    item_size: int = 4
 
     @property
     def elements(self) -> int:
@@ -82,6 +84,8 @@ class OperatorCall:
 
 FlopFormula = Callable[[OperatorCall], int]
 
+_RECURRENT_LAYERS: Final = "lstm gru rnn_tanh rnn_relu"
+
 
 def estimated_flops(call: OperatorCall) -> int:
     """Estimate the operations of an operator that no formula is known for.
@@ -135,6 +139,25 @@ def _recurrent_layers(call: OperatorCall) -> int:
     return 2 * call.tensor("input", "data").rows * matrix_elements
 
 
+def _recurrent_reads(call: OperatorCall) -> int:
+    """The weights between steps are read for each step, those of the input for all steps together."""
+    weights: Sequence[TensorShape] = call.arguments["params"]
+    group_count = call.arguments["num_layers"] * (2 if call.arguments["bidirectional"] else 1)
+    # Of each layer and direction: input matrix, hidden matrix, two biases if it has any, projection if it has one.
+    group_size = len(weights) // group_count
+    step_weights = [*weights[1::group_size]]
+    if group_size % 2:
+        step_weights += weights[group_size - 1 :: group_size]
+    return (_step_count(call) - 1) * sum(weight.elements * weight.item_size for weight in step_weights)
+
+
+def _step_count(call: OperatorCall) -> int:
+    if "batch_sizes" in call.arguments:
+        return call.tensor("batch_sizes").elements
+    steps = call.tensor("input")
+    return steps.sizes[1] if call.arguments["batch_first"] and len(steps.sizes) == 3 else steps.sizes[0]
+
+
 def _recurrent_cell(call: OperatorCall) -> int:
     return 2 * call.tensor("input").rows * (call.tensor("w_ih").elements + call.tensor("w_hh").elements)
 
@@ -165,7 +188,7 @@ def _projected_attention(call: OperatorCall) -> int:
     source = call.tensor("query", "src")
     keys = call.tensor("key", "src")
     matrices = ("qkv_weight", "proj_weight", "ffn_weight_1", "ffn_weight_2")
-    weight_elements = sum(call.tensor(name).elements for name in matrices if name in call.arguments)
+    weight_elements = sum(call.tensor(parameter).elements for parameter in matrices if parameter in call.arguments)
     return 2 * source.rows * weight_elements + 4 * source.elements * keys.sizes[-2]
 
 
@@ -244,8 +267,8 @@ def _matrix_power(call: OperatorCall) -> int:
     return 2 * matrices.elements * matrices.last_size * abs(int(call.arguments["n"])).bit_length()
 
 
-def _named(namespace: str, formula: FlopFormula, names: str) -> dict[str, FlopFormula]:
-    return {f"{namespace}.{name}": formula for name in names.split()}
+def _named(namespace: str, formula: FlopFormula, operator_names: str) -> dict[str, FlopFormula]:
+    return {f"{namespace}.{operator_name}": formula for operator_name in operator_names.split()}
 
 
 # Operators by namespace and name, without overload and without the underscore of those that write in place.
@@ -263,9 +286,7 @@ FLOP_FORMULAS: Final[Mapping[str, FlopFormula]] = {
     **_named("aten", _added_batch_products, "addbmm"),
     **_named("aten", _grouped_product, "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2"),
     **_named("transformers", _grouped_product, "grouped_mm_fallback"),
-    **_named(
-        "aten", _recurrent_layers, "lstm gru rnn_tanh rnn_relu quantized_lstm quantized_gru _cudnn_rnn miopen_rnn"
-    ),
+    **_named("aten", _recurrent_layers, f"{_RECURRENT_LAYERS} quantized_lstm quantized_gru _cudnn_rnn miopen_rnn"),
     **_named("aten", _recurrent_cell, "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell quantized_lstm_cell"),
     **_named(
         "aten",
@@ -327,3 +348,6 @@ FLOP_FORMULAS: Final[Mapping[str, FlopFormula]] = {
     **_named("aten", _factorization(66), "svd linalg_svd _linalg_svd linalg_pinv pinverse"),
     **_named("aten", _factorization(75), "linalg_eig"),
 }
+
+# The bytes that operators read again and again, beside one read of each argument.
+REPEATED_READS: Final[Mapping[str, Callable[[OperatorCall], int]]] = _named("aten", _recurrent_reads, _RECURRENT_LAYERS)
