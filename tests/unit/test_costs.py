@@ -207,6 +207,24 @@ def test_custom_operators_are_estimated_and_named() -> None:
     assert estimated_operators([graph, graph]) == {"costs_test.layer.default": 2}
 
 
+def test_sizes_that_depend_on_data_may_be_too_small_to_count_with(tmp_path: Path) -> None:
+    """They count as 1, which is less than the kernel."""
+
+    class Found(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv1d(1, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            where = x.nonzero().squeeze(1)
+            torch._check(where.shape[0] >= 5)
+            found: torch.Tensor = self.layer(x[where][None, None])
+            return found
+
+    bundle = stagepack.export(Found(), (torch.ones(9),), out=tmp_path / "found.stagepack")
+    assert stagepack.load(bundle)(torch.ones(9)).shape == (1, 2, 7)
+
+
 class Recurrent(nn.Module):
     """Four recurrent layers of equal cost, after a linear layer that is cheap."""
 
