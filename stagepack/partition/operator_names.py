@@ -16,10 +16,11 @@ _VIEWS = _named(
     "aten",
     """
     _autocast_to_full_precision _autocast_to_reduced_precision _conj _fw_primal _indices _make_dual _neg_view _values
-    _nested_get_values _nested_view_from_jagged _sparse_broadcast_to _unpack_dual adjoint alias as_strided broadcast_to
+    _nested_get_values _nested_view_from_jagged _sparse_broadcast_to _unpack_dual adjoint alias align_to as_strided
+    broadcast_to
     ccol_indices chunk coalesce col_indices conj contiguous crow_indices detach diagonal
     dsplit expand expand_as flatten hsplit imag indices lift lift_fresh linalg_diagonal mH mT matrix_H moveaxis movedim
-    narrow numpy_T permute positive ravel real reshape reshape_as resolve_conj resolve_neg row_indices select slice
+    narrow numpy_T permute positive ravel real refine_names rename reshape reshape_as resolve_conj resolve_neg row_indices select slice
     slice_inverse split split_with_sizes squeeze swapaxes swapdims t tensor_split to transpose unbind unflatten
     unfold unsqueeze values view view_as view_as_complex view_as_real vsplit
     """,
