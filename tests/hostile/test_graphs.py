@@ -253,7 +253,7 @@ ATTACKS = [
         case(
             f"call of {positional} {names}",
             call(positional, *names),
-            "gelu.default takes self, approximate; a node gives it",
+            "gelu.default takes self, approximate; a node passes",
             OperatorError,
             Seen.LOAD,
         )
@@ -269,7 +269,7 @@ ATTACKS = [
     case(
         "call of a function with too little",
         operator("operator.add"),
-        "add takes a, b; a node gives it 1",
+        "add takes a, b; a node passes 1",
         OperatorError,
         Seen.LOAD,
     ),
