@@ -11,7 +11,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 GLOSSARY = Path("docs/glossary.md")
@@ -74,10 +74,16 @@ def function_lengths(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.name, node.end_lineno - node.lineno + 1
 
 
+def python_files(paths: Iterable[Path]) -> list[Path]:
+    """The Python files among the paths and in the folders among them."""
+    files = {file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])}
+    return sorted(files)
+
+
 def main() -> None:
-    """Print the figures of the given folders, and exit with status 1 when they miss the bounds."""
+    """Print the figures of the given files and folders, and exit with status 1 when they miss the bounds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("paths", nargs="+", type=Path, help="Python files, and folders of them")
     parser.add_argument("--least-words", type=float, default=1.3, help="mean number of words of a binding")
     parser.add_argument("--most-vague", type=float, default=2.0, help="share of bindings that say nothing, in percent")
     parser.add_argument("--most-long", type=float, default=1.5, help="share of long functions, in percent")
@@ -90,7 +96,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     functions = long_functions = 0
     long_files: list[str] = []
-    for path in sorted(path for folder in options.folders for path in folder.rglob("*.py")):
+    for path in python_files(options.paths):
         source = path.read_text()
         tree = ast.parse(source)
         for line, identifier in bindings(tree):
@@ -104,10 +110,10 @@ def main() -> None:
                 print(f"{path}: {function} has {lines} lines")
         if source.count("\n") > FILE_LINES and not re.search(r"^# Long because", source, re.MULTILINE):
             long_files.append(str(path))
-    total = counts.total()
+    total = max(1, counts.total())
     words = sum(word_count(identifier) * count for identifier, count in counts.items()) / total
     vague_share = 100 * sum(count for identifier, count in counts.items() if is_vague(identifier, vague)) / total
-    long_share = 100 * long_functions / functions
+    long_share = 100 * long_functions / max(1, functions)
     print(f"{total} bindings, {words:.2f} words each, {vague_share:.1f} % say nothing")
     print(f"{functions} functions, {long_share:.1f} % longer than {FUNCTION_LINES} lines")
     single = [(identifier, count) for identifier, count in counts.most_common() if word_count(identifier) == 1]

@@ -226,7 +226,7 @@ ATTACKS = [
     case(
         "operator with another schema",
         operator("aten.gelu.default", 'aten::gelu(Tensor self, *, str approximate="tanh") -> Tensor'),
-        r'has the schema aten::gelu\(.*approximate="none"\) -> Tensor here, the bundle was made with .*"tanh"',
+        r'has the schema aten::gelu\(.*approximate="none"\) -> Tensor in torch .*, the bundle was made with .*"tanh"',
         OperatorError,
         Seen.LOAD,
     ),
