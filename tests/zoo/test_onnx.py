@@ -9,18 +9,13 @@ from tests.zoo.cases import CASES, named
 from tests.zoo.in_onnxruntime import DRAWS, RIGHT, cut, whole
 from tests.zoo.test_zoo import name_of
 
-# One of each kind; `make test-zoo` runs all.
+# Several kinds; `make test-zoo` runs all.
 QUICK = named(
-    "aliasing-dropout-that-does-nothing",
     "aliasing-einsum-that-is-a-view",
     "operators-custom-operators",
     "operators-draws-of-every-kind",
     "regions-while-loop",
-    "shapes-floats-and-booleans-of-sizes",
-    "shapes-items-used-in-several-layers",
-    "state-batch-norm-that-trains",
     "state-caches-of-several-layers",
-    "state-zeros",
     "values-u-net",
 )
 

@@ -28,7 +28,7 @@ from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS, named
 STAGES = (2, 3, 5)
 # The slow ones run with `make test-zoo`.
 SLOW = [
-    pytest.param(case, marks=pytest.mark.slow) if number % 10 else case for number, case in enumerate(ARCHITECTURES)
+    pytest.param(case, marks=pytest.mark.slow) if number % 20 else case for number, case in enumerate(ARCHITECTURES)
 ]
 
 
