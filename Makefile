@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+SYSTEM_PACKAGES = $(if $(TORCH),$(shell $(PYTHON) -c "from importlib.metadata import version; exit(version('torch').partition('+')[0] != '$(TORCH)')" 2>/dev/null && echo --system-site-packages))
 INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
 
 .PHONY: help demo test lint typecheck schema-check smoke unit docs docs-outputs test-torch test-zoo coverage clean
@@ -61,16 +62,21 @@ test-torch: $(VENV)/ready
 	@test -n "$(TORCH)" || { echo "name a version: make test-torch TORCH=2.15.0"; exit 2; }
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
-# Made again when the stamp `ready` is missing or older than what it depends on, so that an incomplete environment is never used.
+# The stamp `ready` is made last, so an environment whose installation was interrupted is never used: the next `make` completes it. When
+# pyproject.toml or constraints.txt is newer than the stamp, pip updates the environment in place. Nothing is removed from it, also not
+# from one that you made at this path; `make clean` removes all of it.
 # torch comes first and by exact version: resolved as a dependency, it would come in its newest version. When $(PYTHON) has the
 # version that TORCH names, that one is used.
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stagepack needs Python 3.11 or newer: make PYTHON=...")'
-	@echo "$(VENV) is made now, once. It downloads, where they are not in pip's cache: torch, 0.2 GB as a CPU build, 3 GB as the build with"
-	@echo "CUDA that the public index has (5.3 GB installed; skipped when $(PYTHON) has that torch and TORCH names it);"
-	@echo "the weights of all-MiniLM-L6-v2, 84 MB; a Triton server for tests, 0.1 GB; other packages, 0.3 GB. Without CUDA it takes 2 GB of disk."
-	rm -rf $(VENV)
-	$(PYTHON) -m venv $(if $(TORCH),$(shell $(PYTHON) -c "from importlib.metadata import version; exit(version('torch').partition('+')[0] != '$(TORCH)')" 2>/dev/null && echo --system-site-packages)) $(VENV)
+	@if $(BIN)/python -m pip --version > /dev/null 2>&1; then \
+		echo "$(VENV) is updated in place: pyproject.toml or constraints.txt changed, or its installation was not complete."; \
+	else \
+		echo "$(VENV) is made now, once. It downloads, where they are not in pip's cache: torch, 0.2 GB as a CPU build, 3 GB as the build with"; \
+		echo "CUDA that the public index has (5.3 GB installed; skipped when $(PYTHON) has that torch and TORCH names it);"; \
+		echo "the weights of all-MiniLM-L6-v2, 84 MB; a Triton server for tests, 0.1 GB; other packages, 0.3 GB. Without CUDA it takes 2 GB of disk."; \
+		$(PYTHON) -m venv $(SYSTEM_PACKAGES) $(VENV); \
+	fi
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) hatchling editables
