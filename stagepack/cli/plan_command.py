@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.cli.bundle_facts import print_empty_stages
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_facts import ASSUMED_DEVICES, cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
@@ -158,6 +159,7 @@ def _print_plan(facts: dict[str, Any]) -> None:
     ]
     if edge_rows:
         print_table("edges between stages", ["name", "value", "#from", "to", "#size"], edge_rows)
+    print_empty_stages([stage["nodes"] for stage in facts["stages"]])
     print_line(f"balance: slowest stage {facts['slowest_over_mean']:.2f} times the mean")
     print_line(f"transfer: {format_bytes(facts['traffic'])} between stages in one call")
     bubble = ", ".join(f"{count}: {share:.0%}" for count, share in facts["bubble"].items())

@@ -1,6 +1,7 @@
 """`plan` and `recut`: a cut is shown, written, edited and given back, without torch."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,19 @@ def test_recut_gives_the_same_bytes_again(sound: Path, tmp_path: Path) -> None:
     assert run("recut", str(sound), "--stages", "1", "-o", str(one_stage)).exit_code == 0
     result = run("recut", str(one_stage), "--split-at", "first", "--split-at", "second", "-o", str(back), "--json")
     assert json.loads(result.stdout)["digest"] == stagepack.open(sound).digest
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["recut", "-o", "{out}"]])
+def test_stages_without_nodes_are_counted(arguments: list[str], sound: Path, tmp_path: Path) -> None:
+    command, *options = (argument.format(out=tmp_path / "out.stagepack") for argument in arguments)
+    result = run(command, str(sound), *options, "--stages", "40")
+    line = re.search(r"^stages without nodes: (\d+) of 40; (\d+) stages would be enough$", result.stdout, re.MULTILINE)
+    assert line is not None, result.output
+    assert int(line[1]) + int(line[2]) == 40
+    options = [option.replace("out.stagepack", "enough.stagepack") for option in options]
+    result = run(command, str(sound), *options, "--stages", line[2])
+    assert result.exit_code == 0, result.output
+    assert "without nodes" not in result.stdout
 
 
 @pytest.mark.parametrize(
