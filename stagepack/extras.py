@@ -56,6 +56,9 @@ def missing_package_message(error: ModuleNotFoundError, extra: str | None = None
     smallest_extra = _EXTRAS.get(module_name.partition(".")[0])
     if smallest_extra is None:
         return None
-    return (
-        f"the package {module_name!r} is not installed: pip install 'stagepack[{extra or smallest_extra}]' installs it"
-    )
+    return f"the package {module_name!r} is not installed: {install_command(extra or smallest_extra)} installs it"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of stagepack."""
+    return f"pip install 'stagepack[{extra}]'"

@@ -7,7 +7,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, print_table, progress
-from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder
 from stagepack.cli.run_options import json_option, operator_options
 from stagepack.format.reader import Bundle
 
@@ -40,6 +40,7 @@ def command(bundle_path: str, out: str, device: str, allow_ops: tuple[str, ...],
     outside of the bundle, which 'stagepack load --compiled' and 'stagepack serve --compiled' take.
     """
     bundle = Bundle(bundle_path)
+    check_output_folder(out)
     start_time = time.perf_counter()
     with progress("importing torch") as next_step:
         from stagepack_loaders.torch.compilation import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
+
+from stagepack.cli.failures import fail
 
 
 class PathType(click.Path):
@@ -21,6 +24,15 @@ class PathType(click.Path):
         if not os.fspath(value):
             self.fail("the path is empty.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+def check_output_folder(out: str | os.PathLike[str]) -> None:
+    """Fail if a folder cannot be created because a file is in its place, or in the place of one of its parents."""
+    for path in (Path(out), *Path(out).parents):
+        if path.is_dir():
+            return
+        if os.path.lexists(path):
+            fail(f"{out}: expected a folder at {path}, found a file: choose another folder")
 
 
 def bundle_argument(function: Callable[..., Any]) -> Callable[..., Any]:

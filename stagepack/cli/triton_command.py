@@ -2,15 +2,13 @@
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stagepack.cli.command import subcommand
-from stagepack.cli.failures import fail
 from stagepack.cli.output import print_json, print_line, progress
-from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder
 from stagepack.cli.run_options import (
     RuntimeName,
     batching_text,
@@ -135,8 +133,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     if options.backend not in (None, "python", options.runtime):
         raise click.UsageError(f"--backend {options.backend} requires --runtime {options.backend}")
     bundle = Bundle(bundle_path)
-    if Path(options.out).is_file():
-        fail(f"{options.out}: exists and is not a folder: choose another name")
+    check_output_folder(options.out)
     with explain_missing_packages("triton"):
         from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked
 

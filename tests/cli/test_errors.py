@@ -57,7 +57,12 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path
         (["plan", "BUNDLE", "-o", "nowhere/plan.json"], "plan.json: cannot be written: No such file or directory$"),
         (["plan", "file.txt"], "file.txt: expected a .pt2 file or a Hugging Face folder, found another file"),
         (["export", "file.txt", "-o", "out"], "file.txt: expected a .pt2 file or a Hugging Face folder"),
-        (["triton", "BUNDLE", "-o", "file.txt"], "file.txt: exists and is not a folder"),
+        (
+            ["triton", "BUNDLE", "-o", "file.txt"],
+            "file.txt: expected a folder at file.txt, found a file: choose another",
+        ),
+        (["triton", "BUNDLE", "-o", "file.txt/x"], "file.txt/x: expected a folder at file.txt, found a file"),
+        (["compile", "BUNDLE", "-o", "file.txt/x/y"], "file.txt/x/y: expected a folder at file.txt, found a file"),
         (["recut", "BUNDLE", "--stages", "2", "-o", "file.txt"], "file.txt: already exists"),
         (["recut", "BUNDLE", "--stages", "2", "-o", "empty", "--overwrite"], "exists and is not a bundle"),
         (["recut", "BUNDLE", "--stages", "2", "-o", "nowhere/out"], "expected the folder .*nowhere to exist"),
@@ -69,7 +74,12 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path
         (["triton", "BUNDLE", "-o", "out", "--import", "no_such_module"], "--import no_such_module: .*No module named"),
         (["load", "BUNDLE", "--device", "nonsense"], "device 'nonsense': expected a device of this machine"),
         (["load", "BUNDLE", *["--device", "cpu"] * 4], "expected 1 to 3 devices for 3 stages, found 4"),
-        (["load", "BUNDLE", "--compiled", "empty"], "empty"),
+        (
+            ["load", "BUNDLE", "--compiled", "empty"],
+            "empty/compiled.json: No such file or directory: expected a folder that stagepack compile",
+        ),
+        (["load", "BUNDLE", "--compiled", "nowhere"], r"write it \(stagepack compile .*tiny.stagepack -o nowhere\)$"),
+        (["load", "BUNDLE", "--compiled", "file.txt"], "file.txt/compiled.json: Not a directory: expected a folder"),
         (["load", "BUNDLE", "--inputs", "empty"], "empty: expected a safetensors file with the inputs: it is a folder"),
     ],
 )

@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused_in_one_line(tower: Path) -> None:
         stagepack.load_stage(tower, 0, runtime="onnxruntime", modules=True)
     with pytest.raises(DeviceError, match="ONNX Runtime runs stages on cpu, cuda or cuda:N"):
         stagepack.load(tower, "tpu", runtime="onnxruntime")
-    with pytest.raises(OperatorError, match="stage 0, 1, 2 has no ONNX model: add it"):
+    with pytest.raises(OperatorError, match="no ONNX model of stage 0, 1, 2: add ONNX models"):
         stagepack.load(COUNTING, runtime="onnxruntime")
     with pytest.raises(InputError, match="expected a tensor of float32"):
         stagepack.load(tower, runtime="onnxruntime")([1.0])

@@ -84,7 +84,7 @@ def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int,
     stages_without_onnx = [stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None]
     if stages_without_onnx:
         raise OperatorError(
-            f"{bundle.path}: stage {', '.join(map(str, stages_without_onnx))} has no ONNX model: add it (stagepack onnx), "
+            f"{bundle.path}: no ONNX model of stage {', '.join(map(str, stages_without_onnx))}: add ONNX models (stagepack onnx), "
             "or choose another runtime (runtime='torch')"
         )
     return {

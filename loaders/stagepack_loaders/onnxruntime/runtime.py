@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stagepack.errors import OperatorError
+from stagepack.extras import install_command
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, PrepareOptions, Runtime
 
@@ -19,7 +20,7 @@ class OnnxRuntime(Runtime):
     name = "onnxruntime"
     title = "ONNX Runtime"
     packages = ("onnxruntime", "ml_dtypes")
-    install = "pip install 'stagepack[onnxruntime]'"
+    install = install_command("onnxruntime")
 
     @property
     def arrays(self) -> ArrayOps:

@@ -59,7 +59,7 @@ def compile_to_folder(
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise WriteError(f"{path}: {error.strerror or error}: choose another folder") from None
+        raise WriteError(f"{path}: cannot be created: {error.strerror or error}: choose another folder") from None
     try:
         units = [
             _compile_occurrences(key, unit_occurrences, device, temporary_folder, progress)

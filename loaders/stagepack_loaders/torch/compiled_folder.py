@@ -111,9 +111,14 @@ class CompiledFolder:
         self._path = Path(path)
         try:
             digest, self._target, units = decode_list((self._path / LIST_NAME).read_text())
-        except (OSError, ValueError, TypeError, KeyError):
+        except OSError as error:
             raise CompiledError(
-                f"{self._path}: expected a folder that stagepack compile wrote: compile the bundle again"
+                f"{self._path / LIST_NAME}: {error.strerror}: expected a folder that stagepack compile wrote: choose it, or write it "
+                f"(stagepack compile {bundle.path} -o {self._path})"
+            ) from None
+        except (ValueError, TypeError, KeyError):
+            raise CompiledError(
+                f"{self._path / LIST_NAME}: expected the file that stagepack compile wrote, found another one: compile the bundle again"
             ) from None
         if digest != bundle.digest:
             raise CompiledError(

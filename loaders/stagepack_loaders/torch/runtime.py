@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from stagepack.extras import install_command
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, Compile, PrepareOptions, Runtime
 
@@ -22,7 +23,7 @@ class TorchRuntime(Runtime):
     name = "torch"
     title = "PyTorch"
     packages = ("torch",)
-    install = "pip install 'stagepack[torch]'"
+    install = install_command("torch")
     exact = True
     keeps_strides = True
     runs_modules = True
