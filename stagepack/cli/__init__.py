@@ -57,9 +57,11 @@ class _Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # The names are padded to one width, so that the summaries of all groups begin in the same column.
+        name_width = max(map(len, self.list_commands(ctx)))
         for title, summaries in _COMMAND_GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(command_name.ljust(7), summary) for command_name, summary in summaries.items()])
+                formatter.write_dl([(name.ljust(name_width), summary) for name, summary in summaries.items()])
 
 
 @click.group(

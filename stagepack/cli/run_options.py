@@ -55,10 +55,6 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
 
     name = "runtime"
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        """Return the names of the runtimes, for the help."""
-        return f"[{'|'.join(runtime_names())}]"
-
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the name if it is that of a runtime.
 
@@ -79,7 +75,9 @@ def runtime_option(function: Callable[..., Any]) -> Callable[..., Any]:
         default=(DEFAULT_RUNTIME,),
         show_default=True,
         type=RuntimeName(),
-        help="Runtime that executes the stages: one for all stages, or one for each stage in order. Repeatable.",
+        metavar="NAME",
+        help=f"Runtime that executes the stages: one for all stages, or one for each stage in order. Repeatable. NAME is "
+        f"{', '.join(runtime_names())}, or a runtime that a module of --import registers.",
     )(function)
 
 

@@ -70,7 +70,7 @@ def in_torch(bundle: Path, x: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any
 
 
 def test_it_is_registered() -> None:
-    assert runtime_names() == ("torch", "onnxruntime", "numpy")
+    assert runtime_names()[-1] == "numpy"
     assert find_runtime("numpy").title == "numpy"
 
 
@@ -165,7 +165,8 @@ def test_the_option_import_registers_it_first(bundle: Path) -> None:
     for options, status in [(["--import", "tests.runtimes.numpy_runtime.plugin"], 0), ([], 2)]:
         done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
-    assert "'numpy' is not one of 'torch', 'onnxruntime'" in done.stderr
+    other_names = (name for name in runtime_names() if name != "numpy")
+    assert f"'numpy' is not one of {', '.join(map(repr, other_names))}" in done.stderr
 
 
 def test_errors_name_the_runtime(bundle: Path, tmp_path: Path) -> None:

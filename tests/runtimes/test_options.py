@@ -8,15 +8,17 @@ import pytest
 
 import stagepack
 from stagepack.errors import CompiledError, DeviceError, OptionError
+from stagepack_loaders.registry import runtime_names
 from stagepack_loaders.torch.compilation import compile_ahead
 
 TOWER = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
+RUNTIMES = " or ".join(map(repr, runtime_names()))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: stagepack.load(TOWER, runtime="x"), "expected the runtime 'torch' or 'onnxruntime', found 'x'"),
+        (lambda: stagepack.load(TOWER, runtime="x"), f"expected the runtime {RUNTIMES}, found 'x'"),
         (lambda: stagepack.load(TOWER, runtime=3), "found 3"),  # type: ignore[arg-type]
         (lambda: stagepack.load_stage(TOWER, 0, runtime="x"), "found 'x'"),
         (lambda: stagepack.load(TOWER, runtime=["torch"]), "a runtime, or one for each of 3 stages, found 1"),
