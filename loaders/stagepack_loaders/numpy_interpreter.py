@@ -1,0 +1,111 @@
+"""Interpret the graph of a stage: for a runtime that has a function of numpy arrays for each operator.
+
+`refuse_unsupported` and `run_nodes` belong together: `run_nodes` runs every graph that `refuse_unsupported` does not refuse.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+
+from stagepack.errors import OperatorError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Argument, Graph, ListArg, Node, ValueArg
+from stagepack.format.reader import Bundle
+from stagepack_loaders.numpy_arrays import numpy_dtype
+
+# Operator name -> its function, a Python function whose parameters have the names and defaults of the schema.
+Operators = Mapping[str, Callable[..., Any]]
+
+
+def refuse_unsupported(bundle: Bundle, stage_number: int, graph: Graph, operators: Operators, title: str) -> None:
+    """Refuse a stage that `run_nodes` cannot run. A runtime calls it in `prepare`, before weights are read.
+
+    Refused are: operators without a function; arguments that the function does not take; arguments other than values, numbers, strings,
+    None and lists of these; operators that return several values; grad modes and autocast; subgraphs; stages that write buffers.
+
+    Args:
+        bundle: the bundle of the stage.
+        stage_number: the stage.
+        graph: its graph.
+        operators: the functions of the runtime.
+        title: the name of the runtime in the message.
+
+    Raises:
+        OperatorError: the stage cannot be run.
+    """
+    unknown_operators = sorted({op.name for op in graph.ops} - operators.keys())
+    if unknown_operators:
+        reason = f"has no {', '.join(unknown_operators)}"
+    elif bundle.stages[stage_number].state:
+        reason = "does not write buffers"
+    elif graph.subgraphs:
+        reason = "does not run subgraphs"
+    elif graph.contexts:
+        reason = "does not run nodes in a grad mode or autocast"
+    else:
+        reason = next(_unsupported_calls(graph, operators), "")
+    if reason:
+        raise OperatorError(f"stage {stage_number}: {title} {reason}: choose another runtime")
+
+
+def _unsupported_calls(graph: Graph, operators: Operators) -> Iterator[str]:
+    """Yield why nodes cannot be run."""
+    signatures = [inspect.signature(operators[op.name]) for op in graph.ops]
+    for node in graph.nodes:
+        operator_name = graph.ops[node.op].name
+        arguments = [*node.args, *(argument for _, argument in node.kwargs)]
+        if node.unpack:
+            yield f"does not run {operator_name}, which returns several values"
+        for argument in arguments:
+            if not _is_supported(argument):
+                yield f"does not run {operator_name} with a {type(argument).__name__}"
+        try:
+            signatures[node.op].bind(*node.args, **dict(node.kwargs))
+        except TypeError as error:
+            yield f"does not run {operator_name} with these arguments ({error})"
+
+
+def _is_supported(argument: Argument) -> bool:
+    """Whether `_argument_value` knows an argument."""
+    if isinstance(argument, ListArg):
+        return all(map(_is_supported, argument.items))
+    return argument is None or isinstance(argument, ValueArg | bool | int | float | str)
+
+
+def run_nodes(graph: Graph, operators: Operators, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Run the nodes of a graph in their order.
+
+    Args:
+        graph: a graph that `refuse_unsupported` did not refuse.
+        operators: the functions of the runtime.
+        values: the inputs and weights by value name: numpy arrays, or Python numbers for symbolic scalars.
+
+    Returns:
+        The outputs of the graph, in order. Tensors have the dtypes that the graph states.
+    """
+    known_values = dict(values)
+    for node in graph.nodes:
+        result = _call(node, operators[graph.ops[node.op].name], known_values)
+        for output in node.outputs:
+            if output is not None:
+                is_scalar = output.dtype in SCALAR_DTYPES
+                known_values[output.name] = result if is_scalar else numpy.asarray(result, numpy_dtype(output.dtype))
+    return tuple(known_values[output_name] for output_name in graph.outputs)
+
+
+def _call(node: Node, function: Callable[..., Any], known_values: Mapping[str, Any]) -> Any:
+    """Call the function of a node with its positional and keyword arguments."""
+    positional = [_argument_value(argument, known_values) for argument in node.args]
+    keywords = {name: _argument_value(argument, known_values) for name, argument in node.kwargs}
+    return function(*positional, **keywords)
+
+
+def _argument_value(argument: Argument, known_values: Mapping[str, Any]) -> Any:
+    """The value of an argument."""
+    if isinstance(argument, ValueArg):
+        return known_values[argument.name]
+    if isinstance(argument, ListArg):
+        return [_argument_value(item, known_values) for item in argument.items]
+    return argument
