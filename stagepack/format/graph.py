@@ -1,4 +1,4 @@
-"""The graph of a whole model or of a stage; both have the same type (SPEC G1 to G15).
+"""The graph of a whole model or of a stage; both have the same type (SPEC section 7).
 
 A graph is pure data. Operators, scopes and contexts are entries of tables, and nodes refer to them by index. A value name is an
 identifier and is defined once (static single assignment).

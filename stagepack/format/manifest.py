@@ -1,4 +1,4 @@
-"""The manifest: the root of a bundle, `manifest.json` (SPEC M1 to M13, O1)."""
+"""The manifest: the root of a bundle, `manifest.json` (SPEC section 4)."""
 
 from msgspec import Struct
 

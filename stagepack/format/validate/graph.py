@@ -1,4 +1,4 @@
-"""The rules on a graph (SPEC G1 to G13, G15)."""
+"""The rules on a graph (SPEC section 7, all but G14)."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The rules on the manifest (SPEC M1, M4 to M13, O1, T1 to T4)."""
+"""The rules on the manifest (SPEC sections 4 and 6, O1)."""
 
 import itertools
 import math
