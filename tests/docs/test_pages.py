@@ -3,6 +3,7 @@
 `make docs-outputs` writes the outputs into the pages. `tools/docs/page.py` says what the blocks are.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.docs.failures import find_unwanted_failure
 from tools.docs.normalize import is_same_output
-from tools.docs.page import ROOT, Block, documented_pages, read_blocks
+from tools.docs.page import ROOT, Block, documented_pages, read_blocks, stated_outputs
 from tools.docs.session import Session, check_output, copy_tree
 
 BLOCKS_OF_PAGE = {str(page): read_blocks(ROOT / page) for page in documented_pages()}
@@ -88,3 +90,12 @@ def test_block(page: str, block: Block, page_runs: _PageRuns) -> None:
     problem = page_runs.of(page).run(block)
     if problem:
         pytest.fail(f"{page}:{block.line}: {problem}\n`make docs-outputs` writes the outputs anew.", pytrace=False)
+
+
+@pytest.mark.parametrize("page", BLOCKS_OF_PAGE)
+def test_no_page_states_a_failure_that_it_does_not_want(page: str) -> None:
+    assert "internal error:" not in (ROOT / page).read_text()
+    blocks = BLOCKS_OF_PAGE[page]
+    for block, next_block in itertools.zip_longest(blocks, blocks[1:]):
+        for output in stated_outputs(block, next_block):
+            assert find_unwanted_failure(block, output, output) == "", f"{page}:{block.line}"

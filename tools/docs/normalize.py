@@ -10,7 +10,7 @@ _VARYING_PATTERNS = [
     (re.compile(r"\b\d(?:\.\d+)?e-\d+\b"), "SMALL"),
     (re.compile(r"\btorch \d[\w.+]*"), "torch VERSION"),
     # The last line of pytest.
-    (re.compile(r"\b\d+ (?=passed|deselected|skipped|warnings?)"), "N "),
+    (re.compile(r"\b\d+ (?=passed|deselected|skipped|xfailed|xpassed|warnings?)"), "N "),
     (re.compile(r"\bidle by microbatches: .*"), "idle by microbatches"),
     (re.compile(r"(?<=127\.0\.0\.1:)\d+"), "PORT"),
     (re.compile(r"(?m)[ \t]+"), " "),

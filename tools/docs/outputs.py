@@ -1,6 +1,7 @@
 """Run the blocks of pages and write what they print into the pages: ``python -m tools.docs.outputs [--slow] [PAGE ...]``.
 
-Outputs that differ only in times, digests and the like stay as they are.
+Outputs that differ only in times, digests and the like stay as they are. A page stays as it is, and the exit status is 1, when one of its
+blocks fails in a way that the page does not state (see `tools/docs/failures.py`).
 """
 
 import argparse
@@ -10,9 +11,14 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+from tools.docs.failures import find_unwanted_failure
 from tools.docs.normalize import is_same_output
-from tools.docs.page import ROOT, Block, documented_pages, read_blocks, read_commands
+from tools.docs.page import ROOT, Block, documented_pages, read_blocks, read_commands, stated_outputs
 from tools.docs.session import Session, copy_tree
+
+
+class PageError(Exception):
+    """A block of a page fails, or its output has no place in the page."""
 
 
 def main() -> None:
@@ -26,14 +32,28 @@ def main() -> None:
         "--all", action="store_true", help="also write outputs that differ only in times and the like"
     )
     options = argument_parser.parse_args()
+    refused_pages = 0
     for page_path in options.pages or documented_pages():
         with tempfile.TemporaryDirectory() as work_folder:
-            output_count = rewrite_page(page_path, Path(work_folder), run_slow=options.slow, rewrite_all=options.all)
-        print(f"{page_path}: {output_count} outputs written", flush=True)
+            try:
+                output_count = rewrite_page(
+                    page_path, Path(work_folder), run_slow=options.slow, rewrite_all=options.all
+                )
+            except PageError as error:
+                refused_pages += 1
+                print(f"{page_path}: not written: {error}", file=sys.stderr, flush=True)
+            else:
+                print(f"{page_path}: {output_count} outputs written", flush=True)
+    if refused_pages:
+        sys.exit(1)
 
 
 def rewrite_page(page_path: Path, work_folder: Path, *, run_slow: bool, rewrite_all: bool) -> int:
-    """Write the outputs of one page; return how many changed."""
+    """Write the outputs of one page; return how many changed.
+
+    Raises:
+        PageError: a block fails, or prints where the page has no place for it. The page is unchanged.
+    """
     full_path = ROOT / page_path
     if page_path.name == "CONTRIBUTING.md":
         copy_tree(work_folder)
@@ -45,7 +65,11 @@ def rewrite_page(page_path: Path, work_folder: Path, *, run_slow: bool, rewrite_
         for block, next_block in itertools.zip_longest(page_blocks, page_blocks[1:]):
             if block.not_run and not (run_slow and block.not_run.startswith("slow")):
                 continue
-            block_outputs = session.run(block)
+            try:
+                block_outputs = session.run(block)
+            except (RuntimeError, ValueError) as error:
+                raise PageError(f"line {block.line}: {error}") from None
+            _check_failures(block, next_block, block_outputs)
             text_edits += _block_edits(page_text, block, next_block, block_outputs, rewrite_all=rewrite_all)
     finally:
         session.close()
@@ -55,16 +79,27 @@ def rewrite_page(page_path: Path, work_folder: Path, *, run_slow: bool, rewrite_
     return len(text_edits)
 
 
+def _check_failures(block: Block, next_block: Block | None, block_outputs: list[str]) -> None:
+    """Raise `PageError` for an output that shows a failure which the page does not state."""
+    for stated_output, actual_output in zip(stated_outputs(block, next_block), block_outputs, strict=True):
+        if failure := find_unwanted_failure(block, stated_output, actual_output):
+            raise PageError(
+                f"line {block.line}: the block fails with {failure}. Mend it; or, if the page is to show the failure, write "
+                f"[exit status N] below the output of the command, or <!-- fails: REASON --> above the block. It printed:\n"
+                f"{actual_output}"
+            )
+
+
 def _block_edits(
     page_text: str, block: Block, next_block: Block | None, block_outputs: list[str], *, rewrite_all: bool
 ) -> list[tuple[int, int, str]]:
     """The changes of the page's text: first character, end, and what comes there."""
     if block.kind == "python":
-        stated_output = next_block.source if next_block is not None and next_block.kind == "output" else ""
+        [stated_output] = stated_outputs(block, next_block)
         if is_same_output(stated_output, block_outputs[0]) and not (rewrite_all and stated_output):
             return []
         if next_block is None or next_block.kind != "output":
-            sys.exit(
+            raise PageError(
                 f'line {block.line}: the block prints, but no block `text title="Output"` follows:\n{block_outputs[0]}'
             )
         return [_with_source(page_text, next_block, block_outputs[0])]

@@ -10,7 +10,8 @@
 | ``` ```text ``` | shown only |
 
 A line ``<!-- not run: REASON -->`` above a block says that tests do not run it. When the reason begins with "slow",
-`tools/docs/outputs.py --slow` runs it.
+`tools/docs/outputs.py --slow` runs it. A line ``<!-- fails: REASON -->`` above a block says that a failure in its output is wanted;
+see `tools/docs/failures.py`.
 """
 
 import re
@@ -41,6 +42,7 @@ class Block:
         source: the content, without the indentation of the fence.
         kind: what it is for.
         not_run: why tests do not run it; empty when they do.
+        fails: why its output shows a failure; empty when none is wanted.
     """
 
     line: int
@@ -51,6 +53,7 @@ class Block:
     source: str
     kind: BlockKind
     not_run: str
+    fails: str
 
 
 def documented_pages() -> list[Path]:
@@ -66,17 +69,10 @@ def documented_pages() -> list[Path]:
 def read_blocks(page_path: Path) -> list[Block]:
     """The code blocks of a page, in order."""
     sybil_document = Document(page_path.read_text(), str(page_path))
-    reason_by_end = {
-        region.end: region.lexemes["arguments"].strip()
-        for region in DirectiveInHTMLCommentLexer(directive="not run", arguments=".+?")(sybil_document)
-    }
+    reasons_not_run = _directive_reasons("not run", sybil_document)
+    reasons_to_fail = _directive_reasons("fails", sybil_document)
     page_blocks: list[Block] = []
     for region in sorted(RawFencedCodeBlockLexer(_INFO_PATTERN)(sybil_document), key=lambda region: region.start):
-        reason_ends = [
-            end
-            for end in reason_by_end
-            if end <= region.start and not sybil_document.text[end : region.start].strip(" \n->")
-        ]
         fence_language, fence_title = region.lexemes["language"], region.lexemes["title"] or ""
         page_blocks.append(
             Block(
@@ -87,10 +83,25 @@ def read_blocks(page_path: Path) -> list[Block]:
                 title=fence_title,
                 source=str(region.lexemes["source"]),
                 kind=_block_kind(fence_language, fence_title, page_blocks),
-                not_run=reason_by_end[reason_ends[-1]] if reason_ends else "",
+                not_run=_reason_above(region.start, reasons_not_run, sybil_document),
+                fails=_reason_above(region.start, reasons_to_fail, sybil_document),
             )
         )
     return page_blocks
+
+
+def _directive_reasons(directive: str, sybil_document: Document) -> dict[int, str]:
+    """The reasons of the comments ``<!-- DIRECTIVE: REASON -->`` of a page, by the position where each ends."""
+    find_directives = DirectiveInHTMLCommentLexer(directive=directive, arguments=".+?")
+    return {region.end: region.lexemes["arguments"].strip() for region in find_directives(sybil_document)}
+
+
+def _reason_above(block_start: int, reason_by_end: dict[int, str], sybil_document: Document) -> str:
+    """The reason of the comment directly above a block; empty when there is none."""
+    for reason_end, reason in reason_by_end.items():
+        if reason_end <= block_start and not sybil_document.text[reason_end:block_start].strip(" \n->"):
+            return reason
+    return ""
 
 
 def _block_kind(fence_language: str, fence_title: str, earlier_blocks: list[Block]) -> BlockKind:
@@ -129,3 +140,12 @@ def read_commands(block_source: str) -> Iterator[BlockCommand]:
             output_lines.append(source_line)
     if command_lines:
         yield BlockCommand("\n".join(command_lines), "\n".join(output_lines).strip("\n"))
+
+
+def stated_outputs(block: Block, next_block: Block | None) -> list[str]:
+    """The outputs that a page states for a block: one for each command, one for Python code, none for other kinds."""
+    if block.kind == "python":
+        return [next_block.source if next_block is not None and next_block.kind == "output" else ""]
+    if block.kind == "console":
+        return [block_command.stated_output for block_command in read_commands(block.source)]
+    return []

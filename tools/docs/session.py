@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from tools.docs.page import ROOT, Block, read_commands
+from tools.docs.page import ROOT, Block, read_commands, stated_outputs
 
 _FORK_CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED_MODULES = ["stagepack.exporter", "stagepack_loaders.load", "stagepack_loaders.torch.stage", "torch._dynamo"]
@@ -37,6 +37,8 @@ _DEFAULT_PORTS = (8000, 8001)  # of `stagepack serve`
 # Lines that torch and torchao log, which depend on the packages beside them.
 _LOG_PATTERN = re.compile(r"^(?:[WIE]\d{4} \d\d:\d\d:.*|Failed to load .*torchao.*)\n", re.MULTILINE)
 _TIME_LIMIT = 300  # seconds for one block
+# Environment variables that change the output of commands: pytest prints more in CI, and in colors where it is told so.
+_OUTPUT_VARIABLES = frozenset({"BUILD_NUMBER", "CI", "FORCE_COLOR", "PY_COLORS", "STAGEPACK_TRACEBACK"})
 
 
 @dataclass(slots=True)
@@ -217,9 +219,17 @@ class Session:
 
 
 def page_environment(folder: Path) -> dict[str, str]:
-    """The environment of a page's commands: the programs of this Python, the modules of this tree."""
+    """The environment of a page's commands: the programs of this Python, the modules of this tree.
+
+    Variables that change what pytest or stagepack print are left out.
+    """
+    inherited_variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OUTPUT_VARIABLES and not name.startswith("PYTEST_")
+    }
     source_root = folder if (folder / "stagepack").is_dir() else ROOT  # a page may work on a copy of the tree
-    return os.environ | {
+    return inherited_variables | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{source_root}{os.pathsep}{source_root / 'loaders'}",
         "HF_HUB_OFFLINE": "1",
@@ -268,6 +278,7 @@ def _run_stagepack(command_words: list[str], folder: str, log_path: str, environ
     from stagepack.cli import main  # noqa: PLC0415 - in the child
 
     os.chdir(folder)
+    os.environ.clear()
     os.environ.update(environment)
     log_descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for output_stream in (sys.stdout, sys.stderr):
@@ -309,15 +320,9 @@ def check_output(
     block: Block, next_block: Block | None, actual_outputs: list[str], is_same: Callable[[str, str], bool]
 ) -> str:
     """What is wrong with the outputs of a block; empty when they are what the page states."""
-    if block.kind == "python":
-        stated_outputs = [next_block.source if next_block is not None and next_block.kind == "output" else ""]
-    elif block.kind == "console":
-        stated_outputs = [command.stated_output for command in read_commands(block.source)]
-    else:
-        return ""
     wrong_outputs = [
         (stated_output, actual_output)
-        for stated_output, actual_output in zip(stated_outputs, actual_outputs, strict=True)
+        for stated_output, actual_output in zip(stated_outputs(block, next_block), actual_outputs, strict=True)
         if not is_same(stated_output, actual_output)
     ]
     return "\n".join(
