@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmark_results import format_cell
+from tools.docs.folded_block import folded_block
 
 RESULTS_FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 SECTION_TITLES = {
@@ -41,8 +42,7 @@ def benchmark_tables() -> str:
             if run_index == 0:
                 page_parts.append(f"## {section_title}\n\n{run_lines}")
             else:
-                indented_lines = "\n".join(f"    {run_line}" if run_line else "" for run_line in run_lines.splitlines())
-                page_parts.append(f'??? note "Run of {run_record["date"]}"\n\n{indented_lines}')
+                page_parts.append(folded_block(f"Run of {run_record['date']}", run_lines))
     return "\n\n".join(page_parts)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from tools.docs.source_tree import import_contracts
+from tools.docs.source_tree import import_contracts, shared_modules
 
 ROOT = Path(__file__).parents[2]
 IMAGE_FOLDER = ROOT / "docs" / "images"
@@ -61,13 +61,14 @@ class Drawing:
             f'<text x="{x:g}" y="{y:g}" fill="{LINE_COLOR}" font-size="12" text-anchor="{anchor}">{escape(words_text)}</text>'
         )
 
-    def arrow(self, *points: tuple[float, float]) -> None:
+    def arrow(self, *points: tuple[float, float], is_dashed: bool = False) -> None:
         """An arrow along some points."""
         path_data = " ".join(
             f"{'M' if point_index == 0 else 'L'}{x:g},{y:g}" for point_index, (x, y) in enumerate(points)
         )
+        dash_style = ' stroke-dasharray="4 3"' if is_dashed else ""
         self.parts.append(
-            f'<path d="{path_data}" fill="none" stroke="{LINE_COLOR}" stroke-width="1.6" marker-end="url(#head)"/>'
+            f'<path d="{path_data}" fill="none" stroke="{LINE_COLOR}" stroke-width="1.6"{dash_style} marker-end="url(#head)"/>'
         )
 
     def svg(self) -> str:
@@ -156,40 +157,66 @@ def road_drawing() -> Drawing:
 def package_drawing() -> Drawing:
     """The layers of stagepack as import-linter keeps them, and the packages that run bundles."""
     contracts = import_contracts()
-    layer_names = [layer.split(" | ") for contract in contracts for layer in contract.get("layers", ())]
+    layer_names = [
+        [package_name.strip(" ()") for package_name in layer.split("|")]
+        for contract in contracts
+        for layer in contract.get("layers", ())
+    ]
+    layer_names[0].append("__init__")  # in no layer: it imports all public names when they are first used
     torch_free = {name.split(".")[1] for name in contracts[1]["source_modules"]}
     drawing_height = 96 + 58 * len(layer_names)
     drawing = Drawing(910, drawing_height, "The layers of stagepack, and the packages that run and serve bundles")
     drawing.frame(8, 8, 480, drawing_height - 44, "stagepack: writes bundles")
     for layer_index, package_names in enumerate(layer_names):
-        package_names = [package_name.strip(" ()") for package_name in package_names]
         box_top, box_width = 40 + 58 * layer_index, (452 - 10 * (len(package_names) - 1)) / len(package_names)
         for box_index, package_name in enumerate(package_names):
-            is_shared = package_name in ("format", "errors")
-            color_name = "amber" if is_shared else "green" if package_name in torch_free else "grey"
-            color_name = "blue" if package_name in ("cli", "__main__") else color_name
+            color_name = "green" if package_name in torch_free else "grey"
+            color_name = "amber" if package_name in ("format", "extras", "errors") else color_name
+            color_name = "blue" if package_name in ("cli", "__main__", "__init__") else color_name
             drawing.box(22 + (box_width + 10) * box_index, box_top, box_width, 38, color_name, package_name)
         if layer_index:
             drawing.arrow((248, box_top - 20), (248, box_top))
+    drawing.words(248, drawing_height - 12, "each layer imports only the layers below it")
+    _draw_loaders(drawing, shared_modules(contracts), 59 + 58 * layer_names.index(["format"]))
+    _draw_legend(drawing)
+    return drawing
+
+
+def _draw_loaders(drawing: Drawing, module_names: list[str], format_middle: int) -> None:
+    """The packages that run bundles, what they import of stagepack, and who imports them."""
     drawing.frame(560, 8, 290, 228, "loaders: run and serve bundles")
     drawing.box(580, 40, 250, 62, "violet", "stagepack_serving", "protocol, server, triton")
     drawing.arrow((705, 102), (705, 140))
     drawing.box(580, 140, 250, 76, "violet", "stagepack_loaders", "load, pipeline, placement", "torch, onnxruntime")
-    format_middle = 40 + 58 * layer_names.index(["format"]) + 19
     drawing.arrow((705, 216), (705, format_middle), (476, format_middle))
-    drawing.words(716, format_middle - 36, "format, errors, and the few", anchor="start")
-    drawing.words(716, format_middle - 20, "modules that the contract names", anchor="start")
-    drawing.words(248, drawing_height - 12, "each layer imports only the layers below it")
-    for box_index, (color_name, legend_text) in enumerate(
-        (("grey", "imports torch"), ("green", "never imports torch"), ("amber", "what both sides share"))
-    ):
+    for line_index, module_name in enumerate(["loaders import only:", *module_names]):
+        drawing.words(716, 258 + 17 * line_index, module_name, anchor="start")
+    drawing.arrow((474, 59), (532, 59), (532, 165), (580, 165), is_dashed=True)  # __init__
+    drawing.arrow((474, 110), (508, 110), (508, 80), (580, 80), is_dashed=True)  # cli
+    drawing.arrow((474, 124), (508, 124), (508, 181), (580, 181), is_dashed=True)  # cli
+    drawing.arrow((474, 233), (508, 233), (508, 197), (580, 197), is_dashed=True)  # onnx
+
+
+def _draw_legend(drawing: Drawing) -> None:
+    """What the colors and the dashed arrows mean."""
+    legend_top = drawing.height - 132
+    legend_texts = {
+        "blue": "the command and the public names",
+        "grey": "imports torch",
+        "green": "never imports torch",
+        "amber": "never imports torch; shared by both sides",
+        "violet": "imports torch only to run a stage in torch",
+    }
+    for row_index, (color_name, legend_text) in enumerate(legend_texts.items()):
         fill_color, border_color, _ = BOX_COLORS[color_name]
-        box_top = drawing_height - 84 + 24 * box_index
+        row_top = legend_top + 22 * row_index
         drawing.parts.append(
-            f'<rect x="580" y="{box_top}" width="16" height="14" rx="3" fill="{fill_color}" stroke="{border_color}"/>'
+            f'<rect x="580" y="{row_top}" width="16" height="14" rx="3" fill="{fill_color}" stroke="{border_color}"/>'
         )
-        drawing.words(604, box_top + 11, legend_text, anchor="start")
-    return drawing
+        drawing.words(604, row_top + 11, legend_text, anchor="start")
+    arrow_middle = legend_top + 22 * len(legend_texts) + 7
+    drawing.arrow((560, arrow_middle), (597, arrow_middle), is_dashed=True)
+    drawing.words(604, arrow_middle + 4, "exceptions: these import loaders", anchor="start")
 
 
 DRAWING_BY_FILE = {"overview.svg": overview_drawing, "road.svg": road_drawing, "packages.svg": package_drawing}

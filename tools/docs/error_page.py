@@ -25,7 +25,7 @@ def rule_reference() -> str:
     table_rows = ["| rule | requirement |", "|---|---|"]
     for rule_number, rule_text in specified_rules():
         first_sentence = re.split(r"(?<=[.:])\s", _one_line(rule_text), maxsplit=1)[0].rstrip(":")
-        table_rows.append(f"| [{rule_number}](spec.md#{rule_number}) | {first_sentence} |")
+        table_rows.append(f"| [{rule_number}](../../schema/SPEC.md#{rule_number}) | {first_sentence} |")
     return "\n".join(table_rows)
 
 

@@ -1,24 +1,17 @@
-"""What `mkdocs build` does beside rendering docs/: pages from other folders, links between them, tables of benchmarks and errors.
+"""What `mkdocs build` does beside rendering docs/: pages from other folders, and links between them.
 
 A hook of MkDocs (https://www.mkdocs.org/user-guide/configuration/#hooks): it calls the functions ``on_*``.
 """
 
-import functools
 import importlib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-from tools.docs.benchmark_page import benchmark_tables
-from tools.docs.error_page import error_reference, rule_reference
-from tools.docs.option_page import command_reference, option_reference
-from tools.docs.source_tree import contract_list, source_tree
 
 TREE_ROOT = Path(__file__).parents[2]
 # Pages of the site that are files of the tree outside docs/.
@@ -33,16 +26,6 @@ INCLUDED_PAGES = {
     "schema/vectors/README.md": "reference/vectors.md",
 }
 _SOURCE_OF_PAGE = {page: source for source, page in INCLUDED_PAGES.items()}
-# Lines of pages that are replaced by what the function returns.
-_GENERATED_TEXTS: dict[str, Callable[[], str]] = {
-    "<!-- benchmarks -->": benchmark_tables,
-    "<!-- errors -->": error_reference,
-    "<!-- rules -->": rule_reference,
-    "<!-- commands -->": command_reference,
-    "<!-- options: serve -->": functools.partial(option_reference, "serve"),
-    "<!-- contracts -->": contract_list,
-    "<!-- tree -->": source_tree,
-}
 _LINK_PATTERN = re.compile(r"(?P<mark>!?)\[(?P<label>[^\[\]]*)\]\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
 _FENCE_PATTERN = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2[ ]*$", re.MULTILINE | re.DOTALL)
 
@@ -58,10 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Fill in what is generated, and let links lead to pages of the site."""
-    for generated_mark, generate_text in _GENERATED_TEXTS.items():
-        if generated_mark in markdown:
-            markdown = markdown.replace(generated_mark, generate_text())
+    """Let links lead to pages of the site."""
     if page.file.src_uri == "coverage.md":  # its tables need the width
         page.meta["hide"] = ["toc"]
     if page.file.src_uri == INCLUDED_PAGES["schema/SPEC.md"]:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.docs.folded_block import folded_block
+
 ROOT = Path(__file__).parents[2]
 PACKAGE_PATHS = ("stagepack", "loaders/stagepack_loaders", "loaders/stagepack_serving")
 OTHER_FOLDERS = {
     "examples": "models to serve, and clients: sentence embeddings, pictures, text token by token",
     "schema": "the specification, JSON Schemas, test vectors for other readers, frozen bundles of each release",
-    "docs": "this site",
+    "docs": "these pages",
     "tests": "unit, conformance, compat, hostile, roundtrip, onnx, serve, cli, docs; zoo: the models that must survive",
     "tools": "the demo, benchmarks, generators of schema and docs",
 }
@@ -27,12 +29,15 @@ def source_tree() -> str:
         ):
             package_summary = _docstring_summary(package_folder / "__init__.py")
             table_rows = "\n".join(
-                f"    | `{module_name}` | {module_summary} |"
+                f"| `{module_name}` | {module_summary} |"
                 for module_name, module_summary in _module_summaries(package_folder)
             )
-            module_table = f"\n\n    | module | |\n    |---|---|\n{table_rows}" if table_rows else ""
+            module_table = f"| module | |\n|---|---|\n{table_rows}" if table_rows else "No other modules."
             page_parts.append(
-                f'??? note "{package_folder.relative_to(ROOT)}: {_plain_text(package_summary)}"{module_table}'
+                folded_block(
+                    f"{package_folder.relative_to(ROOT)}: {package_summary.replace('`', '').removeprefix('stagepack: ')}",
+                    module_table,
+                )
             )
     table_rows = "\n".join(
         f"| `{module_name}/` | {module_summary} |" for module_name, module_summary in OTHER_FOLDERS.items()
@@ -58,11 +63,6 @@ def _docstring_summary(module_path: Path) -> str:
     return " ".join(docstring_text.split("\n\n")[0].split()).replace("``", "`")
 
 
-def _plain_text(markdown_text: str) -> str:
-    """A text without Markdown and quotes, for the title of a block."""
-    return markdown_text.replace("`", "").replace('"', "'")
-
-
 def import_contracts() -> list[dict[str, Any]]:
     """The contracts that import-linter keeps."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -70,6 +70,44 @@ def import_contracts() -> list[dict[str, Any]]:
     return contracts
 
 
+def shared_modules(contracts: list[dict[str, Any]]) -> list[str]:
+    """The modules of stagepack that loaders may import, without the name ``stagepack``."""
+    (allowed_imports,) = (
+        contract["ignore_imports"]
+        for contract in contracts
+        if "stagepack_loaders.**" in contract.get("source_modules", ())
+    )
+    imported_names = [
+        allowed_import.partition(" -> ")[2].removeprefix("stagepack.") for allowed_import in allowed_imports
+    ]
+    return list(dict.fromkeys(imported_name.removesuffix(".**") for imported_name in imported_names))
+
+
 def contract_list() -> str:
-    """The names of the contracts as a list."""
-    return "\n".join(f"- {contract['name']}" for contract in import_contracts())
+    """The contracts as a list: of each its name, and below it its modules and its exceptions."""
+    return "\n".join(
+        line
+        for contract in import_contracts()
+        for line in (f"- {contract['name']}", *(f"    - {detail}" for detail in _contract_details(contract)))
+    )
+
+
+def _contract_details(contract: dict[str, Any]) -> Iterator[str]:
+    """The lines below the name of a contract."""
+    if layers := contract.get("layers"):
+        yield f"layers, from the top: {'; '.join(_code_names(layer.split(' | ')) for layer in layers)}"
+    if modules := contract.get("source_modules") or contract.get("modules") or contract.get("ancestors"):
+        yield f"modules: {_code_names(modules)}"
+    if forbidden_modules := contract.get("forbidden_modules"):
+        indirectly = "" if contract.get("allow_indirect_imports") else ", directly or through other modules"
+        yield f"not imported{indirectly}: {_code_names(forbidden_modules)}"
+    imports_by_importer: dict[str, list[str]] = {}
+    for allowed_import in contract.get("ignore_imports", ()):
+        importer, _, imported = allowed_import.partition(" -> ")
+        imports_by_importer.setdefault(importer, []).append(imported)
+    for importer, imported_names in imports_by_importer.items():
+        yield f"except: `{importer}` may import {_code_names(imported_names)}"
+
+
+def _code_names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
