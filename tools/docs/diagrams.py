@@ -140,7 +140,7 @@ def road_drawing() -> Drawing:
     drawing.frame(plan_left - 10, 44, 3 * box_width + 2 * box_gap + 20, 120, "needs no torch")
     drawing.arrow((fold_center, 150), (fold_center, 212))
     drawing.words(fold_center + 8, 188, "write", anchor="start")
-    drawing.box(824, 216, 160, 60, "amber", "BUNDLE", "graphs, weights, manifest")
+    drawing.box(824, 216, 160, 60, "amber", "BUNDLE", "manifest, graphs,", "weights")
     running_steps = [("loader", "checks, reads"), ("pipeline", "torch, ONNX Runtime"), ("server", "REST, gRPC, Triton")]
     for step_index, (step_name, step_text) in enumerate(running_steps):
         step_left = 634 - 190 * step_index
