@@ -12,7 +12,8 @@ from stagepack.cli import main
 
 def command_reference() -> str:
     """A section for each subcommand: what it does, its usage, its options."""
-    context = click.Context(main, info_name="stagepack")
+    # With the settings of the command: click keeps the help option that it makes for the first context.
+    context = click.Context(main, info_name="stagepack", **main.context_settings)
     parts = [_help_text(main)]
     for command_name in main.list_commands(context):
         command = main.get_command(context, command_name)

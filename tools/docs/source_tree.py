@@ -32,7 +32,7 @@ def source_tree() -> str:
                 f"| `{module_name}` | {module_summary} |"
                 for module_name, module_summary in _module_summaries(package_folder)
             )
-            module_table = f"| module | |\n|---|---|\n{table_rows}" if table_rows else "No other modules."
+            module_table = f"| module | content |\n|---|---|\n{table_rows}" if table_rows else "No other modules."
             page_parts.append(
                 folded_block(
                     f"{package_folder.relative_to(ROOT)}: {package_summary.replace('`', '').removeprefix('stagepack: ')}",
@@ -42,7 +42,7 @@ def source_tree() -> str:
     table_rows = "\n".join(
         f"| `{module_name}/` | {module_summary} |" for module_name, module_summary in OTHER_FOLDERS.items()
     )
-    return "\n\n".join([*page_parts, f"| other folder | |\n|---|---|\n{table_rows}"])
+    return "\n\n".join([*page_parts, f"| other folder | content |\n|---|---|\n{table_rows}"])
 
 
 def _module_summaries(package_folder: Path) -> Iterator[tuple[str, str]]:
