@@ -8,12 +8,21 @@ from typing import Any, Final
 from safetensors import SafetensorError
 
 from stagepack.errors import InputError, StagepackError, WriteError
-from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.manifest import Manifest
+from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS_BYTES
+from stagepack.format.manifest import Edge, Manifest
 from stagepack.format.reader import Bundle
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, flatten_tree, unflatten_tree
+from stagepack.format.tree import (
+    ConstantLeaf,
+    NonFiniteLeaf,
+    ValueLeaf,
+    constant_value,
+    flatten_tree,
+    tree_leaves,
+    unflatten_tree,
+)
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
 from stagepack_loaders.comparison import Difference, combine_differences, compare_arrays
+from stagepack_loaders.elements import ELEMENT_DTYPES
 from stagepack_loaders.pipeline import Pipeline
 
 # How the names in the example file begin.
@@ -61,7 +70,9 @@ def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], di
         if tensor_name.startswith(INPUT_PREFIX)
     }
     results = {tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor_name.startswith(OUTPUT_PREFIX)}
-    return inputs, results
+    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.manifest)), _restore_dtypes(
+        pipeline, results, _result_edges(pipeline.manifest)
+    )
 
 
 def compare_results(pipeline: Pipeline, results: Mapping[str, Any], expected_results: Mapping[str, Any]) -> Difference:
@@ -87,7 +98,7 @@ def run_on_inputs(pipeline: Pipeline, inputs: Mapping[str, Any]) -> dict[str, An
         InputError: an input is missing or unknown, or does not fit; or the model fails on the inputs.
     """
     manifest = pipeline.manifest
-    edges = {edge.name: edge for edge in manifest.edges if edge.producer is None}
+    edges = _input_edges(manifest)
     if inputs.keys() != edges.keys():
         raise InputError(f"expected the inputs {', '.join(edges) or '(none)'}, found {', '.join(inputs) or '(none)'}")
     values = dict(inputs)
@@ -126,11 +137,12 @@ def read_inputs(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     except (OSError, SafetensorError) as error:
         reason = "it is a folder" if path.is_dir() else error
         raise InputError(f"{path}: expected a safetensors file with the inputs: {reason}") from None
-    return {
+    inputs = {
         tensor_name.removeprefix(INPUT_PREFIX): pipeline.arrays.copy(tensor)
         for tensor_name, tensor in tensors.items()
         if not tensor_name.startswith((OUTPUT_PREFIX, PADDING_PREFIX))
     }
+    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.manifest))
 
 
 def write_outputs(pipeline: Pipeline, results: Mapping[str, Any], path: Path) -> None:
@@ -145,6 +157,33 @@ def write_outputs(pipeline: Pipeline, results: Mapping[str, Any], path: Path) ->
         raise WriteError(f"{path}: could not be written: {error}") from None
     except KeyError as error:
         raise WriteError(f"{path}: could not be written: a safetensors file has no dtype {error}") from None
+
+
+def _input_edges(manifest: Manifest) -> dict[str, Edge]:
+    """The inputs of the model, by edge name."""
+    return {edge.name: edge for edge in manifest.edges if edge.producer is None}
+
+
+def _result_edges(manifest: Manifest) -> dict[str, Edge]:
+    """The leaves of the result that are values, by their names in the file of the example."""
+    edges = {edge.name: edge for edge in manifest.edges}
+    return {
+        f"{OUTPUT_PREFIX}{index}": edges[leaf.name]
+        for index, leaf in enumerate(tree_leaves(manifest.signature.result))
+        if isinstance(leaf, ValueLeaf)
+    }
+
+
+def _restore_dtypes(pipeline: Pipeline, arrays: Mapping[str, Any], edges: Mapping[str, Edge]) -> dict[str, Any]:
+    """Return arrays of a safetensors file with those of complex numbers that it stores as bytes."""
+    array_ops = pipeline.arrays
+    restored = dict(arrays)
+    for array_name, edge in edges.items():
+        if edge.dtype in STORED_AS_BYTES and array_name in arrays:
+            stored = array_ops.to_elements(arrays[array_name], "uint8")
+            elements = stored.view(ELEMENT_DTYPES[edge.dtype]).reshape(*stored.shape[:-1], -1, 2)
+            restored[array_name] = array_ops.from_elements(elements, edge)
+    return restored
 
 
 def _call_arguments(manifest: Manifest, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

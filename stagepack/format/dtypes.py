@@ -27,16 +27,16 @@ _HEADER_DTYPES: Final = {
     "C64": ("complex64", 8),
 }
 # torch dtypes without a name in safetensors headers -> bytes per element. They are stored as `U8`.
-_STORED_AS_BYTES: Final = {"complex128": 16, "complex32": 4}
+STORED_AS_BYTES: Final = {"complex128": 16, "complex32": 4}
 
 # torch dtype -> bytes per element
 ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
-    {torch_dtype: size for torch_dtype, size in _HEADER_DTYPES.values()} | _STORED_AS_BYTES
+    {torch_dtype: size for torch_dtype, size in _HEADER_DTYPES.values()} | STORED_AS_BYTES
 )
 # torch dtype -> dtype in a safetensors header
 HEADER_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {torch_dtype: header_dtype for header_dtype, (torch_dtype, _) in _HEADER_DTYPES.items()}
-    | dict.fromkeys(_STORED_AS_BYTES, "U8")
+    | dict.fromkeys(STORED_AS_BYTES, "U8")
 )
 # dtype in a safetensors header -> bytes per element
 HEADER_ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
@@ -61,6 +61,6 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     Returns:
         `shape`; for a dtype that is stored as bytes, with the last dimension multiplied by the bytes per element.
     """
-    if dtype not in _STORED_AS_BYTES:
+    if dtype not in STORED_AS_BYTES:
         return shape
     return (*shape[:-1], shape[-1] * ITEM_SIZE[dtype]) if shape else (ITEM_SIZE[dtype],)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
+from stagepack_loaders.example import replay_example
 from tests.bundle_editor import BundleEditor, weight_file
 from tests.hostile.attack import command_fails, run
 
@@ -263,3 +264,14 @@ def test_inspect_of_a_stage_lists_its_nodes_and_weights(sound: Path) -> None:
     shown = run("inspect", str(sound), "--stage", "2").stdout
     assert "aten.add_.Tensor" in shown
     assert "\x1b" not in shown
+
+
+def test_an_example_of_complex_numbers_that_safetensors_lacks_is_replayed(tmp_path: Path) -> None:
+    class Turn(torch.nn.Module):
+        def forward(self, x: torch.Tensor, point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * 1j, point + 1
+
+    inputs = (torch.randn(2, 3, dtype=torch.complex128), torch.tensor(1 + 2j, dtype=torch.complex128))
+    bundle = stagepack.export(Turn(), inputs, out=tmp_path / "m.stagepack")
+    assert replay_example(stagepack.load(bundle), bundle).largest == 0
+    assert json.loads(run("load", str(bundle.path), "--inputs", str(bundle.example), "--json").stdout)["outputs"] == 2
