@@ -50,6 +50,8 @@ def main() -> None:
 
 def write_bundle(case: Case, folder: Path) -> None:
     """Export a model, and print why where it cannot be exported."""
+    if not case.is_supported:
+        return
     try:
         path = folder / f"{case.name}.stagepack"
         export_capture(case.capture(), out=path, cut_options=CutOptions(stages=3), overwrite=True)

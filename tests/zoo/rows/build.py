@@ -45,10 +45,20 @@ def given(*args: Any, dynamic: tuple[Any, ...] | None = None) -> Inputs:
 def rows(cases: list[Case], group: str) -> Callable[..., Callable[[Build], Build]]:
     """A decorator that appends a case to a list: named after the builder, for a row of the group."""
 
-    def row(words: str, *, operators: str = "", types: Collection[type | str] = ()) -> Callable[[Build], Build]:
+    def row(
+        words: str, *, operators: str = "", types: Collection[type | str] = (), oldest_torch: str = ""
+    ) -> Callable[[Build], Build]:
         def register(build: Build) -> Build:
             name = f"{group}-{build.__name__.replace('_', '-')}"
-            cases.append(Case(name=name, row=f"{group}: {words}", build=build, operators=operators, types=types))
+            case = Case(
+                name=name,
+                row=f"{group}: {words}",
+                build=build,
+                operators=operators,
+                types=types,
+                oldest_torch=oldest_torch,
+            )
+            cases.append(case)
             return build
 
         return register
