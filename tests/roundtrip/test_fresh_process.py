@@ -18,6 +18,7 @@ from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.partition.cut_options import CutOptions
 from tests.zoo.case import Case, other_size
 from tests.zoo.cases import EXAMPLES, named
+from tests.zoo.test_zoo import name_of
 
 CASES = [
     *EXAMPLES,
@@ -30,9 +31,9 @@ CASES = [
         "encoder-decoders-t5",
         "vision-vit",
         "vision-resnet",
-        "mixture-of-experts-mixtral",
         "audio-whisper",
     ),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in named("mixture-of-experts-mixtral")),
 ]
 STAGES = (1, 2, 3)
 
@@ -47,7 +48,7 @@ def runner() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_bit_exact(case: Case, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
     capture = case.capture()
     bundles = []

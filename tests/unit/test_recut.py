@@ -16,8 +16,13 @@ from tests.zoo.architectures.decoders import llama
 from tests.zoo.case import Case
 from tests.zoo.cases import ROWS, named
 from tests.zoo.rows.build import Lambda
+from tests.zoo.test_zoo import name_of
 
-CASES = [*ROWS[::8], *named("decoders-llama-tied", "encoder-decoders-t5")]
+CASES = [
+    *ROWS[::8],
+    *named("decoders-llama-tied"),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in named("encoder-decoders-t5")),
+]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -25,7 +30,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_cut_from_every_cut(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     cuts = [

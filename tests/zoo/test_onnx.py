@@ -12,8 +12,6 @@ from tests.zoo.test_zoo import name_of
 # Several kinds; `make test-zoo` runs all.
 QUICK = named(
     "aliasing-einsum-that-is-a-view",
-    "operators-custom-operators",
-    "operators-draws-of-every-kind",
     "regions-while-loop",
     "state-caches-of-several-layers",
     "values-u-net",
