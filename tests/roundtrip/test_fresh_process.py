@@ -18,22 +18,22 @@ from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.partition.cut_options import CutOptions
 from tests.zoo.case import Case, other_size
 from tests.zoo.cases import EXAMPLES, named
-from tests.zoo.test_zoo import name_of
+from tests.zoo.test_zoo import name_of, slow
 
 CASES = [
     *EXAMPLES,
-    *named(
-        "encoders-minilm",
-        "encoders-bert",
-        "decoders-llama",
-        "decoders-llama-tied",
-        "decoders-gpt2",
-        "encoder-decoders-t5",
-        "vision-vit",
-        "vision-resnet",
-        "audio-whisper",
+    *named("encoders-minilm", "decoders-llama-tied", "vision-resnet"),
+    *slow(
+        named(
+            "encoders-bert",
+            "decoders-llama",
+            "decoders-gpt2",
+            "encoder-decoders-t5",
+            "vision-vit",
+            "mixture-of-experts-mixtral",
+            "audio-whisper",
+        )
     ),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in named("mixture-of-experts-mixtral")),
 ]
 STAGES = (1, 2, 3)
 

@@ -16,12 +16,12 @@ from tests.zoo.architectures.decoders import llama
 from tests.zoo.case import Case
 from tests.zoo.cases import ROWS, named
 from tests.zoo.rows.build import Lambda
-from tests.zoo.test_zoo import name_of
+from tests.zoo.test_zoo import name_of, slow
 
 CASES = [
-    *ROWS[::8],
+    *ROWS[::16],
     *named("decoders-llama-tied"),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in named("encoder-decoders-t5")),
+    *slow([*ROWS[8::16], *named("encoder-decoders-t5")]),
 ]
 
 

@@ -1,8 +1,9 @@
 """Every model of the zoo, cut, answers bit for bit as the captured program does, three calls in a row."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,16 @@ from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_
 from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS, named
 
 STAGES = (2, 3, 5)
-# The slow ones run with `make test-zoo`.
-SLOW = [
-    pytest.param(case, marks=pytest.mark.slow) if number % 20 else case for number, case in enumerate(ARCHITECTURES)
-]
+
+
+def slow(cases: Iterable[Case]) -> list[Any]:
+    """Cases that run with `make test-zoo` alone."""
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def each_nth(cases: Sequence[Case], step: int) -> list[Any]:
+    """Cases of which `make test` runs each nth, and `make test-zoo` all."""
+    return [*cases[::step], *slow(case for number, case in enumerate(cases) if number % step)]
 
 
 def name_of(case: Case) -> str:
@@ -37,7 +44,7 @@ def name_of(case: Case) -> str:
     return case.name
 
 
-@pytest.mark.parametrize("case", [*EXAMPLES, *ROWS, *SLOW], ids=name_of)
+@pytest.mark.parametrize("case", [*EXAMPLES, *ROWS, *each_nth(ARCHITECTURES, 20)], ids=name_of)
 def test_bit_exact(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     other = other_size(capture.program, capture.inputs)
@@ -65,7 +72,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
     assert again.digest == bundles[-1].digest
 
 
-@pytest.mark.parametrize("case", ROWS, ids=name_of)
+@pytest.mark.parametrize("case", each_nth(ROWS, 3), ids=name_of)
 def test_back_and_forth(case: Case, tmp_path: Path) -> None:
     """Stages that take their nodes from all over the model; a cut that would tear state is refused."""
     capture = case.capture()
