@@ -45,7 +45,7 @@ unit: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-zoo: $(VENV)/ready
-	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo tests/unit/test_recut.py tests/roundtrip/test_fresh_process.py
+	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo tests/distributed tests/serve/test_compatibility.py tests/unit/test_recut.py tests/roundtrip/test_fresh_process.py
 
 docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:loaders $(BIN)/mkdocs build --quiet

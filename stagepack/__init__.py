@@ -11,6 +11,7 @@ from stagepack.extras import explain_missing_packages
 
 if TYPE_CHECKING:
     __version__: str
+    from stagepack import distributed as distributed
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.exporter import export as export
@@ -44,6 +45,7 @@ __all__ = [
     "PolicyNode",
     "__version__",
     "add_onnx",
+    "distributed",
     "errors",
     "export",
     "load",
@@ -64,6 +66,9 @@ def __getattr__(attribute_name: str) -> Any:
     """
     if attribute_name == "__version__":
         return importlib.import_module("importlib.metadata").version("stagepack")
+    if attribute_name == "distributed":
+        with explain_missing_packages():
+            return importlib.import_module("stagepack.distributed")
     if attribute_name not in _HOMES:
         raise AttributeError(f"module 'stagepack' has no attribute {attribute_name!r}")
     module_name, home_name = _HOMES[attribute_name]

@@ -69,6 +69,34 @@ class CompiledError(StagepackError):
     """Compiled code is of another bundle, for another device or version of torch, or damaged. Compile the bundle again."""
 
 
+class GroupError(StagepackError):
+    """The processes of a pipeline do not form a group: one has not come, or they have other bundles, or other versions of the software.
+
+    Correct the deployment; the message says which process differs or is missing.
+    """
+
+
+class StageLostError(StagepackError):
+    """A process that runs stages of a pipeline has ended, or no longer answers. Calls that were in flight have no answer.
+
+    Calls fail with this error until the launcher has started the process again. The state of sequences is lost.
+
+    Attributes:
+        stages: the numbers of the stages that the process ran.
+        host: the host that it ran on.
+        exit_status: its exit status, negative for the number of a signal; None where it is not known.
+    """
+
+    def __init__(
+        self, message: str, *, stages: tuple[int, ...] = (), host: str = "", exit_status: int | None = None
+    ) -> None:
+        """Make the error from its message and its attributes."""
+        super().__init__(message)
+        self.stages = stages
+        self.host = host
+        self.exit_status = exit_status
+
+
 class NotABundleError(StagepackError):
     """The path is not a bundle: it does not exist, or has no manifest. Correct the path."""
 

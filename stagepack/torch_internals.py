@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
     import sympy
+    from torch.distributed.distributed_c10d import Store
 
 # Operators. The classes have no public name, and an operator's schema is its only description: parameters, defaults, what it
 # writes and what its results alias.
@@ -293,3 +295,35 @@ def torch_compile_seconds() -> float:
         return 0.0
     utils = importlib.import_module("torch._dynamo.utils")
     return float(sum(utils.compilation_time_metrics.get("_compile.compile_inner", ())))
+
+
+# Processes.
+
+
+def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta, host_name: str | None) -> Any:
+    """Return a gloo process group that is not the default group of ``torch.distributed``.
+
+    ``torch.distributed.new_group`` needs a default group, of which a process has only one. Only the options, which choose the network
+    interface, are private.
+
+    Args:
+        store: where the processes find each other.
+        rank: the number of this process.
+        size: the number of processes.
+        timeout: how long to wait for the others to connect.
+        host_name: the name or address whose interface is used; None for that of the name of this host.
+
+    Returns:
+        An object with ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``, which return a ``torch.distributed.Work``.
+
+    Raises:
+        RuntimeError: the others did not connect in time.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupGloo  # noqa: PLC0415 - only distributed pipelines use it
+
+    if host_name is None:
+        return ProcessGroupGloo(store, rank, size, timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host_name)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, size, options)

@@ -21,16 +21,16 @@ from stagepack.format.tree import (
     unflatten_tree,
 )
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
+from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.comparison import Difference, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES
-from stagepack_loaders.pipeline import Pipeline
 
 # How the names in the example file begin.
 INPUT_PREFIX: Final = "input."
 OUTPUT_PREFIX: Final = "output."
 
 
-def replay_example(pipeline: Pipeline, bundle: Bundle) -> Difference:
+def replay_example(pipeline: CallablePipeline, bundle: Bundle) -> Difference:
     """Run the recorded example, and compare the results with the recorded ones.
 
     Raises:
@@ -47,7 +47,7 @@ def replay_example(pipeline: Pipeline, bundle: Bundle) -> Difference:
     return compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
 
 
-def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the recorded example, and seed the random generators as they were when it was recorded.
 
     Returns:
@@ -75,7 +75,9 @@ def read_example(pipeline: Pipeline, bundle: Bundle) -> tuple[dict[str, Any], di
     )
 
 
-def compare_results(pipeline: Pipeline, results: Mapping[str, Any], expected_results: Mapping[str, Any]) -> Difference:
+def compare_results(
+    pipeline: CallablePipeline, results: Mapping[str, Any], expected_results: Mapping[str, Any]
+) -> Difference:
     """Compare results with expected ones; both are as `run_on_inputs` returns them."""
     if results.keys() != expected_results.keys():
         return Difference(math.inf, within=False)
@@ -84,7 +86,7 @@ def compare_results(pipeline: Pipeline, results: Mapping[str, Any], expected_res
     )
 
 
-def run_on_inputs(pipeline: Pipeline, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Call a pipeline.
 
     Args:
@@ -124,7 +126,7 @@ def run_on_inputs(pipeline: Pipeline, inputs: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def read_inputs(pipeline: Pipeline, path: Path) -> dict[str, Any]:
+def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
     """Read the inputs in a safetensors file: tensors by edge name, with or without the prefix ``input.``.
 
     Outputs and padding are left out, so that the example of a bundle is such a file.
@@ -145,7 +147,7 @@ def read_inputs(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.manifest))
 
 
-def write_outputs(pipeline: Pipeline, results: Mapping[str, Any], path: Path) -> None:
+def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: Path) -> None:
     """Write results of `run_on_inputs` as a safetensors file.
 
     Raises:
@@ -174,7 +176,7 @@ def _result_edges(manifest: Manifest) -> dict[str, Edge]:
     }
 
 
-def _restore_dtypes(pipeline: Pipeline, arrays: Mapping[str, Any], edges: Mapping[str, Edge]) -> dict[str, Any]:
+def _restore_dtypes(pipeline: CallablePipeline, arrays: Mapping[str, Any], edges: Mapping[str, Edge]) -> dict[str, Any]:
     """Return arrays of a safetensors file with those of complex numbers that it stores as bytes."""
     array_ops = pipeline.arrays
     restored = dict(arrays)

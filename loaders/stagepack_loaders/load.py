@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
@@ -20,10 +20,44 @@ from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime
 if TYPE_CHECKING:
     import torch
 
+    from stagepack_loaders.distributed.pipeline import DistributedPipeline
     from stagepack_loaders.torch.stage import TorchStage
 
 # The folder of a bundle, or an opened bundle.
 Source = str | os.PathLike[str] | Bundle
+
+
+@overload
+def load(  # type: ignore[overload-overlap] # False is an integer, too
+    bundle: Source,
+    devices: "Sequence[str | torch.device]" = ...,
+    *,
+    runtime: str | Sequence[str] = ...,
+    types: Collection[type] = ...,
+    allow_ops: Collection[str] = ...,
+    verify: bool = ...,
+    compile: Compile = ...,
+    compiled: str | os.PathLike[str] | None = ...,
+    processes: Literal[False] = ...,
+) -> Pipeline: ...
+
+
+@overload
+def load(
+    bundle: Source,
+    devices: "Sequence[str | torch.device]" = ...,
+    *,
+    runtime: str | Sequence[str] = ...,
+    types: Collection[type] = ...,
+    allow_ops: Collection[str] = ...,
+    verify: bool = ...,
+    compile: Compile = ...,
+    compiled: str | os.PathLike[str] | None = ...,
+    processes: Literal[True] | int,
+    imports: Sequence[str] = ...,
+    max_restarts: int = ...,
+    in_flight: int = ...,
+) -> "DistributedPipeline": ...
 
 
 def load(
@@ -36,8 +70,12 @@ def load(
     verify: bool = True,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
-) -> Pipeline:
-    """Load all stages of a bundle into this process.
+    processes: bool | int = False,
+    imports: Sequence[str] = (),
+    max_restarts: int = 0,
+    in_flight: int = 16,
+) -> "Pipeline | DistributedPipeline":
+    """Load all stages of a bundle into this process, or each into a process of its own on this machine.
 
     The pipeline is called like the model and returns what the model returns. It takes the arrays of any runtime (torch tensors, numpy
     arrays), and returns arrays of the kind that it is called with. Stages pass their values on without a copy when their devices are
@@ -53,9 +91,15 @@ def load(
         verify: compare every file with its digest before it is used.
         compile: True compiles each distinct region once, ``"whole"`` each stage as a whole, by ``torch.compile`` at the first call.
         compiled: a folder that ``stagepack compile`` wrote for this bundle and this kind of device. Its native code is run.
+        processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages share one.
+            Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
+            `stagepack.distributed.connect`.
+        imports: with `processes`, modules that each process imports first, such as those that register custom operators.
+        max_restarts: with `processes`, how often all processes are started again after one was lost.
+        in_flight: with `processes`, the largest number of calls on their way through the stages.
 
     Returns:
-        The loaded stages as one callable.
+        The loaded stages as one callable; with `processes` a `DistributedPipeline`, whose ``submit`` does not wait for the result.
 
     Raises:
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
@@ -66,16 +110,36 @@ def load(
         CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
         MissingPackageError: the library of a runtime is not installed.
         OptionError: a runtime is unknown, or an option does not go with the runtime or with another option.
+        GroupError, StageLostError: with `processes`, a process did not come, or ended.
 
     Examples:
         >>> pipeline = stagepack.load("m.stagepack", devices=["cuda:0", "cuda:1"])
         >>> logits = pipeline(input_ids)
         >>> pipeline = stagepack.load("m.stagepack", runtime="onnxruntime")
         >>> logits = pipeline(numpy_input_ids)
+        >>> with stagepack.load("m.stagepack", processes=True) as pipeline:
+        ...     logits = pipeline(input_ids)
     """
     opened_bundle = _open(bundle)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+    if processes:
+        if compile or compiled is not None:
+            raise OptionError("processes excludes compile and compiled: leave them out")
+        from stagepack_loaders.distributed.local_processes import start_local_pipeline  # noqa: PLC0415 - imports torch
+
+        return start_local_pipeline(
+            opened_bundle,
+            len(opened_bundle.stages) if processes is True else processes,
+            devices=tuple(map(str, named)),
+            runtime=runtime if isinstance(runtime, str) else tuple(runtime),
+            types=types,
+            allow_ops=tuple(allow_ops),
+            verify=verify,
+            imports=imports,
+            max_restarts=max_restarts,
+            in_flight=in_flight,
+        )
     prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
     return Pipeline(opened_bundle.manifest, [stage.finish(verify=verify) for stage in ready_stages.values()], types)

@@ -1,22 +1,20 @@
 """Loaded stages as one callable, in one process."""
 
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from stagepack.format.contract import bind_call, check_values
-from stagepack.format.manifest import Edge, Manifest
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
+from stagepack.format.manifest import Manifest
 from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
-from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
+from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 
 
-class Pipeline:
-    """A loaded bundle: called like the model, it returns what the model returns.
+class Pipeline(CallablePipeline):
+    """A loaded bundle, all stages in this process.
 
-    Stages may be of several runtimes; where these differ, values are converted on their way. A caller gets arrays of the kind of the
-    first array that it gives, or of the runtime of the first stage if it gives none.
+    Stages may be of several runtimes; where these differ, values are converted on their way.
 
     Attributes:
         manifest: the manifest of the bundle.
@@ -37,13 +35,9 @@ class Pipeline:
             stages: its loaded stages, in order.
             types: classes that results may be built of, where the bundle names them.
         """
-        self.manifest = manifest
+        super().__init__(manifest, types)
         self.stages = tuple(stages)
         self.runtimes: tuple[Runtime, ...] = tuple(find_runtime(stage.runtime) for stage in stages)
-        self._types = tuple(types)
-        self._edges: dict[str, Edge] = {edge.name: edge for edge in manifest.edges}
-        self._inputs = tuple(edge for edge in manifest.edges if edge.producer is None)
-        self._results = tuple(dict.fromkeys(value_names(manifest.signature.result)))
         last_uses: list[list[str]] = [[] for _ in manifest.stages]
         for edge in manifest.edges:
             if edge.consumers and edge.name not in self._results:
@@ -52,36 +46,18 @@ class Pipeline:
 
     @property
     def arrays(self) -> ArrayOps:
-        """The operations on arrays of the runtime of the first stage: for reading inputs of files and requests."""
+        """See `CallablePipeline`."""
         return self.runtimes[0].arrays
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages.
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """See `CallablePipeline`."""
+        return tuple(str(stage.device) for stage in self.stages)
 
-        Args:
-            *args: the arguments of the model.
-            **kwargs: its keyword arguments.
-
-        Returns:
-            The result of the model, in the containers of the model.
-
-        Raises:
-            InputError: the call does not fit the signature, or an input does not fit its type, shape or range.
-        """
-        bound_arguments = bind_call(self.manifest.signature, args, kwargs)
-        check_values(self._inputs, bound_arguments, self.manifest.symbols)
-        values = {edge_name: argument.value for edge_name, argument in bound_arguments.items()}
-        arrays = array_ops_of_call(values.values(), self.arrays)
+    def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
+        """See `CallablePipeline`."""
         for stage_number in range(len(self.stages)):
             self.run_stage(stage_number, values)
-        result_values = {
-            edge_name: to_array(values[edge_name], self._edges[edge_name], arrays) for edge_name in self._results
-        }
-
-        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
-
-        return unflatten_tree(self.manifest.signature.result, leaf_value, self._types)
 
     def run_stage(self, stage_number: int, values: MutableMapping[str, Any]) -> None:
         """Run one stage on values that are known to fit.
@@ -103,19 +79,19 @@ class Pipeline:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """A context for calls that need no gradients, in all runtimes of the pipeline."""
+        """See `CallablePipeline`."""
         with ExitStack() as contexts:
             for runtime in dict.fromkeys(self.runtimes):
                 contexts.enter_context(runtime.inference())
             yield
 
     def seed(self, seed: int) -> None:
-        """Seed the random generators of all runtimes of the pipeline."""
+        """See `CallablePipeline`."""
         for runtime in dict.fromkeys(self.runtimes):
             runtime.seed(seed)
 
     def reset_state(self) -> None:
-        """Set all buffers that calls write, such as key-value caches and counters, to their content at loading."""
+        """See `CallablePipeline`."""
         for stage in self.stages:
             stage.reset_state()
 

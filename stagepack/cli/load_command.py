@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, finite, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.phase_timer import PhaseTimer
+from stagepack.cli.process_options import processes_option, start_processes
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import (
     check_runtimes_compile,
@@ -24,11 +26,12 @@ from stagepack.cli.run_options import (
     runtime_option,
 )
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.registry import find_runtime, import_runtime
 
 if TYPE_CHECKING:
     from stagepack_loaders.base import LoadedStage
-    from stagepack_loaders.pipeline import Pipeline
+    from stagepack_loaders.callable_pipeline import CallablePipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class _Options:
     allow_ops: tuple[str, ...]
     compile_mode: str | None
     compiled_folder: str | None
+    processes: int | None
+    imports: tuple[str, ...]
     no_verify: bool
     as_json: bool
 
@@ -83,7 +88,7 @@ class _Options:
     help="Write the results to this safetensors file, as output.0, output.1 and so on.",
 )
 @runtime_option
-@operator_options
+@partial(operator_options, pass_imports=True)
 @click.option(
     "--compile",
     "compile_mode",
@@ -95,6 +100,7 @@ class _Options:
     "Without a value: regions.",
 )
 @compiled_option
+@processes_option
 @click.option("--no-verify", is_flag=True, help="Do not compare the weight files with their digests.")
 @json_option
 def command(bundle_path: str, **arguments: Any) -> None:
@@ -109,12 +115,21 @@ def command(bundle_path: str, **arguments: Any) -> None:
     timer.end("open")
     check_stage_number(options.stage_number, bundle)
     stage_runtimes = _check_usage(options, bundle)
+    if options.processes or is_launched_group():
+        process_facts = _load_in_processes(bundle, options, stage_runtimes, timer)
+        if process_facts is not None:
+            _print(process_facts, options, timer)
+        return
     stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer)
     facts: dict[str, Any] = {"bundle": bundle_path, "stages": stage_facts}
     if options.stage_number is None:
         from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
 
         facts |= _run(bundle, Pipeline(bundle.manifest, stages), options, timer)
+    _print(facts, options, timer)
+
+
+def _print(facts: dict[str, Any], options: _Options, timer: PhaseTimer) -> None:
     facts["start"] = timer.seconds
     if options.as_json:
         print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
@@ -130,6 +145,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         raise click.UsageError("--stage loads one stage: pass one --device")
     if options.compile_mode and options.compiled_folder:
         raise click.UsageError("--compile and --compiled cannot be used together")
+    if options.processes and (options.stage_number is not None or options.compile_mode or options.compiled_folder):
+        raise click.UsageError("--processes cannot be used with --stage, --compile or --compiled")
     stage_count = len(bundle.stages) if options.stage_number is None else 1
     stage_runtimes = runtime_of_each_stage(options.runtimes, stage_count)
     if options.compile_mode or options.compiled_folder:
@@ -174,6 +191,40 @@ def _load_stages(
     return facts, stages
 
 
+def _load_in_processes(
+    bundle: Bundle, options: _Options, stage_runtimes: list[str], timer: PhaseTimer
+) -> dict[str, Any] | None:
+    """Load and run stages in processes of their own; return facts about them. None in a process that torchrun started to run stages."""
+    with progress("loading stages"):
+        pipeline = start_processes(
+            bundle,
+            options.processes,
+            devices=options.devices,
+            runtimes=stage_runtimes,
+            allow_ops=options.allow_ops,
+            imports=options.imports,
+            verify=not options.no_verify,
+        )
+    if pipeline is None:
+        return None
+    timer.end("processes")
+    with pipeline:
+        stage_facts = [
+            {
+                "stage": facts.stage,
+                "process": facts.rank,
+                "host": facts.host,
+                "runtime": facts.runtime,
+                "device": facts.device,
+                "files": list(facts.files),
+                "bytes_read": facts.bytes_read,
+                "seconds": round(facts.seconds, 6),
+            }
+            for facts in pipeline.stage_facts
+        ]
+        return {"bundle": str(bundle.path), "stages": stage_facts} | _run(bundle, pipeline, options, timer)
+
+
 def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", seconds: float) -> dict[str, Any]:
     file_names = list(find_runtime(stage.runtime).stage_files(bundle, stage_number))
     return {
@@ -186,7 +237,7 @@ def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", second
     }
 
 
-def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTimer) -> dict[str, Any]:
+def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer: PhaseTimer) -> dict[str, Any]:
     """Run the inputs of a file, or the example; return facts about the results."""
     from stagepack_loaders import example  # noqa: PLC0415 - after the arguments are checked
 
@@ -198,10 +249,10 @@ def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTi
         else:
             inputs, expected = example.read_inputs(pipeline, options.inputs_file), {}
         timer.end("inputs")
-        compile_seconds_before = _compile_seconds(pipeline)
+        compile_seconds_before = _compile_seconds(options)
         results = example.run_on_inputs(pipeline, inputs)
         timer.end("first call")
-        timer.reassign("first call", "compile", _compile_seconds(pipeline) - compile_seconds_before)
+        timer.reassign("first call", "compile", _compile_seconds(options) - compile_seconds_before)
         if options.outputs_file is not None:
             example.write_outputs(pipeline, results, options.outputs_file)
     facts: dict[str, Any] = {"outputs": len(results)}
@@ -210,15 +261,17 @@ def _run(bundle: Bundle, pipeline: "Pipeline", options: _Options, timer: PhaseTi
     return facts
 
 
-def _compile_seconds(pipeline: "Pipeline") -> float:
-    """Return how long the compilers of the pipeline's runtimes have worked in this process, in seconds."""
-    return sum(runtime.compile_seconds() for runtime in set(pipeline.runtimes))
+def _compile_seconds(options: _Options) -> float:
+    """Return how long the compilers of the runtimes have worked in this process, in seconds."""
+    return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in set(options.runtimes))
 
 
 def _print_facts(facts: dict[str, Any], options: _Options) -> None:
+    in_processes = any("process" in stage for stage in facts["stages"])
     rows = [
         [
             str(stage["stage"]),
+            *([f"{stage['process']} on {stage['host']}"] if in_processes else []),
             stage["runtime"],
             stage["device"],
             format_bytes(stage["bytes_read"]),
@@ -227,7 +280,8 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
         ]
         for stage in facts["stages"]
     ]
-    print_table("loaded stages", ["#stage", "runtime", "device", "#read", "#time", "files"], rows)
+    columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
+    print_table("loaded stages", columns, rows)
     outputs = count_of("output", facts.get("outputs", 0))
     if "difference" in facts:
         print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")

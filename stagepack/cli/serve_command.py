@@ -4,7 +4,9 @@ import asyncio
 import dataclasses
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, progress
+from stagepack.cli.process_options import processes_option, start_processes
 from stagepack.cli.run_options import (
     batching_text,
     check_runtimes_compile,
@@ -26,9 +29,11 @@ from stagepack.cli.run_options import (
     runtime_option,
 )
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
+    from stagepack_loaders.callable_pipeline import CallablePipeline
     from stagepack_serving.server.metrics import Metrics
     from stagepack_serving.server.served_model import ServedModel
     from stagepack_serving.server.server import ServerAddresses
@@ -42,6 +47,9 @@ class _Options:
     runtimes: tuple[str, ...]
     allow_ops: tuple[str, ...]
     compiled_folder: str | None
+    processes: int | None
+    max_restarts: int
+    imports: tuple[str, ...]
     host: str
     http_port: int
     grpc_port: int
@@ -59,8 +67,17 @@ class _Options:
 @click.argument("bundle_arguments", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
 @device_option
 @runtime_option
-@operator_options
+@partial(operator_options, pass_imports=True)
 @compiled_option
+@processes_option
+@click.option(
+    "--max-restarts",
+    default=3,
+    show_default=True,
+    type=click.IntRange(0),
+    metavar="N",
+    help="With --processes: how often the processes of a model are started again after one of them was lost. Then the server ends.",
+)
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -169,6 +186,10 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
         check_runtimes_compile("--compiled", options.runtimes)
         if len(bundle_paths) > 1:
             raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
+        if options.processes:
+            raise click.UsageError("--processes cannot be used with --compiled")
+    if is_launched_group() and len(bundle_paths) > 1:
+        raise click.UsageError("under torchrun the processes are those of one bundle: serve that bundle alone")
     bundles = {model_name: Bundle(path) for model_name, path in bundle_paths.items()}
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
@@ -179,19 +200,25 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     from stagepack_serving.server.server import ServerAddresses, serve  # noqa: PLC0415 - the same
 
     metrics = Metrics()
-    models = _load_models(bundles, options, limits, metrics)
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
-    is_drained = asyncio.run(
-        serve(
-            ServedModels(models, limits, metrics),
-            addresses,
-            lambda bound_addresses: _print_listening(bound_addresses, models, options.as_json),
+    with ExitStack() as closing:
+        models = _load_models(bundles, options, limits, metrics, closing)
+        if models is None:  # torchrun has started this process to run stages, and the server has ended
+            return
+        served_models = ServedModels(models, limits, metrics)
+        is_drained = asyncio.run(
+            serve(
+                served_models,
+                addresses,
+                lambda bound_addresses: _print_listening(bound_addresses, models, options.as_json),
+            )
         )
-    )
-    _print_stopped(metrics.requests_by_status(), options.as_json)
-    if not is_drained:  # threads that still work on abandoned requests would keep the process alive
-        sys.stdout.flush()
-        os._exit(1 if any(model.pending_requests for model in models) else 0)
+        _print_stopped(metrics.requests_by_status(), options.as_json)
+        if not is_drained:  # threads that still work on abandoned requests would keep the process alive
+            sys.stdout.flush()
+            os._exit(1 if served_models.has_failed or any(model.pending_requests for model in models) else 0)
+    if served_models.has_failed:
+        fail("; ".join(reason for model in models if (reason := model.unavailable_reason())))
 
 
 def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
@@ -208,24 +235,44 @@ def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
 
 
 def _load_models(
-    bundles: dict[str, Bundle], options: _Options, limits: ServerLimits, metrics: "Metrics"
-) -> "list[ServedModel]":
-    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
+    bundles: dict[str, Bundle], options: _Options, limits: ServerLimits, metrics: "Metrics", closing: ExitStack
+) -> "list[ServedModel] | None":
+    """Load the models. Processes that are started for them end with `closing`."""
+    from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - after the arguments are checked
 
     models = []
     with progress("loading") as next_step:
         for model_name, bundle in bundles.items():
             next_step(f"loading {model_name}")
-            pipeline = load(
-                bundle,
-                list(options.devices),
-                runtime=runtime_of_each_stage(options.runtimes, len(bundle.stages)),
-                allow_ops=options.allow_ops,
-                compiled=options.compiled_folder,
-            )
+            pipeline = _load_pipeline(bundle, options, closing)
+            if pipeline is None:
+                return None
             models.append(ServedModel(model_name, bundle, pipeline, limits, metrics))
     return models
+
+
+def _load_pipeline(bundle: Bundle, options: _Options, closing: ExitStack) -> "CallablePipeline | None":
+    runtimes = runtime_of_each_stage(options.runtimes, len(bundle.stages))
+    if options.processes or is_launched_group():
+        pipeline = start_processes(
+            bundle,
+            options.processes,
+            devices=options.devices,
+            runtimes=runtimes,
+            allow_ops=options.allow_ops,
+            imports=options.imports,
+            max_restarts=options.max_restarts,
+        )
+        return None if pipeline is None else closing.enter_context(pipeline)
+    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
+
+    return load(
+        bundle,
+        list(options.devices),
+        runtime=runtimes,
+        allow_ops=options.allow_ops,
+        compiled=options.compiled_folder,
+    )
 
 
 def _print_listening(addresses: "ServerAddresses", models: "list[ServedModel]", as_json: bool) -> None:

@@ -19,10 +19,10 @@ RUNTIMES = " or ".join(map(repr, runtime_names()))
     ("call", "message"),
     [
         (lambda: stagepack.load(TOWER, runtime="x"), f"expected the runtime {RUNTIMES}, found 'x'"),
-        (lambda: stagepack.load(TOWER, runtime=3), "found 3"),  # type: ignore[arg-type]
+        (lambda: stagepack.load(TOWER, runtime=3), "found 3"),  # type: ignore[call-overload]
         (lambda: stagepack.load_stage(TOWER, 0, runtime="x"), "found 'x'"),
         (lambda: stagepack.load(TOWER, runtime=["torch"]), "a runtime, or one for each of 3 stages, found 1"),
-        (lambda: stagepack.load(TOWER, compile="x"), "compile: expected False, True, .*, found 'x'"),  # type: ignore[arg-type]
+        (lambda: stagepack.load(TOWER, compile="x"), "compile: expected False, True, .*, found 'x'"),  # type: ignore[call-overload]
         (lambda: stagepack.load(TOWER, compile=True, compiled="x"), "compile and compiled exclude each other"),
         (lambda: stagepack.load(TOWER, runtime="onnxruntime", compiled="x"), "ONNX Runtime does not compile stages"),
         (

@@ -43,9 +43,19 @@ def triton(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
         yield server
 
 
-@pytest.fixture(scope="session", params=["serve", "triton"])
+@pytest.fixture(scope="session")
+def process_server(bundles: Mapping[str, Path]) -> Iterator[Server]:
+    """Two processes for each bundle."""
+    with stagepack_server([bundles[bundle_name] for bundle_name in SERVED], "--processes", "2") as server:
+        yield server
+
+
+_SERVER_FIXTURES = {"serve": "torch_server", "triton": "triton", "processes": "process_server"}
+
+
+@pytest.fixture(scope="session", params=["serve", "triton", pytest.param("processes", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest) -> Server:
-    return request.getfixturevalue({"serve": "torch_server", "triton": "triton"}[request.param])
+    return request.getfixturevalue(_SERVER_FIXTURES[request.param])
 
 
 @pytest.fixture(params=["http", "grpc"])

@@ -137,7 +137,7 @@ def test_code_of_something_else_is_refused(stack: tuple[Stack, Bundle], compiled
     with pytest.raises(ValueError, match="exclude each other"):
         stagepack.load(bundle, compiled=compiled, compile=True)
     with pytest.raises(ValueError, match="expected False, True, 'regions' or 'whole', found 'all'"):
-        stagepack.load(bundle, compile="all")  # type: ignore[arg-type]
+        stagepack.load(bundle, compile="all")  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

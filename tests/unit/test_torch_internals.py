@@ -4,7 +4,9 @@ import ast
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,22 @@ def test_what_torch_compile_wraps_is_found_and_its_time_is_counted() -> None:
         before = torch_internals.torch_compile_seconds()
         compiled(torch.ones(1, 2))
         assert torch_internals.torch_compile_seconds() > before
+
+
+def test_a_gloo_group_on_the_loopback_interface_sends_bytes() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+
+    def create_group(rank: int) -> Any:
+        return torch_internals.gloo_process_group(store, rank, 2, timedelta(seconds=30), "127.0.0.1")
+
+    with canary("stages cannot run in processes of their own"), ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(create_group, range(2))
+        sent, received = torch.arange(5, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
+        receive = second.recv([received], 0, 7)
+        first.send([sent], 1, 7).wait()
+        receive.wait()
+        assert torch.equal(sent, received)
+        assert not torch.distributed.is_initialized()
 
 
 def test_private_names_are_used_in_one_file_only() -> None:

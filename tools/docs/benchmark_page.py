@@ -17,6 +17,7 @@ SECTION_TITLES = {
     "compile": "Compiling",
     "onnx": "ONNX Runtime: cut against whole",
     "serve": "Serving",
+    "processes": "Stages in processes of their own",
 }
 
 

@@ -9,7 +9,7 @@ from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, symbol_names
 from stagepack_loaders import example
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.callable_pipeline import CallablePipeline
 
 
 class BatchLimit(NamedTuple):
@@ -24,7 +24,9 @@ class BatchLimit(NamedTuple):
     reason: str
 
 
-def batch_limit(bundle: Bundle, edges: Sequence[Edge], requested_size: int, pipeline: Pipeline | None) -> BatchLimit:
+def batch_limit(
+    bundle: Bundle, edges: Sequence[Edge], requested_size: int, pipeline: CallablePipeline | None
+) -> BatchLimit:
     """Determine how large a batch of several requests may be.
 
     Requests may be joined if the edges share one batch dimension (see `batch_dimension`) and the answer to the recorded example does
@@ -77,7 +79,7 @@ def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     return batch_symbol
 
 
-def _find_dependence(pipeline: Pipeline, bundle: Bundle, max_batch_size: int | None) -> str:
+def _find_dependence(pipeline: CallablePipeline, bundle: Bundle, max_batch_size: int | None) -> str:
     """Run the recorded example inside a larger batch and alone. Return why requests must not be joined; empty if nothing was seen.
 
     The larger batch holds the items of the example in another order and then in their own; an example of one item is preceded by zeros.

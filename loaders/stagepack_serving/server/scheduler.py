@@ -52,7 +52,16 @@ class CallBatch:
 
 
 class BatchRunner(Protocol):
-    """Runs the stages of a model on the inputs of a batch."""
+    """Runs the stages of a model on the inputs of a batch.
+
+    Attributes:
+        lanes: the stage numbers of each lane, in order. The stages of different lanes work at the same time.
+        batches_ahead: how many batches a lane may have run before the next lane takes them. With few, calls gather meanwhile, and become
+            larger batches.
+    """
+
+    lanes: Sequence[Sequence[int]]
+    batches_ahead: int
 
     def begin(self, inputs: Mapping[str, Array]) -> Any:
         """Convert the inputs of a batch.
@@ -84,17 +93,32 @@ class BatchRunner(Protocol):
             The output arrays by name.
         """
 
+    def end_sequence(self, sequence: Any) -> None:
+        """Free the state of a sequence.
+
+        Args:
+            sequence: `QueuedCall.sequence` of earlier calls.
+        """
+
+    def state_generation(self) -> int:
+        """Return a number that changes when the state of all sequences is lost."""
+
+    def unavailable_reason(self) -> str:
+        """Return why no batch can run now; empty if batches can."""
+
+    def has_ended(self) -> bool:
+        """Return whether no batch will run any more."""
+
 
 class Scheduler:
     """Runs calls in batches, with one thread for each lane.
 
-    A lane is a run of consecutive stages on one device. While the second lane runs a batch, the first one runs the next batch.
+    While the second lane runs a batch, the first one runs the next batch.
     """
 
     def __init__(
         self,
         runner: BatchRunner,
-        lanes: Sequence[Sequence[int]],
         *,
         max_batch_size: int,
         batching_delay: float,
@@ -104,21 +128,19 @@ class Scheduler:
 
         Args:
             runner: runs the stages.
-            lanes: the stage numbers of each lane, in order.
             max_batch_size: the largest batch that calls are joined to; a larger call runs alone.
             batching_delay: the time that a call waits for others to join it, in seconds.
             on_start: called with the calls of each batch when its run starts.
         """
         self._runner = runner
-        self._lanes = lanes
+        self._lanes = lanes = runner.lanes
         self._max_batch_size = max_batch_size
         self._batching_delay = batching_delay
         self._on_start = on_start
         self._waiting: deque[QueuedCall] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
-        # Of size one, so that a lane that is ahead waits: meanwhile calls gather, and become larger batches.
-        self._lane_inputs: list[Queue[CallBatch | None]] = [Queue(maxsize=1) for _ in lanes[1:]]
+        self._lane_inputs: list[Queue[CallBatch | None]] = [Queue(maxsize=runner.batches_ahead) for _ in lanes[1:]]
         self._threads = [
             threading.Thread(target=self._run_lane, args=(lane_number,), name=f"lane-{lane_number}", daemon=True)
             for lane_number in range(len(lanes))

@@ -6,8 +6,9 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,14 @@ class RequestSequence:
     """A sequence and its state.
 
     Attributes:
+        number: a number that no other sequence of this server has, at least 1.
         stage_states: the state of each stage by its number, in the form that the stage takes; absent before its first run.
         turn: held by the request that runs, so that the next one starts from the state that it leaves.
         pending_requests: the number of requests that are not answered yet.
         last_use: when the last request arrived or was answered, in seconds of `time.monotonic`.
     """
 
+    number: int = field(default_factory=itertools.count(1).__next__)
     stage_states: dict[int, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     pending_requests: int = 0
@@ -35,13 +38,17 @@ class RequestSequence:
 class SequenceTable:
     """The sequences of one model."""
 
-    def __init__(self, max_sequences: int, idle_seconds: float) -> None:
+    def __init__(
+        self, max_sequences: int, idle_seconds: float, on_end: Callable[[RequestSequence], None] = lambda _: None
+    ) -> None:
         """Create an empty table.
 
         Args:
             max_sequences: the number of sequences that are kept.
             idle_seconds: the time without requests after which a sequence may be evicted for a new one, in seconds.
+            on_end: called with each sequence that is removed.
         """
+        self._on_end = on_end
         self._max_sequences = max_sequences
         self._idle_seconds = idle_seconds
         self._by_id: dict[int | str, RequestSequence] = {}
@@ -69,7 +76,7 @@ class SequenceTable:
         is_start = boolean_parameter(parameters, "sequence_start")
         is_end = boolean_parameter(parameters, "sequence_end")
         if is_start:
-            self._by_id.pop(sequence_id, None)
+            self._remove(sequence_id)
             self._evict_idle()
             self._by_id[sequence_id] = RequestSequence()
         sequence = self._find(sequence_id)
@@ -85,7 +92,17 @@ class SequenceTable:
             sequence.pending_requests -= 1
             sequence.last_use = time.monotonic()
             if ends_now and self._by_id.get(sequence_id) is sequence:
-                del self._by_id[sequence_id]
+                self._remove(sequence_id)
+
+    def clear(self) -> None:
+        """Remove all sequences: their state is lost."""
+        for sequence_id in list(self._by_id):
+            self._remove(sequence_id)
+
+    def _remove(self, sequence_id: int | str) -> None:
+        sequence = self._by_id.pop(sequence_id, None)
+        if sequence is not None:
+            self._on_end(sequence)
 
     def _find(self, sequence_id: int | str) -> RequestSequence:
         if sequence_id not in self._by_id:
@@ -103,7 +120,7 @@ class SequenceTable:
         now = time.monotonic()
         for sequence_id, sequence in list(self._by_id.items()):
             if not sequence.pending_requests and now - sequence.last_use > self._idle_seconds:
-                del self._by_id[sequence_id]
+                self._remove(sequence_id)
         if len(self._by_id) >= self._max_sequences:
             raise RequestError(
                 RequestStatus.BUSY,

@@ -5,14 +5,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, StageLostError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
+from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.batching import batch_limit
@@ -25,9 +26,13 @@ from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metadata import model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import timeout_parameter
-from stagepack_serving.server.scheduler import QueuedCall, Scheduler
+from stagepack_serving.server.process_runner import ProcessRunner
+from stagepack_serving.server.scheduler import BatchRunner, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import SequenceTable
 from stagepack_serving.server.stage_runner import StageRunner
+
+if TYPE_CHECKING:
+    from stagepack_loaders.distributed.pipeline import DistributedPipeline
 
 _LOG = logging.getLogger("stagepack.serve")
 
@@ -45,13 +50,15 @@ class ServedModel:
         pending_requests: the number of requests that are not answered yet.
     """
 
-    def __init__(self, name: str, bundle: Bundle, pipeline: Pipeline, limits: ServerLimits, metrics: Metrics) -> None:
+    def __init__(
+        self, name: str, bundle: Bundle, pipeline: CallablePipeline, limits: ServerLimits, metrics: Metrics
+    ) -> None:
         """Run the recorded example, so that the first request does not pay for lazy initialization; then start the threads.
 
         Args:
             name: the name that clients use.
             bundle: the bundle.
-            pipeline: the loaded bundle.
+            pipeline: the bundle, loaded in this process or in processes of its own.
             limits: the limits of the server.
             metrics: the metrics of the server.
         """
@@ -59,7 +66,7 @@ class ServedModel:
         self.bundle = bundle
         self.interface = Interface(bundle.manifest)
         self.pending_requests = 0
-        self.devices = list(dict.fromkeys(str(stage.device) for stage in pipeline.stages))
+        self.devices = list(dict.fromkeys(pipeline.devices))
         self._limits = limits
         self._metrics = metrics
         self.max_batch_size, self.unbatched_reason = batch_limit(
@@ -70,10 +77,13 @@ class ServedModel:
             example.run_on_inputs(pipeline, inputs)
             pipeline.reset_state()
         has_state = any(stage.state for stage in bundle.stages)
-        self._sequences = SequenceTable(limits.max_sequences, limits.sequence_idle) if has_state else None
+        self._runner = _batch_runner(name, pipeline, self.interface, metrics)
+        self._state_generation = self._runner.state_generation()
+        self._sequences = (
+            SequenceTable(limits.max_sequences, limits.sequence_idle, self._runner.end_sequence) if has_state else None
+        )
         self._scheduler = Scheduler(
-            StageRunner(name, pipeline, self.interface, metrics),
-            device_lanes(pipeline),
+            self._runner,
             max_batch_size=self.max_batch_size,
             batching_delay=limits.batching_delay,
             on_start=self._record_batch,
@@ -137,6 +147,7 @@ class ServedModel:
         Raises:
             RequestError: the request does not fit the model, or the model fails.
         """
+        self._check_availability()
         call = self._build_call(request)
         shorten_deadline(deadline, timeout_parameter(request.parameters))
         if self._sequences is None:
@@ -153,6 +164,35 @@ class ServedModel:
         ]
         self._metrics.sent_bytes.labels(self.name).inc(sum(tensor.array.nbytes for tensor in outputs))
         return outputs
+
+    def unavailable_reason(self) -> str:
+        """Return why the model answers no requests now; empty if it does.
+
+        Returns:
+            The reason.
+        """
+        return self._runner.unavailable_reason()
+
+    def has_ended(self) -> bool:
+        """Return whether the model will answer no requests any more.
+
+        Returns:
+            False also for a model that answers none now, and will again.
+        """
+        return self._runner.has_ended()
+
+    def _check_availability(self) -> None:
+        """Forget sequences whose state is lost.
+
+        Raises:
+            RequestError: the model answers no requests now.
+        """
+        if reason := self.unavailable_reason():
+            raise RequestError(RequestStatus.BUSY, f"{self.name}: {reason}")
+        if (generation := self._runner.state_generation()) != self._state_generation:
+            self._state_generation = generation
+            if self._sequences is not None:
+                self._sequences.clear()
 
     def close(self, seconds: float) -> bool:
         """Finish the queued calls, and end the threads.
@@ -214,6 +254,8 @@ class ServedModel:
             raise
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
+        except StageLostError as error:
+            raise RequestError(RequestStatus.BUSY, f"{self.name}: {error}") from None
         except Exception as error:
             _LOG.warning("%s: the model failed: %s: %s", self.name, type(error).__name__, error)
             message = f"{self.name}: {failure_message(error)}"
@@ -227,19 +269,8 @@ class ServedModel:
         self._metrics.batch_sizes.labels(self.name).observe(sum(call.batch_size for call in calls))
 
 
-def device_lanes(pipeline: Pipeline) -> list[list[int]]:
-    """Group the stages of a pipeline into lanes.
-
-    Args:
-        pipeline: the pipeline.
-
-    Returns:
-        The stage numbers of each lane: consecutive stages on one device.
-    """
-    lanes: list[list[int]] = []
-    for stage_number, stage in enumerate(pipeline.stages):
-        if lanes and str(pipeline.stages[stage_number - 1].device) == str(stage.device):
-            lanes[-1].append(stage_number)
-        else:
-            lanes.append([stage_number])
-    return lanes
+def _batch_runner(name: str, pipeline: CallablePipeline, interface: Interface, metrics: Metrics) -> BatchRunner:
+    """What runs the batches of a model: in this process, or in processes of its own."""
+    if isinstance(pipeline, Pipeline):
+        return StageRunner(name, pipeline, interface, metrics)
+    return ProcessRunner(name, cast("DistributedPipeline", pipeline), interface, metrics)

@@ -18,7 +18,8 @@ class ServedModels:
     Attributes:
         limits: the limits of the server.
         metrics: the metrics of the server.
-        is_ready: whether load balancers should send requests; false once the server is told to stop.
+        is_stopping: whether the server is told to stop.
+        has_failed: whether the server stops because a model has ended.
         stopping: set when the server stops to accept requests.
     """
 
@@ -33,13 +34,19 @@ class ServedModels:
         self._by_name = {model.name: model for model in models}
         self.limits = limits
         self.metrics = metrics
-        self.is_ready = True
+        self.is_stopping = False
+        self.has_failed = False
         self.stopping = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
 
     def __iter__(self) -> Iterator[ServedModel]:
         """The models."""
         return iter(self._by_name.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether load balancers should send requests: the server is not told to stop, and all models answer."""
+        return not self.is_stopping and not any(model.unavailable_reason() for model in self)
 
     @contextlib.asynccontextmanager
     async def request_scope(

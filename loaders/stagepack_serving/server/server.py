@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import uvicorn
@@ -27,6 +27,8 @@ from stagepack_serving.server.stop_signals import watch_stop_signals
 _BACKLOG: Final = 2048
 # After the drain, the time for the answers to requests whose deadline was set to now.
 _REFUSAL_SECONDS: Final = 2
+# How often the models are looked at.
+_WATCH_SECONDS: Final = 0.2
 # Longer than clients and proxies keep an idle connection.
 _KEEP_ALIVE_SECONDS: Final = 75
 
@@ -57,7 +59,7 @@ class _UvicornServer(uvicorn.Server):
 async def serve(
     models: ServedModels, addresses: ServerAddresses, on_listening: Callable[[ServerAddresses], None]
 ) -> bool:
-    """Answer requests until SIGTERM, SIGHUP or SIGINT; then finish those that were accepted.
+    """Answer requests until SIGTERM, SIGHUP or SIGINT, or until a model has ended; then finish those that were accepted.
 
     After SIGTERM, which orchestrators send, or SIGHUP, the server still accepts requests for `ServerLimits.linger` seconds, reports
     that it is not ready, and closes each HTTP connection with its answer. A second SIGTERM or SIGINT ends the process at once.
@@ -82,10 +84,15 @@ async def serve(
         http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
         http_port = http_socket.getsockname()[1]
         on_listening(ServerAddresses(host=addresses.host, http_port=http_port, grpc_port=grpc_port))
-        if await stop_signal != signal.SIGINT:
-            models.is_ready = False
+        failure = asyncio.create_task(_wait_for_end(models))
+        stops: list[asyncio.Future[Any]] = [stop_signal, failure]
+        await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            models.has_failed = True
+        elif stop_signal.result() != signal.SIGINT:
+            models.is_stopping = True
             await asyncio.sleep(limits.linger)
-        models.is_ready = False
+        models.is_stopping = True
         models.stopping.set()
         http_server.should_exit = True
         drain_end = time.monotonic() + limits.drain
@@ -93,6 +100,12 @@ async def serve(
         await asyncio.gather(grpc_server.stop(limits.drain + _REFUSAL_SECONDS), http_task)
         expiry.cancel()
     return all([model.close(max(0.0, drain_end - time.monotonic())) for model in models])
+
+
+async def _wait_for_end(models: ServedModels) -> None:
+    """Wait until a model will answer no requests any more."""
+    while not any(model.has_ended() for model in models):
+        await asyncio.sleep(_WATCH_SECONDS)
 
 
 def _create_http_server(models: ServedModels) -> uvicorn.Server:

@@ -1,11 +1,12 @@
-"""Runs the stages of a loaded bundle for the scheduler."""
+"""Runs the stages of a bundle that is loaded in this process, for the scheduler."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
 
+from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
 from stagepack_loaders.pipeline import Pipeline
@@ -27,6 +28,8 @@ class StageRunner:
             interface: the inputs and outputs of the bundle.
             metrics: the metrics of the server.
         """
+        self.lanes: Sequence[Sequence[int]] = device_lanes(pipeline)
+        self.batches_ahead = 1
         self._pipeline = pipeline
         self._interface = interface
         self._stage_seconds = [
@@ -42,11 +45,7 @@ class StageRunner:
         Returns:
             The values by edge name.
         """
-        arrays = self._pipeline.arrays
-        return {
-            input_name: arrays.from_elements(array, self._interface.inputs[input_name].edge)
-            for input_name, array in inputs.items()
-        }
+        return input_values(self._pipeline, self._interface, inputs)
 
     def run_stage(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None) -> None:
         """Run a stage, and wait until its device has finished.
@@ -79,13 +78,22 @@ class StageRunner:
         Returns:
             The output arrays by name. Those of a sequence are copies: a value may be a view of the state that later calls write.
         """
-        outputs = {
-            output_name: numpy.ascontiguousarray(to_elements(values[tensor.edge.name], tensor.edge))
-            for output_name, tensor in self._interface.outputs.items()
-        }
-        if sequence is None:
-            return outputs
-        return {output_name: array.copy() for output_name, array in outputs.items()}
+        return output_arrays(self._interface, values, copies=sequence is not None)
+
+    def end_sequence(self, sequence: RequestSequence) -> None:
+        """See `BatchRunner`. The state is freed with the sequence."""
+
+    def state_generation(self) -> int:
+        """See `BatchRunner`."""
+        return 0
+
+    def unavailable_reason(self) -> str:
+        """See `BatchRunner`."""
+        return ""
+
+    def has_ended(self) -> bool:
+        """See `BatchRunner`."""
+        return False
 
     def _run_stage_of_sequence(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence) -> None:
         stage = self._pipeline.stages[stage_number]
@@ -100,3 +108,44 @@ class StageRunner:
     def _run_stage(self, stage_number: int, values: dict[str, Any]) -> None:
         with raises_input_errors(stage_number):
             self._pipeline.run_stage(stage_number, values)
+
+
+def device_lanes(pipeline: Pipeline) -> list[list[int]]:
+    """Group the stages of a pipeline into lanes.
+
+    Args:
+        pipeline: the pipeline.
+
+    Returns:
+        The stage numbers of each lane: consecutive stages on one device.
+    """
+    lanes: list[list[int]] = []
+    for stage_number, device in enumerate(pipeline.devices):
+        if lanes and pipeline.devices[stage_number - 1] == device:
+            lanes[-1].append(stage_number)
+        else:
+            lanes.append([stage_number])
+    return lanes
+
+
+def input_values(pipeline: CallablePipeline, interface: Interface, inputs: Mapping[str, Array]) -> dict[str, Any]:
+    """Convert the inputs of a batch to values by edge name."""
+    return {
+        input_name: pipeline.arrays.from_elements(array, interface.inputs[input_name].edge)
+        for input_name, array in inputs.items()
+    }
+
+
+def output_arrays(interface: Interface, values: Mapping[str, Any], *, copies: bool) -> dict[str, Array]:
+    """Convert the values after the last stage to the outputs of a batch, by output name.
+
+    Args:
+        interface: the inputs and outputs of the bundle.
+        values: the values by edge name.
+        copies: whether a value may be a view of memory that later calls write.
+    """
+    outputs = {
+        output_name: numpy.ascontiguousarray(to_elements(values[tensor.edge.name], tensor.edge))
+        for output_name, tensor in interface.outputs.items()
+    }
+    return {output_name: array.copy() for output_name, array in outputs.items()} if copies else outputs

@@ -1,0 +1,104 @@
+"""What pipelines have in common, wherever their stages run: they are called like the model and return what the model returns."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from stagepack.format.contract import bind_call, check_values
+from stagepack.format.manifest import Edge, Manifest
+from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
+from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.exchange import array_ops_of_call, to_array
+
+
+class CallablePipeline(ABC):
+    """A bundle that runs: called like the model, it returns what the model returns.
+
+    A caller gets arrays of the kind of the first array that it gives, or of `arrays` if it gives none.
+
+    Attributes:
+        manifest: the manifest of the bundle.
+    """
+
+    def __init__(self, manifest: Manifest, types: Collection[type] = ()) -> None:
+        """Keep what a call needs of the manifest.
+
+        Args:
+            manifest: the manifest of the bundle.
+            types: classes that results may be built of, where the bundle names them.
+        """
+        self.manifest = manifest
+        self._types = tuple(types)
+        self._edges: dict[str, Edge] = {edge.name: edge for edge in manifest.edges}
+        self._inputs = tuple(edge for edge in manifest.edges if edge.producer is None)
+        self._results = tuple(dict.fromkeys(value_names(manifest.signature.result)))
+
+    @property
+    @abstractmethod
+    def arrays(self) -> ArrayOps:
+        """The operations on arrays of the runtime of the first stage: for reading inputs of files and requests."""
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[str, ...]:
+        """The device of each stage."""
+
+    @abstractmethod
+    def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
+        """Run all stages on values that are known to fit.
+
+        Args:
+            values: the inputs of the model by edge name. The results are added; others may be removed.
+            sizes: the sizes of the symbols that the inputs determine.
+
+        Raises:
+            InputError: a stage cannot use the values of its inputs.
+        """
+
+    @abstractmethod
+    def inference(self) -> AbstractContextManager[None]:
+        """Return a context for calls that need no gradients, in all runtimes of the pipeline."""
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seed the random generators of all runtimes of the pipeline."""
+
+    @abstractmethod
+    def reset_state(self) -> None:
+        """Set all buffers that calls write, such as key-value caches and counters, to their content at loading."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages.
+
+        Args:
+            *args: the arguments of the model.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The result of the model, in the containers of the model.
+
+        Raises:
+            InputError: the call does not fit the signature, or an input does not fit its type, shape or range.
+        """
+        values, sizes = self._bind_values(args, kwargs)
+        arrays = array_ops_of_call(values.values(), self.arrays)
+        self.run_values(values, sizes)
+        return self._build_result(values, arrays)
+
+    def _bind_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+        """Return the values of a call by edge name, and the sizes of the symbols that they determine."""
+        bound_arguments = bind_call(self.manifest.signature, args, kwargs)
+        sizes = check_values(self._inputs, bound_arguments, self.manifest.symbols)
+        return {edge_name: argument.value for edge_name, argument in bound_arguments.items()}, sizes
+
+    def _build_result(self, values: Mapping[str, Any], arrays: ArrayOps) -> Any:
+        """Return the result of the model, in its containers, with arrays of a kind."""
+        result_values = {
+            edge_name: to_array(values[edge_name], self._edges[edge_name], arrays) for edge_name in self._results
+        }
+
+        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
+            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
+
+        return unflatten_tree(self.manifest.signature.result, leaf_value, self._types)

@@ -1,0 +1,1 @@
+"""Stages in processes of their own, which exchange tensors by torch.distributed."""

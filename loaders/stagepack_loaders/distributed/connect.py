@@ -1,0 +1,127 @@
+"""A pipeline over the processes that torchrun, or another launcher with its environment variables, has started."""
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Sequence
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.front import FrontProcess
+from stagepack_loaders.distributed.launch_environment import (
+    has_launcher,
+    launched_rank,
+    launched_size,
+    restart_count,
+)
+from stagepack_loaders.distributed.membership import GroupOptions, join_group
+from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_loaders.distributed.process_group import ConnectionLostError
+from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
+from stagepack_loaders.distributed.stage_process import run_stage_process
+
+DEFAULT_IN_FLIGHT = 16
+_CONNECTIONS = itertools.count()
+
+
+def connect(
+    bundle: "str | os.PathLike[str] | Bundle",
+    devices: Sequence[str] = ("cpu",),
+    *,
+    runtime: str | Sequence[str] = "torch",
+    types: Collection[type] = (),
+    allow_ops: Collection[str] = (),
+    verify: bool = True,
+    in_flight: int = DEFAULT_IN_FLIGHT,
+    start_seconds: float = 60.0,
+) -> DistributedPipeline | None:
+    """Run a bundle in the processes that ``torchrun`` has started. Each of them calls this function with the same arguments.
+
+    Each process loads some consecutive stages, and no file of others. Process 0 gets the pipeline; the others run their stages until it
+    closes the pipeline. A launcher that has other means must set the variables that ``torchrun`` sets: RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT. The processes trust each other and their network: torch.distributed neither authenticates nor encrypts.
+
+    Args:
+        bundle: the folder of the bundle, or an opened bundle; the same bundle for each process, on a path of its own.
+        devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
+        runtime: as for `stagepack.load`.
+        types: as for `stagepack.load`.
+        allow_ops: as for `stagepack.load`.
+        verify: as for `stagepack.load`.
+        in_flight: the largest number of requests on their way.
+        start_seconds: how long to wait for the other processes to come, in seconds.
+
+    Returns:
+        The pipeline in process 0; None in the others, when it is closed.
+
+    Raises:
+        OptionError: no launcher has started this process.
+        GroupError: a process has not come in time, or has another bundle or other versions than process 0; or there are more processes
+            than stages.
+        StageLostError: a process has ended.
+        StagepackError: a process could not load its stages; see `stagepack.load`.
+
+    Examples:
+        >>> pipeline = stagepack.distributed.connect("m.stagepack")   # torchrun --nproc-per-node 3 this_script.py
+        >>> if pipeline is not None:
+        ...     with pipeline:
+        ...         logits = pipeline(input_ids)
+    """
+    if not has_launcher():
+        raise OptionError(
+            "expected the environment of torchrun: run torchrun --nproc-per-node 3 SCRIPT, or use stagepack.load(..., processes=True)"
+        )
+    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    rank, size = launched_rank(), launched_size()
+    try:
+        rank_of_stage = assign_stages(opened_bundle.manifest, range(size))
+    except DeviceError:
+        raise GroupError(
+            f"expected 1 to {len(opened_bundle.stages)} processes for {len(opened_bundle.stages)} stages, found {size}"
+        ) from None
+    options = GroupOptions(
+        rank_of_stage=rank_of_stage,
+        devices=tuple(map(str, devices)),
+        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
+        allow_ops=tuple(allow_ops),
+        verify=verify,
+        in_flight=in_flight,
+        start_seconds=start_seconds,
+    )
+    store = _launched_store(start_seconds)
+    if rank == FRONT_RANK:
+        return DistributedPipeline(opened_bundle, _LaunchedGroup(opened_bundle, store, size, options), types)
+    run_stage_process(opened_bundle, store, rank, size, options)
+    return None
+
+
+def _launched_store(seconds: float) -> Store:
+    """The store of the launcher, with names of its own for each start of the processes and for each pipeline."""
+    try:
+        store, _, _ = next(rendezvous("env://"))
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(f"the store of the launcher was not reached: {error}") from None
+    return PrefixStore(f"stagepack/{restart_count()}/{next(_CONNECTIONS)}", store)
+
+
+class _LaunchedGroup:
+    """The processes that a launcher has started: only it can start them again."""
+
+    def __init__(self, bundle: Bundle, store: Store, size: int, options: GroupOptions) -> None:
+        self._bundle = bundle
+        self._store = store
+        self._size = size
+        self._options = options
+
+    def start(self, report_loss: Callable[[StageLostError], None]) -> FrontProcess:
+        """See `GroupLauncher`."""
+        try:
+            membership = join_group(self._bundle, self._store, FRONT_RANK, self._size, self._options)
+        except ConnectionLostError as error:
+            raise StageLostError(f"a process of the pipeline is lost: {error}") from None
+        return FrontProcess(self._bundle, membership, report_loss=report_loss)
+
+    def stop(self, *, wait: bool) -> None:
+        """See `GroupLauncher`. The processes end by themselves."""

@@ -1,0 +1,324 @@
+"""The process that is called: it sends requests to the processes of the stages and collects their results."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from stagepack.errors import InputError, StageLostError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.control import CONTROL_TAG, ControlKind, ControlMessage, encode_control
+from stagepack_loaders.distributed.error_report import StageFailedError, rebuild_error
+from stagepack_loaders.distributed.handshake import StageFacts
+from stagepack_loaders.distributed.membership import Membership
+from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
+from stagepack_loaders.distributed.route_layout import RouteLayouts
+from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS
+from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker, collect_values
+from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
+from stagepack_loaders.distributed.transfers import send_values
+
+# A process that has sent no heartbeat for so long is lost: it was stopped, or its host is gone.
+_SILENCE_SECONDS = 4.0
+# How long the launcher gets to say with which status a process ended, after its connection broke.
+_EXIT_SECONDS = 1.0
+_REPORT_SECONDS = 5.0
+
+
+class FrontProcess:
+    """The front of one group of processes. When one of these is lost, it answers nothing more; a new group needs a new front.
+
+    Attributes:
+        lost: why no request can be answered any more; None while all processes live.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        membership: Membership,
+        *,
+        exit_status: Callable[[int], int | None] | None = None,
+        report_loss: Callable[[StageLostError], None] = lambda _: None,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            bundle: the bundle.
+            membership: this process in the group, with its own stages if it has some.
+            exit_status: returns with which status the process of a rank has ended, or None while it runs; None if that is not known here.
+            report_loss: called when a process is lost, after all requests have failed.
+        """
+        self._bundle = bundle
+        self._membership = membership
+        self._group = membership.group
+        self._exit_status = exit_status
+        self._report_loss = report_loss
+        self.lost: StageLostError | None = None
+        in_flight = membership.options.in_flight
+        self._places = threading.BoundedSemaphore(in_flight)  # further requests wait
+        self._sent_messages = SentMessages()
+        # Held while a request is sent, so that all processes get the requests in one order.
+        self._send_lock = threading.Lock()
+        self._state_lock = threading.Lock()
+        self._last_number = 0
+        self._pending: dict[int, Future[dict[str, Any]]] = {}
+        self._failures: dict[int, Future[Exception]] = {}
+        self._finished_here: SimpleQueue[StageRequest | None] = SimpleQueue()
+        self._statuses: dict[int, ProcessStatus] = {}
+        self._last_heard = dict.fromkeys(range(1, self._group.size), time.monotonic())
+        self._is_closing = threading.Event()
+        self._layouts = RouteLayouts()
+        self._worker = StageWorker(
+            self._group,
+            bundle.manifest,
+            membership.stages,
+            membership.routes,
+            self._layouts,
+            in_flight=in_flight,
+            report_failure=self._record_failure,
+            report_loss=self._lose_unknown,
+            finish_request=self._finished_here.put,
+        )
+        self._threads = [
+            threading.Thread(target=self._collect_results, name="results", daemon=True),
+            threading.Thread(target=self._watch_silence, name="silence", daemon=True),
+            *(
+                threading.Thread(target=self._receive_statuses, args=(rank,), name=f"status-{rank}", daemon=True)
+                for rank in self._last_heard
+            ),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def stage_facts(self) -> tuple[StageFacts, ...]:
+        """What the processes have loaded, in the order of the stages."""
+        facts = (stage for report in self._membership.reports for stage in report.stages)
+        return tuple(sorted(facts, key=lambda stage: stage.stage))
+
+    def submit(
+        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
+    ) -> "Future[dict[str, Any]]":
+        """Send a request on its way. Waits while as many as allowed are in flight.
+
+        Args:
+            values: the inputs of the model by edge name, known to fit. They must not be written before the answer.
+            sizes: the sizes of the symbols that the inputs determine.
+            sequence: the sequence whose state the stages use; 0 for that of the stages themselves.
+
+        Returns:
+            The values by edge name, with the results of the model.
+
+        Raises:
+            StageLostError: a process is lost.
+            InputError: a tensor would have more elements than the format allows.
+        """
+        layouts = [(route, self._layouts.find(route, sizes)) for route in self._membership.routes]
+        self._places.acquire()
+        answer: Future[dict[str, Any]] = Future()
+        answer.add_done_callback(lambda _: self._places.release())
+        with self._send_lock:
+            number = self._last_number = self._last_number + 1
+            with self._state_lock:
+                if self.lost is None:
+                    self._pending[number] = answer
+            if self.lost is not None:
+                answer.set_exception(self.lost)
+                return answer
+            message = ControlMessage(kind=ControlKind.RUN, number=number, sequence=sequence, sizes=sizes)
+            try:
+                self._send_control(message)
+                self._worker.begin(StageRequest(message=message, values=dict(values), answer=answer))
+                for route, layout in layouts:
+                    if route.source_stage is None:
+                        symbols = self._bundle.manifest.symbols
+                        messages = send_values(self._group, route, layout, values, symbols, copies=False)
+                        self._sent_messages.add(number, messages)
+            except ConnectionLostError as error:
+                self._lose_unknown(error)
+        return answer
+
+    def command(self, message: ControlMessage) -> None:
+        """Have all processes execute a command after the requests before it.
+
+        Raises:
+            StageLostError: a process is lost.
+        """
+        with self._send_lock:
+            if self.lost is not None:
+                raise self.lost
+            try:
+                self._send_control(message)
+            except ConnectionLostError as error:
+                self._lose_unknown(error)
+            self._worker.command(message)
+
+    def statuses(self) -> dict[int, ProcessStatus]:
+        """Return what each process has told last, by rank."""
+        return dict(self._statuses) | {FRONT_RANK: self._worker.status()}
+
+    def close(self) -> None:
+        """Answer what is in flight, and end the other processes."""
+        if self.lost is not None or self._is_closing.is_set():
+            return
+        with self._send_lock:
+            self._is_closing.set()
+            try:
+                self._send_control(ControlMessage(kind=ControlKind.CLOSE))
+                self._worker.close()
+                self._finished_here.put(None)
+                self._sent_messages.finish()
+                for thread in self._threads:  # one that still waits in gloo would abort the interpreter at its end
+                    thread.join()
+            except ConnectionLostError as error:
+                self._lose_unknown(error)
+            with self._state_lock:
+                self.lost = self.lost or StageLostError("the pipeline is closed")
+
+    def _send_control(self, message: ControlMessage) -> None:
+        memory = encode_control(message, self._bundle.manifest.symbols)
+        messages = [self._group.send(memory, rank, CONTROL_TAG) for rank in range(1, self._group.size)]
+        self._sent_messages.add(self._last_number, messages)
+
+    def _collect_results(self) -> None:
+        """Answer requests in their order, when the stages here have run and the results of the others have come."""
+        try:
+            while (request := self._finished_here.get()) is not None:
+                caller_values = dict(request.values)
+                while request.receivers:
+                    collect_values(request)
+                try:
+                    self._answer(request, caller_values)
+                except (ValueError, RuntimeError) as error:  # an input that the model writes cannot be written
+                    if request.answer is not None and not request.answer.done():
+                        request.answer.set_exception(InputError(f"the model writes into an input: {error}"))
+        except ConnectionLostError as error:
+            self._lose_unknown(error)
+
+    def _answer(self, request: StageRequest, caller_values: Mapping[str, Any]) -> None:
+        number = request.message.number
+        self._sent_messages.finish(number)
+        error = self._failure(number, wait=request.has_failed)
+        with self._state_lock:
+            answer = self._pending.pop(number, None)
+        if answer is None:
+            return  # a process was lost meanwhile
+        if error is not None:
+            answer.set_exception(error)
+            return
+        for edge in self._bundle.edges:
+            if edge.producer is None and request.values.get(edge.name) is not caller_values.get(edge.name):
+                write_array(caller_values[edge.name], request.values[edge.name])
+                request.values[edge.name] = caller_values[edge.name]
+        answer.set_result(request.values)
+
+    def _failure(self, number: int, *, wait: bool) -> Exception | None:
+        """The error of a stage on a request. It comes on a way of its own, perhaps after the result that says that there is one."""
+        with self._state_lock:
+            if not wait and number not in self._failures:
+                return None
+            report = self._failures.setdefault(number, Future())
+        try:
+            return report.result(_REPORT_SECONDS)
+        except TimeoutError:
+            return StageLostError("a stage failed on the request, and its process has not said why")
+        finally:
+            with self._state_lock:
+                self._failures.pop(number, None)
+
+    def _record_failure(self, number: int, stage_number: int, error: Exception) -> None:
+        with self._state_lock:
+            if number not in self._pending:
+                return
+            report = self._failures.setdefault(number, Future())
+        if not report.done():
+            facts = self.stage_facts[stage_number]
+            place = f"stage {stage_number}, in process {facts.rank} on {facts.host}"
+            error.__cause__ = StageFailedError(place, stage_number)
+            report.set_result(error)
+
+    def _receive_statuses(self, rank: int) -> None:
+        """Take the heartbeats and errors of one process, until it ends."""
+        try:
+            while True:
+                status = receive_status(self._group, rank)
+                self._last_heard[rank] = time.monotonic()
+                if isinstance(status, ProcessClosed):
+                    return
+                if isinstance(status, RequestError):
+                    self._record_failure(status.request, status.stage, rebuild_error(status.error))
+                else:
+                    self._statuses[rank] = status
+        except ConnectionLostError as error:
+            self._lose(rank, str(error))
+
+    def _watch_silence(self) -> None:
+        last_look = time.monotonic()
+        while not self._is_closing.wait(HEARTBEAT_SECONDS) and self.lost is None:
+            now = time.monotonic()
+            if now - last_look > _SILENCE_SECONDS / 2:  # this process itself was stopped: hear the others first
+                self._last_heard = dict.fromkeys(self._last_heard, now)
+            last_look = now
+            for rank, heard in self._last_heard.items():
+                if now - heard > _SILENCE_SECONDS:
+                    self._lose(rank, f"it has sent no heartbeat for {now - heard:.1f} s")
+
+    def _lose_unknown(self, error: ConnectionLostError) -> None:
+        """Some process is gone. Its own connection says which one; if that says nothing, this is all that is known."""
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while self.lost is None and not self._is_closing.is_set() and time.monotonic() < deadline:
+            time.sleep(HEARTBEAT_SECONDS / 10)
+        self._lose(None, str(error))
+
+    def _lose(self, rank: int | None, reason: str) -> None:
+        """Fail all requests, since a process is lost."""
+        if self._is_closing.is_set() or self.lost is not None:
+            return
+        lost = self._lost_error(rank, reason)
+        with self._state_lock:
+            if self.lost is not None:
+                return
+            self.lost = lost
+            pending, self._pending = list(self._pending.values()), {}
+        for answer in pending:
+            answer.set_exception(lost)
+        self._report_loss(lost)
+
+    def _lost_error(self, rank: int | None, reason: str) -> StageLostError:
+        rank, exit_status = self._find_ended(rank)
+        if rank is None:
+            return StageLostError(f"a process of the pipeline is lost: {reason}")
+        stages = tuple(facts.stage for facts in self.stage_facts if facts.rank == rank)
+        host = self._membership.identities[rank].host
+        named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        if exit_status is not None:
+            how = f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
+            reason = f"it ended with {how}"
+        message = f"process {rank} on {host}, which runs {named}, is lost: {reason}"
+        return StageLostError(message, stages=stages, host=host, exit_status=exit_status)
+
+    def _find_ended(self, rank: int | None) -> tuple[int | None, int | None]:
+        """The process that has ended, and its exit status, as far as they are known; the connection breaks a moment before that."""
+        if self._exit_status is None:
+            return rank, None
+        ranks = list(self._last_heard) if rank is None else [rank]
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while True:
+            for other_rank in ranks:
+                if (status := self._exit_status(other_rank)) is not None and status != LOST_STATUS:
+                    return other_rank, status
+            is_silent = rank is not None and time.monotonic() - self._last_heard[rank] > _SILENCE_SECONDS
+            if is_silent or time.monotonic() > deadline:
+                return rank, None
+            time.sleep(HEARTBEAT_SECONDS / 10)
+
+
+def write_array(target: Any, source: Any) -> None:
+    """Write the content of a received tensor into the array of a caller: the model writes into this input."""
+    import torch  # noqa: PLC0415 - a torch tensor, or a numpy array on its memory
+
+    with torch.no_grad():
+        (target if isinstance(target, torch.Tensor) else torch.from_numpy(target)).copy_(source)

@@ -1,0 +1,164 @@
+"""How the processes of a pipeline find each other and agree that they fit together, by a store of torch.distributed."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TypeVar
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch.distributed.distributed_c10d import Store
+
+from stagepack.errors import GroupError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.error_report import ErrorReport
+from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name
+
+_POLL_SECONDS = 0.02
+Report = TypeVar("Report", bound=Struct)
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """What a process is.
+
+    Attributes:
+        host: the name of its machine.
+        process_id: its number there.
+        digest: the digest of the manifest that it has opened.
+        stagepack: its version of stagepack.
+        torch: its version of torch.
+    """
+
+    host: str
+    process_id: int
+    digest: str
+    stagepack: str
+    torch: str
+
+
+class StageFacts(Struct, frozen=True, kw_only=True):
+    """A loaded stage.
+
+    Attributes:
+        stage: its number.
+        rank: the number of its process in the group.
+        host: the name of the machine of its process.
+        process_id: the number of its process there.
+        runtime: the name of its runtime.
+        device: its device.
+        files: the names of the files that were read for it.
+        bytes_read: their bytes.
+        seconds: how long reading its weights took.
+        written_inputs: the inputs of the model whose memory it writes.
+    """
+
+    stage: int
+    rank: int
+    host: str
+    process_id: int
+    runtime: str
+    device: str
+    files: tuple[str, ...]
+    bytes_read: int
+    seconds: float
+    written_inputs: tuple[str, ...]
+
+
+class LoadReport(Struct, frozen=True, kw_only=True):
+    """What a process has loaded.
+
+    Attributes:
+        stages: its stages.
+        error: why they could not be loaded; None if they were.
+    """
+
+    stages: tuple[StageFacts, ...] = ()
+    error: ErrorReport | None = None
+
+
+def own_identity(bundle: Bundle) -> Identity:
+    """Return the identity of this process."""
+    return Identity(
+        host=host_name(),
+        process_id=os.getpid(),
+        digest=bundle.digest,
+        stagepack=version("stagepack"),
+        torch=str(torch.__version__),
+    )
+
+
+def exchange_identities(
+    store: Store, rank: int, size: int, identity: Identity, *, seconds: float, check: Callable[[], None]
+) -> list[Identity]:
+    """Tell the others what this process is, and wait for them.
+
+    Args:
+        store: the store of the group.
+        rank: the number of this process.
+        size: the number of processes.
+        identity: what this process is.
+        seconds: how long to wait for the others.
+        check: called again and again; raises when there is no use in waiting.
+
+    Returns:
+        The identities of all, by rank.
+
+    Raises:
+        GroupError: a process has not come in time, or does not fit to the others.
+        ConnectionLostError: the store has gone.
+    """
+    identities = exchange_reports(store, "identity", rank, size, identity, seconds=seconds, check=check)
+    for field_name, title in (
+        ("digest", "bundle, by the digest of its manifest"),
+        ("stagepack", "version of stagepack"),
+        ("torch", "version of torch"),
+    ):
+        first = getattr(identities[0], field_name)
+        for other_rank, other in enumerate(identities):
+            if getattr(other, field_name) != first:
+                raise GroupError(
+                    f"expected one {title} in all processes: rank 0 on {identities[0].host} has {first}, rank {other_rank} on "
+                    f"{other.host} has {getattr(other, field_name)}"
+                )
+    return identities
+
+
+def exchange_reports(
+    store: Store,
+    topic: str,
+    rank: int,
+    size: int,
+    report: Report,
+    *,
+    seconds: float,
+    check: Callable[[], None],
+) -> list[Report]:
+    """Publish a report, and wait for those of the others.
+
+    Returns:
+        The reports of all, by rank.
+
+    Raises:
+        GroupError: a process has not published one in time.
+        ConnectionLostError: the store has gone.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        store.set(f"{topic}/{rank}", msgspec.json.encode(report).decode())
+        missing = list(range(size))
+        while missing := [other for other in missing if not store.check([f"{topic}/{other}"])]:
+            check()
+            if time.monotonic() > deadline:
+                raise GroupError(_missing_text(topic, missing, size, seconds))
+            time.sleep(_POLL_SECONDS)
+        contents = [store.get(f"{topic}/{other}") for other in range(size)]
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        raise ConnectionLostError(f"the store of the group has gone: {str(error).partition(chr(10))[0]}") from None
+    return [msgspec.json.decode(content, type=type(report)) for content in contents]
+
+
+def _missing_text(topic: str, missing: Sequence[int], size: int, seconds: float) -> str:
+    ranks = ", ".join(map(str, missing))
+    return f"expected {size} processes, after {seconds:g} s there is no {topic} of rank {ranks}: start them, or look at their output"

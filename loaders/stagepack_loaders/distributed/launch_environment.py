@@ -1,0 +1,30 @@
+"""The environment variables by which torchrun tells a process which one of several it is. Imports no torch."""
+
+import os
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def has_launcher() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return all(variable in os.environ for variable in _VARIABLES)
+
+
+def is_launched_group() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return has_launcher() and launched_size() > 1
+
+
+def launched_rank() -> int:
+    """The number of this process among those that the launcher has started."""
+    return int(os.environ["RANK"])
+
+
+def launched_size() -> int:
+    """How many processes the launcher has started, on all machines."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def restart_count() -> int:
+    """How often the launcher has started the processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

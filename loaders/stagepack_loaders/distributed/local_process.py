@@ -1,0 +1,48 @@
+"""The program of one of `LocalProcesses`: ``python -m stagepack_loaders.distributed.local_process DESCRIPTION``."""
+
+import importlib
+import sys
+
+import msgspec
+from msgspec import Struct
+
+from stagepack.errors import StagepackError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.membership import GroupOptions
+from stagepack_loaders.distributed.process_group import open_local_store
+from stagepack_loaders.distributed.stage_process import LOST_STATUS, run_stage_process
+
+
+class ProcessDescription(Struct, frozen=True, kw_only=True):
+    """What a process is told when it is started.
+
+    Attributes:
+        bundle: the folder of the bundle.
+        imports: the modules to import first.
+        rank: its number.
+        size: the number of processes.
+        port: the port of the store of the group on this machine.
+        options: how the pipeline is distributed.
+    """
+
+    bundle: str
+    imports: tuple[str, ...]
+    rank: int
+    size: int
+    port: int
+    options: GroupOptions
+
+
+def run_process(description: ProcessDescription) -> None:
+    """Run the stages of one process. The front reports errors of all processes; this one only ends."""
+    for module_name in description.imports:
+        importlib.import_module(module_name)
+    try:
+        store = open_local_store(description.port)
+        run_stage_process(Bundle(description.bundle), store, description.rank, description.size, description.options)
+    except (StagepackError, RuntimeError):
+        sys.exit(LOST_STATUS)
+
+
+if __name__ == "__main__":
+    run_process(msgspec.json.decode(sys.argv[1], type=ProcessDescription))

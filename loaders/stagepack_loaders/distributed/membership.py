@@ -1,0 +1,163 @@
+"""Become one of the processes of a pipeline: meet the others, load the own stages, connect."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+from torch.distributed.distributed_c10d import Store
+
+from stagepack.errors import StagepackError
+from stagepack.format.reader import Bundle
+from stagepack.graph.aliasing import alias_classes
+from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions
+from stagepack_loaders.distributed.error_report import rebuild_error, report_error
+from stagepack_loaders.distributed.handshake import (
+    Identity,
+    LoadReport,
+    StageFacts,
+    exchange_identities,
+    exchange_reports,
+    own_identity,
+)
+from stagepack_loaders.distributed.process_group import ProcessGroup, host_name
+from stagepack_loaders.distributed.routes import Route, find_routes
+from stagepack_loaders.placement import place_stages
+from stagepack_loaders.preparation import prepare_stage, runtime_of_each_stage
+from stagepack_loaders.registry import find_runtime
+
+# Weights may take long to read; a process that ends meanwhile is found by the launcher.
+_LOAD_SECONDS = 24 * 3600.0
+
+
+class GroupOptions(Struct, frozen=True, kw_only=True):
+    """How a pipeline is distributed, alike in all its processes.
+
+    Attributes:
+        rank_of_stage: the process that runs each stage.
+        devices: as for `stagepack.load`.
+        runtime: as for `stagepack.load`.
+        allow_ops: as for `stagepack.load`.
+        verify: as for `stagepack.load`.
+        in_flight: the largest number of requests on their way.
+        start_seconds: how long to wait for the other processes to come.
+        is_local: all processes are on this machine.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    devices: tuple[str, ...] = ("cpu",)
+    runtime: str | tuple[str, ...] = "torch"
+    allow_ops: tuple[str, ...] = ()
+    verify: bool = True
+    in_flight: int = 16
+    start_seconds: float = 60.0
+    is_local: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """A process that is connected to all others.
+
+    Attributes:
+        options: how the pipeline is distributed.
+        group: the connections.
+        stages: the loaded stages of this process, by stage number.
+        routes: the routes of the pipeline.
+        identities: what each process is, by rank.
+        reports: what each process has loaded, by rank.
+    """
+
+    options: GroupOptions
+    group: ProcessGroup
+    stages: Mapping[int, LoadedStage]
+    routes: tuple[Route, ...]
+    identities: Sequence[Identity] = field(default=())
+    reports: Sequence[LoadReport] = field(default=())
+
+
+def join_group(
+    bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions, check: Callable[[], None] = lambda: None
+) -> Membership:
+    """Meet the other processes, load the stages of this one, and connect.
+
+    Args:
+        bundle: the bundle.
+        store: the store of the group.
+        rank: the number of this process.
+        size: the number of processes.
+        options: how the pipeline is distributed.
+        check: called while this process waits for others; raises when there is no use in waiting.
+
+    Raises:
+        GroupError: a process has not come in time, or does not fit to the others.
+        StagepackError: a process could not load its stages; all processes raise its error.
+        ConnectionLostError: a process has gone.
+    """
+    identities = exchange_identities(
+        store, rank, size, own_identity(bundle), seconds=options.start_seconds, check=check
+    )
+    stage_numbers = [number for number, stage_rank in enumerate(options.rank_of_stage) if stage_rank == rank]
+    stages: dict[int, LoadedStage] = {}
+    try:
+        stages, facts = _load_stages(bundle, stage_numbers, options)
+        report = LoadReport(stages=tuple(facts))
+    except StagepackError as error:
+        report = LoadReport(error=report_error(error))
+    reports = exchange_reports(store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check)
+    for other_report in reports:
+        if other_report.error is not None:
+            raise rebuild_error(other_report.error)
+    written_inputs = {facts.stage: facts.written_inputs for other in reports for facts in other.stages}
+    return Membership(
+        options=options,
+        group=ProcessGroup(store, rank, size, is_local=options.is_local),
+        stages=stages,
+        routes=find_routes(bundle.manifest, options.rank_of_stage, written_inputs),
+        identities=identities,
+        reports=reports,
+    )
+
+
+def _load_stages(
+    bundle: Bundle, stage_numbers: Sequence[int], options: GroupOptions
+) -> tuple[dict[int, LoadedStage], list[StageFacts]]:
+    """Load some stages; no file of others is read."""
+    runtimes = runtime_of_each_stage(options.runtime, len(bundle.stages))
+    devices = place_stages(bundle.manifest, options.devices)
+    prepare_options = PrepareOptions(allow_ops=options.allow_ops)
+    prepared_stages: dict[int, PreparedStage] = {
+        number: prepare_stage(bundle, number, devices[number], runtimes[number].name, prepare_options)
+        for number in stage_numbers
+    }
+    stages, facts = {}, []
+    for number, prepared_stage in prepared_stages.items():
+        start_time = time.perf_counter()
+        stages[number] = stage = prepared_stage.finish(verify=options.verify)
+        seconds = time.perf_counter() - start_time
+        file_names = find_runtime(stage.runtime).stage_files(bundle, number)
+        facts.append(
+            StageFacts(
+                stage=number,
+                rank=options.rank_of_stage[number],
+                host=host_name(),
+                process_id=os.getpid(),
+                runtime=stage.runtime,
+                device=str(stage.device),
+                files=tuple(file_names),
+                bytes_read=sum(bundle.files[file_name].size for file_name in file_names),
+                seconds=seconds,
+                written_inputs=_written_inputs(bundle, number),
+            )
+        )
+    return stages, facts
+
+
+def _written_inputs(bundle: Bundle, stage_number: int) -> tuple[str, ...]:
+    """The inputs of the model whose memory a stage writes."""
+    model_inputs = {edge.name for edge in bundle.edges if edge.producer is None}
+    stage_inputs = model_inputs.intersection(bundle.stages[stage_number].inputs)
+    if not stage_inputs:
+        return ()
+    classes = alias_classes(bundle.graph_file(stage_number, module_calls=False).graph)
+    return tuple(sorted(name for name in stage_inputs if classes.is_written(name)))

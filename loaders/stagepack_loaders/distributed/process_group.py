@@ -1,0 +1,167 @@
+"""A group of processes that exchange bytes: gloo of torch.distributed, without its default group.
+
+An application may have a process group of its own, and several pipelines; none of them sees the others.
+"""
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from stagepack.torch_internals import gloo_process_group
+
+# Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
+_NO_TIMEOUT = timedelta(days=365)
+_CONNECT_TIMEOUT = timedelta(seconds=60)
+_LOOPBACK = "127.0.0.1"
+
+
+class ConnectionLostError(Exception):
+    """A process of the group has gone. For the modules of this package, which raise `StageLostError` with the reason."""
+
+
+def open_local_store(port: int | None = None) -> Any:
+    """Return a store for processes on this machine.
+
+    Args:
+        port: the port of the store that another process has opened; None to open one. Its ``port`` is then a free one.
+
+    Raises:
+        RuntimeError: there is no store at the port.
+    """
+    return TCPStore(_LOOPBACK, port or 0, is_master=port is None, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
+
+
+class Transfer(Protocol):
+    """Bytes under way."""
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+
+
+class _GlooTransfer:
+    """A receive or send of gloo, with the memory that it uses."""
+
+    def __init__(self, work: Any, memory: torch.Tensor) -> None:
+        self._work = work
+        self._memory = memory
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        try:
+            self._work.wait(_NO_TIMEOUT)
+        except RuntimeError as error:
+            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+
+
+class SentMessages:
+    """Messages under way, which keep the memory that they are sent from, by the request that they belong to.
+
+    Gloo says of a send that it is finished only to who waits for it. So a message is waited for when its request is known to be answered.
+    Its methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        """Begin without messages."""
+        self._messages: deque[tuple[int, Transfer]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, request_number: int, transfers: Iterable[Transfer]) -> None:
+        """Keep messages of a request; requests come in the order of their numbers."""
+        with self._lock:
+            self._messages.extend((request_number, transfer) for transfer in transfers)
+
+    def finish(self, request_number: int | None = None) -> None:
+        """Wait for the messages of all requests up to one, or of all requests.
+
+        Raises:
+            ConnectionLostError: a process has gone.
+        """
+        while True:
+            with self._lock:
+                if not self._messages or (request_number is not None and self._messages[0][0] > request_number):
+                    return
+                _, transfer = self._messages.popleft()
+            transfer.wait()
+
+
+class ProcessGroup:
+    """The connections of one process to all others of the group. Its methods may be called from any thread.
+
+    Attributes:
+        rank: the number of this process.
+        size: the number of processes.
+        sent_bytes: the bytes that this process has sent.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, is_local: bool) -> None:
+        """Connect to all others; returns when they have connected too.
+
+        Args:
+            store: where the processes find each other's addresses.
+            rank: the number of this process.
+            size: the number of processes.
+            is_local: all are on this machine, and listen on its loopback interface alone. Otherwise they listen on the interface that
+                the name of the host, or the variable ``GLOO_SOCKET_IFNAME``, stands for.
+
+        Raises:
+            ConnectionLostError: they did not connect within a minute.
+        """
+        self.rank = rank
+        self.size = size
+        self.sent_bytes = 0
+        try:
+            self._backend = gloo_process_group(
+                PrefixStore("gloo", store), rank, size, _CONNECT_TIMEOUT, _LOOPBACK if is_local else None
+            )
+        except RuntimeError as error:
+            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+
+    def send(self, memory: torch.Tensor, target_rank: int, tag: int) -> Transfer:
+        """Send bytes, without waiting until they arrive. The memory must not change before.
+
+        Messages with one tag arrive in the order in which they were sent; the receiver knows their sizes.
+
+        Args:
+            memory: a tensor of uint8 with one dimension and at least one element, on the host.
+            target_rank: the process that receives them.
+            tag: tells apart what goes from one process to another.
+
+        Returns:
+            The message, which must be kept until it is waited for.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        try:
+            transfer = _GlooTransfer(self._backend.send([memory], target_rank, tag), memory)
+        except RuntimeError as error:
+            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+        self.sent_bytes += memory.numel()
+        return transfer
+
+    def receive(self, memory: torch.Tensor, source_rank: int, tag: int) -> Transfer:
+        """Post a receive of as many bytes as the memory has.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        try:
+            return _GlooTransfer(self._backend.recv([memory], source_rank, tag), memory)
+        except RuntimeError as error:
+            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+
+
+def host_name() -> str:
+    """The name of this machine, for messages."""
+    return socket.gethostname()

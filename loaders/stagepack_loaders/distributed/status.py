@@ -1,0 +1,119 @@
+"""What the processes of the stages tell the front: that they live, what they have done, and errors."""
+
+import msgspec
+import torch
+from msgspec import Struct, structs
+
+from stagepack_loaders.distributed.error_report import ErrorReport
+from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup, SentMessages
+from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.tensor_memory import allocate
+
+_STATUS_TAG = 2**20  # above all tags of routes
+_LENGTH_BYTES = 8
+_LARGEST_STATUS = 2**20  # bytes
+_LONGEST_MESSAGE = 10_000  # characters
+
+
+class StageCounts(Struct, frozen=True, kw_only=True):
+    """What a stage has done since its process started.
+
+    Attributes:
+        stage: its number.
+        runs: how often it ran.
+        busy_seconds: how long it ran.
+    """
+
+    stage: int
+    runs: int
+    busy_seconds: float
+
+
+class ProcessStatus(Struct, frozen=True, kw_only=True, tag="status"):
+    """A heartbeat.
+
+    Attributes:
+        stages: the counts of its stages.
+        pending_requests: the number of requests that it has not run yet.
+        sequences: the number of sequences whose state it keeps.
+        sent_bytes: the bytes that it has sent to other processes.
+    """
+
+    stages: tuple[StageCounts, ...] = ()
+    pending_requests: int = 0
+    sequences: int = 0
+    sent_bytes: int = 0
+
+
+class RequestError(Struct, frozen=True, kw_only=True, tag="error"):
+    """A stage failed on a request.
+
+    Attributes:
+        request: the number of the request.
+        stage: the number of the stage.
+        error: what it raised.
+    """
+
+    request: int
+    stage: int
+    error: ErrorReport
+
+
+class ProcessClosed(Struct, frozen=True, kw_only=True, tag="closed"):
+    """The last status of a process, which has run all requests and ends."""
+
+
+Status = ProcessStatus | RequestError | ProcessClosed
+_DECODER = msgspec.json.Decoder(Status)
+
+
+class StatusSender:
+    """Sends statuses to the front, one at a time."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Send by a group."""
+        self._group = group
+        self._sent_messages = SentMessages()
+
+    def send(self, status: Status) -> None:
+        """Send a status, after the front has received the one before.
+
+        Raises:
+            ConnectionLostError: the front has gone.
+        """
+        if isinstance(status, RequestError) and len(status.error.message) > _LONGEST_MESSAGE:
+            message = status.error.message[:_LONGEST_MESSAGE]
+            status = structs.replace(status, error=structs.replace(status.error, message=message, problems=()))
+        content = msgspec.json.encode(status)
+        length = torch.tensor([len(content)], dtype=torch.int64).view(torch.uint8)
+        memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.finish()
+        self._sent_messages.add(0, [self._group.send(part, FRONT_RANK, _STATUS_TAG) for part in (length, memory)])
+
+    def finish(self) -> None:
+        """Wait until the front has received the last status.
+
+        Raises:
+            ConnectionLostError: the front has gone.
+        """
+        self._sent_messages.finish()
+
+
+def receive_status(group: ProcessGroup, source_rank: int) -> Status:
+    """Wait for the next status of a process.
+
+    Raises:
+        ConnectionLostError: the process has gone, or sends what is no status.
+    """
+    length_memory = allocate(_LENGTH_BYTES)
+    group.receive(length_memory, source_rank, _STATUS_TAG).wait()
+    length = int(length_memory.view(torch.int64).item())
+    if not 0 < length <= _LARGEST_STATUS:
+        raise ConnectionLostError(f"expected a status of at most {_LARGEST_STATUS} bytes, found {length}")
+    content = allocate(length)
+    group.receive(content, source_rank, _STATUS_TAG).wait()
+    try:
+        status: Status = _DECODER.decode(bytes(content.numpy()))
+    except msgspec.DecodeError as error:
+        raise ConnectionLostError(f"expected a status: {error}") from None
+    return status

@@ -1,0 +1,116 @@
+"""Bundles for these tests, and the same pipeline in one process and in several."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import stagepack
+from stagepack.exporter import export_capture
+from stagepack.format.reader import Bundle
+from stagepack.partition.cut_options import CutOptions
+from stagepack_loaders.distributed.membership import GroupOptions
+from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_loaders.distributed.routes import assign_stages
+from tests.distributed.forked_processes import ForkedProcesses
+from tests.zoo.case import Case, answers, assert_equal, other_size
+from tests.zoo.test_zoo import namespaces
+
+
+class Layers(torch.nn.Module):
+    """Three layers, of which the first fails on numbers beyond its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 16)
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(ids).relu()
+        return self.second(self.first(hidden).relu()) + hidden
+
+
+class Counting(torch.nn.Module):
+    """Adds up its inputs, in two stages."""
+
+    sums: torch.Tensor
+    counts: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("counts", torch.zeros(4))
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = self.sums + x
+        self.sums.copy_(total)
+        y = self.layer(total).tanh()
+        count = self.counts + 1
+        self.counts.copy_(count)
+        return y * count, count
+
+
+def export_layers(folder: Path) -> Bundle:
+    """`Layers` in three stages, for any number of ids."""
+    torch.manual_seed(0)
+    shapes = {"ids": {0: torch.export.Dim("n", min=1, max=4096)}}
+    return stagepack.export(
+        Layers().eval(),
+        (torch.arange(5),),
+        out=folder / "layers.stagepack",
+        split_at=["first", "second"],
+        dynamic_shapes=shapes,
+    )
+
+
+def export_counting(folder: Path) -> Bundle:
+    """`Counting` in two stages."""
+    torch.manual_seed(0)
+    return stagepack.export(Counting().eval(), (torch.ones(4),), out=folder / "counting.stagepack", split_at=["layer"])
+
+
+@contextlib.contextmanager
+def in_processes(
+    bundle: Bundle,
+    processes: int | None = None,
+    *,
+    launcher: type[ForkedProcesses] = ForkedProcesses,
+    types: Sequence[type] = (),
+    imports: Sequence[str] = (),
+    max_restarts: int = 0,
+    in_flight: int = 16,
+    start_seconds: float = 60.0,
+    runtime: str = "torch",
+) -> Iterator[DistributedPipeline]:
+    """A bundle in forked processes, one for each stage by default."""
+    ranks = range(1, 1 + (processes or len(bundle.stages)))
+    options = GroupOptions(
+        rank_of_stage=assign_stages(bundle.manifest, ranks),
+        allow_ops=tuple(namespaces(bundle)),
+        runtime=runtime,
+        in_flight=in_flight,
+        start_seconds=start_seconds,
+        is_local=True,
+    )
+    local_processes = launcher(bundle, options, imports=imports)
+    with DistributedPipeline(bundle, local_processes, types, max_restarts) as pipeline:
+        yield pipeline
+
+
+def process_ids(pipeline: DistributedPipeline) -> dict[int, int]:
+    """The number of each process at the operating system, by rank."""
+    return {facts.rank: facts.process_id for facts in pipeline.stage_facts}
+
+
+def check_case(case: Case, folder: Path, *, processes: int) -> None:
+    """Check that a model of the zoo answers in processes as in one, bit for bit, at changing sizes."""
+    capture = case.capture()
+    bundle = export_capture(capture, out=folder / "m.stagepack", cut_options=CutOptions(stages=processes))
+    other = other_size(capture.program, capture.inputs)
+    calls = [capture.inputs, other, capture.inputs, other]
+    expected = answers(stagepack.load(bundle, types=case.classes(), allow_ops=namespaces(bundle)), calls)
+    imports = [case.operators] if case.operators else []
+    with in_processes(bundle, types=case.classes(), imports=imports) as pipeline:
+        assert_equal(answers(pipeline, calls), expected)

@@ -1,0 +1,224 @@
+"""Stages in processes of their own answer as in one process, bit for bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import InputError, OptionError
+from stagepack.format.reader import Bundle
+from tests.distributed.bundles import check_case, export_counting, export_layers, in_processes, process_ids
+from tests.zoo.case import Case
+from tests.zoo.cases import CASES, named
+from tests.zoo.test_zoo import name_of
+
+# One of each kind; `make test-zoo` runs all.
+QUICK = named(
+    "aliasing-inputs-written",
+    "containers-model-output",
+    "decoders-llama-tied",
+    "encoder-decoders-t5",
+    "operators-custom-operators",
+    "shapes-floats-and-booleans-of-sizes",
+    "shapes-nonzero",
+    "shapes-sizes-from-data",
+    "state-static-cache-decoder",
+    "values-lazy-conjugates-cross",
+    "values-memory-formats",
+    "values-strided-values-cross",
+    "values-u-net",
+    "weights-dtypes",
+    "weights-scalars-and-empty-tensors",
+)
+# Their random operators draw from generators of their own in each process.
+DRAWING = {
+    "operators-dropout-that-draws",
+    "operators-draws-of-every-kind",
+    "operators-draws-in-two-branches",
+    "operators-layers-with-dropout-in-train-mode",
+    "operators-one-draw-used-in-every-layer",
+    "regions-cond-that-draws",
+}
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_layers(tmp_path_factory.mktemp("bundles"))
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_counting(tmp_path_factory.mktemp("bundles"))
+
+
+@pytest.mark.parametrize(
+    ("case", "processes"),
+    [
+        pytest.param(case, 2 + number % 3, marks=() if case in QUICK else pytest.mark.slow, id=name_of(case))
+        for number, case in enumerate(case for case in CASES if case.name not in DRAWING)
+    ],
+)
+def test_processes_answer_as_one(case: Case, processes: int, tmp_path: Path) -> None:
+    check_case(case, tmp_path, processes=processes)
+
+
+def test_sixteen_requests_of_changing_sizes_are_in_flight(layers: Bundle) -> None:
+    one = stagepack.load(layers)
+    calls = [torch.randint(10, (1 + 97 * number % 50,)) for number in range(200)]
+    with in_processes(layers, in_flight=16) as pipeline:
+        results = [answer.result() for answer in [pipeline.submit(ids) for ids in calls]]
+    assert all(torch.equal(result, one(ids)) for result, ids in zip(results, calls, strict=True))
+
+
+def test_fewer_processes_than_stages_share_them(layers: Bundle) -> None:
+    with in_processes(layers, 2) as pipeline:
+        assert sorted({facts.rank for facts in pipeline.stage_facts}) == [1, 2]
+        assert torch.equal(pipeline(torch.arange(3)), stagepack.load(layers)(torch.arange(3)))
+
+
+def test_numpy_arrays_are_answered_with_numpy_arrays(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        result = pipeline(torch.arange(3).numpy())
+    assert torch.equal(torch.from_numpy(result), stagepack.load(layers)(torch.arange(3)))
+
+
+def test_each_sequence_has_state_of_its_own(counting: Bundle) -> None:
+    x = torch.arange(4.0)
+    one = stagepack.load(counting)
+    expected = [[part.clone() for part in one(x * factor)] for factor in (1, 2, 3)]
+    with in_processes(counting) as pipeline:
+        with pipeline.sequence() as first, pipeline.sequence() as second:
+            for factor, parts in zip((1, 2, 3), expected, strict=True):
+                for sequence in (first, second):
+                    assert all(torch.equal(a, b) for a, b in zip(sequence(x * factor), parts, strict=True))
+        assert torch.equal(pipeline(x)[1], torch.ones(4))
+        assert torch.equal(pipeline(x)[1], torch.full((4,), 2.0))
+        pipeline.reset_state()
+        assert torch.equal(pipeline(x)[1], torch.ones(4))
+        with pytest.raises(OptionError, match="the sequence is closed"):
+            first(x)
+
+
+def test_results_of_requests_in_flight_are_not_views_of_state(counting: Bundle) -> None:
+    x = torch.arange(4.0)
+    with in_processes(counting) as pipeline:
+        counts = [answer.result()[1] for answer in [pipeline.submit(x) for _ in range(20)]]
+    assert [int(count[0]) for count in counts] == list(range(1, 21))
+
+
+def test_wrong_inputs_are_refused_before_they_are_sent(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        with pytest.raises(InputError, match="ids: expected dtype int64"):
+            pipeline(torch.ones(3))
+        assert pipeline(torch.arange(3)).shape == (3, 16)
+
+
+def test_a_script_starts_and_ends_its_processes(layers: Bundle, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, stagepack\n"
+        "with stagepack.load(sys.argv[1], processes=True) as pipeline:\n"
+        "    print(*(facts.process_id for facts in pipeline.stage_facts))\n"
+        "    assert torch.equal(pipeline(torch.arange(4)), stagepack.load(sys.argv[1])(torch.arange(4)))\n"
+    )
+    program = [sys.executable, str(script), str(layers.path)]
+    finished = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    numbers = list(map(int, finished.stdout.split()))
+    assert len(set(numbers)) == 3
+    assert not any(Path(f"/proc/{number}").exists() for number in numbers)
+
+
+def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        for facts in pipeline.stage_facts:
+            assert facts.files == (layers.stages[facts.stage].graph, *layers.stages[facts.stage].weights)
+            assert facts.bytes_read == sum(layers.files[name].size for name in facts.files)
+            maps = Path(f"/proc/{process_ids(pipeline)[facts.rank]}/maps").read_text()
+            mapped = {Path(line.split()[-1]).name for line in maps.splitlines() if str(layers.path) in line}
+            assert mapped <= set(facts.files)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "error", "message"),
+    [
+        (4, {}, OptionError, "expected 1 to 3 processes for 3 stages, found 4"),
+        (-1, {}, OptionError, "expected 1 to 3 processes for 3 stages, found -1"),
+        (True, {"compile": True}, OptionError, "processes excludes compile"),
+        (True, {"runtime": "x"}, OptionError, "expected the runtime"),
+    ],
+)
+def test_wrong_options_are_refused(
+    processes: int, options: dict[str, object], error: type[Exception], message: str, layers: Bundle
+) -> None:
+    with pytest.raises(error, match=message):
+        stagepack.load(layers, processes=processes, **options)  # type: ignore[call-overload]
+
+
+def test_connect_needs_a_launcher(layers: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stagepack.distributed import connect
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(OptionError, match="expected the environment of torchrun"):
+        connect(layers)
+
+
+def run_torchrun(processes: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+    return subprocess.run(
+        [*program, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+
+
+def test_torchrun_runs_the_command_over_processes(layers: Bundle) -> None:
+    finished = run_torchrun(3, "-m", "stagepack", "load", str(layers.path))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("largest difference 0\n") == 1
+    assert all(f"stage-{number}.safetensors" in finished.stdout for number in range(3))
+
+
+def test_torchrun_with_more_processes_than_stages_is_refused(layers: Bundle) -> None:
+    finished = run_torchrun(4, "-m", "stagepack", "load", str(layers.path))
+    assert finished.returncode != 0
+    assert "expected 1 to 3 processes for 3 stages, found 4" in finished.stderr
+
+
+def test_connect_under_torchrun(layers: Bundle, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, stagepack\n"
+        "from stagepack.distributed import connect\n"
+        "for _ in range(2):\n"
+        "    pipeline = connect(sys.argv[1])\n"
+        "    if pipeline is not None:\n"
+        "        with pipeline:\n"
+        "            answers = [pipeline.submit(torch.arange(n)) for n in range(1, 9)]\n"
+        "            one = stagepack.load(sys.argv[1])\n"
+        "            assert all(torch.equal(a.result(), one(torch.arange(n))) for n, a in enumerate(answers, 1))\n"
+        "            print('equal')\n"
+    )
+    finished = run_torchrun(2, str(script), str(layers.path))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "equal\nequal\n"
+
+
+def test_what_was_sent_is_freed(layers: Bundle) -> None:
+    ids = torch.zeros(4096, dtype=torch.int64)  # 256 kB cross from stage to stage
+    with in_processes(layers) as pipeline:
+
+        def resident_bytes() -> int:
+            texts = [Path(f"/proc/{number}/statm").read_text() for number in ("self", *process_ids(pipeline).values())]
+            return sum(int(text.split()[1]) for text in texts) * os.sysconf("SC_PAGE_SIZE")
+
+        for _ in range(40):
+            pipeline(ids)
+        before = resident_bytes()
+        for _ in range(400):
+            pipeline(ids)
+        assert resident_bytes() - before < 60e6  # of 300 MB that were sent

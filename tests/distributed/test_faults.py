@@ -1,0 +1,211 @@
+"""A process that is lost, stopped, late or wrong: typed errors within seconds, nothing hangs, nothing is left behind."""
+
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import DigestError, GroupError, StageLostError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.error_report import StageFailedError
+from stagepack_loaders.distributed.local_process import ProcessDescription
+from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from tests.distributed.bundles import export_counting, export_layers, in_processes, process_ids
+from tests.distributed.forked_processes import ForkedProcesses
+
+IDS = torch.arange(6)
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_layers(tmp_path_factory.mktemp("bundles"))
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_counting(tmp_path_factory.mktemp("bundles"))
+
+
+def lost_error(pipeline: DistributedPipeline, *, within: float = 5.0) -> StageLostError:
+    """The error of the first call that fails; calls must end in time."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            pipeline.submit(IDS).result(timeout=max(0.1, end - time.monotonic()))
+        except StageLostError as error:
+            return error
+    raise AssertionError(f"no call failed within {within} s")
+
+
+def assert_gone(process_numbers: dict[int, int]) -> None:
+    for number in process_numbers.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_killed_process_is_told_with_its_signal(rank: int, layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        numbers = process_ids(pipeline)
+        pipeline(IDS)
+        os.kill(numbers[rank], signal.SIGKILL)
+        error = lost_error(pipeline)
+        assert (error.stages, error.exit_status) == ((rank - 1,), -signal.SIGKILL)
+        assert f"which runs stage {rank - 1}, is lost: it ended with signal 9" in str(error)
+        with pytest.raises(StageLostError):
+            pipeline(IDS)
+    assert_gone(numbers)
+
+
+def test_a_stopped_process_is_told_by_its_silence(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        numbers = process_ids(pipeline)
+        os.kill(numbers[2], signal.SIGSTOP)
+        answer = pipeline.submit(IDS)
+        with pytest.raises(StageLostError, match=r"runs stage 1, is lost: it has sent no heartbeat for") as caught:
+            answer.result(timeout=5.5)
+        assert caught.value.stages == (1,)
+    assert_gone(numbers)
+
+
+def test_killed_at_random_moments_and_started_again(layers: Bundle) -> None:
+    expected = stagepack.load(layers)(IDS)
+    moments = random.Random(0)  # noqa: S311 - the same moments in each run
+    rounds = 8
+    with in_processes(layers, max_restarts=rounds) as pipeline:
+        for number in range(rounds):
+            rank, delay = moments.choice([1, 2, 3]), moments.random() * 0.05
+            killed = process_ids(pipeline)[rank]
+            timer = threading.Timer(delay, os.kill, (killed, signal.SIGKILL))
+            timer.start()
+            lost_error(pipeline, within=6)
+            wait_until(partial(has_generation, pipeline, number + 1))
+            assert torch.equal(pipeline(IDS), expected)
+        numbers = process_ids(pipeline)
+        os.kill(numbers[1], signal.SIGKILL)
+        lost_error(pipeline)
+        wait_until(lambda: pipeline.has_ended)
+    assert_gone(numbers)
+
+
+def has_generation(pipeline: DistributedPipeline, generation: int) -> bool:
+    return pipeline.generation == generation
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_state_that_was_lost_is_not_used_by_mistake(counting: Bundle) -> None:
+    x = torch.arange(4.0)
+    with in_processes(counting, max_restarts=1) as pipeline:
+        sequence = pipeline.sequence()
+        sequence(x)
+        pipeline(x)
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(lambda: pipeline.generation == 1)
+        with pytest.raises(StageLostError, match="call reset_state"):
+            pipeline(x)
+        with pytest.raises(StageLostError, match="begin another one"):
+            sequence(x)
+        pipeline.reset_state()
+        assert torch.equal(pipeline(x)[1], torch.ones(4))
+        with pipeline.sequence() as another:
+            assert torch.equal(another(x)[1], torch.ones(4))
+
+
+def test_an_error_of_a_stage_fails_its_call_alone(layers: Bundle) -> None:
+    one = stagepack.load(layers)
+    with pytest.raises(IndexError) as expected:
+        one(torch.tensor([3, 11]))
+    with in_processes(layers) as pipeline:
+        for _ in range(3):
+            answers = [pipeline.submit(torch.tensor([3, 11]) if number % 3 else IDS) for number in range(12)]
+            for number, answer in enumerate(answers):
+                if number % 3:
+                    with pytest.raises(IndexError) as caught:
+                        answer.result()
+                    assert str(caught.value) == str(expected.value)
+                    assert isinstance(caught.value.__cause__, StageFailedError)
+                    assert caught.value.__cause__.stage_number == 0
+                else:
+                    assert torch.equal(answer.result(), one(IDS))
+
+
+class SecondHasAnother(ForkedProcesses):
+    """The second process opens another folder."""
+
+    def _describe(self, rank: int, port: int) -> ProcessDescription:
+        description = super()._describe(rank, port)
+        other = Path(description.bundle).with_name("other.stagepack")
+        return msgspec.structs.replace(description, bundle=str(other)) if rank == 2 else description
+
+
+def test_a_changed_byte_in_the_files_of_one_process_is_told(layers: Bundle) -> None:
+    other = layers.path.with_name("other.stagepack")
+    shutil.copytree(layers.path, other, dirs_exist_ok=True)
+    weights = other / layers.stages[1].weights[0]
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.chmod(0o644)
+    weights.write_bytes(content)
+    with pytest.raises(DigestError, match=weights.name), in_processes(layers, launcher=SecondHasAnother):
+        pass
+
+
+def test_another_bundle_in_one_process_is_told(layers: Bundle) -> None:
+    other = layers.path.with_name("other.stagepack")
+    shutil.rmtree(other, ignore_errors=True)
+    stagepack.recut(layers, out=other, stages=2)
+    with (
+        pytest.raises(GroupError, match=r"expected one bundle, by the digest .* rank 0 on .* has .*, rank 2 on"),
+        in_processes(layers, launcher=SecondHasAnother),
+    ):
+        pass
+
+
+class WithoutThird(ForkedProcesses):
+    """The third process never comes."""
+
+    def _launch(self, description: ProcessDescription) -> Any:
+        if description.rank == 3:
+            description = msgspec.structs.replace(description, imports=("tests.distributed.never_ready",))
+        return super()._launch(description)
+
+
+def test_a_process_that_does_not_come_is_named(layers: Bundle) -> None:
+    with (
+        pytest.raises(GroupError, match=r"expected 4 processes, after 1 s there is no identity of rank 3"),
+        in_processes(layers, launcher=WithoutThird, start_seconds=1),
+    ):
+        pass
+
+
+def test_a_process_that_ends_before_it_is_ready_is_told(layers: Bundle) -> None:
+    with pytest.raises(StageLostError, match="ended with exit status 1 before it was ready") as caught:
+        stagepack.load(layers, processes=True, imports=["no_such_module"])
+    assert caught.value.exit_status == 1
+
+
+def test_closing_answers_what_is_in_flight(layers: Bundle) -> None:
+    with in_processes(layers, in_flight=32) as pipeline:
+        answers = [pipeline.submit(IDS) for _ in range(32)]
+    expected = stagepack.load(layers)(IDS)
+    assert all(torch.equal(answer.result(timeout=0), expected) for answer in answers)
+    with pytest.raises(StageLostError, match="the pipeline is closed"):
+        pipeline(IDS)
+    pipeline.close()

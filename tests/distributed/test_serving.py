@@ -1,0 +1,194 @@
+"""`serve --processes`, and `serve` under torchrun: answers, faults, and an orderly end."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.format.reader import Bundle
+from tests.distributed.bundles import export_layers
+from tests.serve.servers import STAGEPACK, Server, http_client, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+IDS = torch.arange(6)
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_layers(tmp_path_factory.mktemp("bundles"))
+
+
+@pytest.fixture(scope="module")
+def expected(layers: Bundle) -> torch.Tensor:
+    with torch.no_grad():
+        return stagepack.load(layers)(IDS)
+
+
+def ask(client: Any) -> torch.Tensor:
+    http = sys.modules["tritonclient.http"]
+    ids = http.InferInput("ids", list(IDS.shape), "INT64").set_data_from_numpy(IDS.numpy())
+    return torch.from_numpy(client.infer("layers", [ids]).as_numpy("output").copy())
+
+
+def stage_process_ids(server: Server) -> list[int]:
+    """The processes of the stages, which the server has started."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
+    return sorted(
+        {int(child) for thread in threads for child in (thread / "children").read_text().split()}
+        | set(map(int, children))
+    )
+
+
+def wait_for(condition: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(process_id: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, 0)
+        return True
+    return False
+
+
+def test_a_lost_process_is_told_and_comes_back(layers: Bundle, expected: torch.Tensor) -> None:
+    with stagepack_server([layers.path], "--processes", "3", "--max-restarts", "1") as server:
+        server_error = server_errors()
+        with contextlib.closing(http_client(server.http)) as client:
+            assert torch.equal(ask(client), expected)
+            first_ids = stage_process_ids(server)
+            assert len(first_ids) == 3
+            os.kill(first_ids[1], signal.SIGKILL)
+            reasons = []
+            wait_for(lambda: not client.is_server_ready(), 5)
+            with pytest.raises(server_error, match=r"is lost: it ended with signal 9") as caught:
+                ask(client)
+            reasons.append(caught.value.status())
+            wait_for(client.is_server_ready)
+            assert torch.equal(ask(client), expected)
+            assert reasons == ["503"]
+            second_ids = stage_process_ids(server)
+            assert not set(first_ids) & set(second_ids)
+            os.kill(second_ids[0], signal.SIGKILL)  # the last restart is used up: the server ends
+        assert server.process.wait(timeout=20) == 1
+        wait_for(lambda: not any(map(is_alive, second_ids)), 5)
+
+
+def server_errors() -> type[Any]:
+    import tritonclient.http  # noqa: F401 - `ask` uses it
+    from tritonclient.utils import InferenceServerException
+
+    error_class: type[Any] = InferenceServerException
+    return error_class
+
+
+def test_it_stops_under_load_without_losing_an_answer(layers: Bundle, expected: torch.Tensor) -> None:
+    server_errors()
+    counts = {"answers": 0, "wrong": 0}
+
+    def keep_asking() -> None:
+        with contextlib.closing(http_client(server.http)) as client, contextlib.suppress(OSError):
+            while True:
+                if torch.equal(ask(client), expected):
+                    counts["answers"] += 1
+                else:
+                    counts["wrong"] += 1
+
+    with stagepack_server([layers.path], "--processes", "3", "--linger-s", "0.2") as server:
+        threads = [threading.Thread(target=keep_asking) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.5)
+        children = stage_process_ids(server)
+        metrics = http_get(server.http, "/metrics")
+        assert 'stagepack_stage_busy_seconds_total{model="layers",stage="2"}' in metrics
+        assert 'stagepack_process_sent_bytes_total{model="layers",process="1"}' in metrics
+        assert server.stop() == 0
+        for thread in threads:
+            thread.join()
+        assert counts["wrong"] == 0
+        assert server.answers() == {"OK": counts["answers"]}
+        assert counts["answers"] > 50
+    assert not any(map(is_alive, children))
+
+
+def http_get(port: int, path: str) -> str:
+    from urllib.request import urlopen
+
+    with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        text: str = response.read().decode()
+        return text
+
+
+@contextlib.contextmanager
+def torchrun_server(bundle: Bundle, *options: str) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """`serve` under torchrun, and its HTTP port."""
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *options]
+    command = [*program, "-m", "stagepack", "serve", str(bundle.path), "--http-port", "0", "--grpc-port", "0", "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        yield process, read_port(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def read_port(process: "subprocess.Popen[str]") -> int:
+    """The HTTP port that the next server prints when it listens."""
+    assert process.stdout is not None
+    facts: dict[str, Any] = {}
+    while "http_port" not in facts:  # a server that ends prints the counts of its answers
+        lines: list[str] = []
+        while not lines or lines[-1] != "}\n":
+            lines.append(process.stdout.readline())
+            assert lines[-1], "the server ended"
+        facts = json.loads("".join(lines))
+    port: int = facts["http_port"]
+    return port
+
+
+def test_torchrun_starts_all_processes_again(layers: Bundle, expected: torch.Tensor) -> None:
+    server_errors()
+    with torchrun_server(layers, "--max-restarts", "1") as (process, port):
+        with contextlib.closing(http_client(port)) as client:
+            assert torch.equal(ask(client), expected)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 3
+        os.kill(int(children[2]), signal.SIGKILL)
+        second_port = read_port(process)
+        with contextlib.closing(http_client(second_port)) as client:
+            wait_for(client.is_server_ready)
+            assert torch.equal(ask(client), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes", "0"], "0 is not in the range"),
+        (["--processes", "2", "--compiled", "x"], "--processes cannot be used with --compiled"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, layers: Bundle) -> None:
+    finished = subprocess.run(
+        [STAGEPACK, "serve", str(layers.path), *arguments], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 2
+    assert message in finished.stderr
