@@ -14,7 +14,7 @@ help:
 	@echo "make demo      export, verify and run a real model"
 	@echo "make test      everything that CI checks: lint typecheck schema-check smoke docs unit, each a target too"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
-	@echo "make test-zoo  every model of the zoo; make test runs a twentieth of the architectures"
+	@echo "make test-zoo  every model of the zoo; make test runs a fortieth of the architectures"
 	@echo "make docs      the site of docs/, in build/site; make docs-outputs writes what is generated into the pages: references, diagrams, outputs of commands"
 	@echo "make coverage  write docs/coverage.md anew: an hour"
 	@echo "make clean     remove what the others made"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import DigestError, GroupError, StageLostError
+from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.error_report import StageFailedError
 from stagepack_loaders.distributed.local_process import ProcessDescription
@@ -82,7 +82,7 @@ def test_a_stopped_process_is_told_by_its_silence(layers: Bundle) -> None:
 def test_killed_at_random_moments_and_started_again(layers: Bundle) -> None:
     expected = stagepack.load(layers)(IDS)
     moments = random.Random(0)  # noqa: S311 - the same moments in each run
-    rounds = 8
+    rounds = 5
     with in_processes(layers, max_restarts=rounds) as pipeline:
         for number in range(rounds):
             rank, delay = moments.choice([1, 2, 3]), moments.random() * 0.05
@@ -209,3 +209,23 @@ def test_closing_answers_what_is_in_flight(layers: Bundle) -> None:
     with pytest.raises(StageLostError, match="the pipeline is closed"):
         pipeline(IDS)
     pipeline.close()
+
+
+def test_an_input_that_cannot_be_sent_fails_its_call_alone(layers: Bundle) -> None:
+    expected = stagepack.load(layers)(IDS)
+    with in_processes(layers) as pipeline:
+        with pytest.raises(InputError, match=r"expected a dense tensor with data, found torch\.sparse_coo"):
+            pipeline(IDS.to_sparse())
+        assert torch.equal(pipeline(IDS), expected)
+
+
+def test_closing_does_not_wait_for_a_stopped_process(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        numbers = process_ids(pipeline)
+        os.kill(numbers[3], signal.SIGSTOP)
+        answer = pipeline.submit(IDS)
+        start_time = time.monotonic()
+    assert time.monotonic() - start_time < 7
+    with pytest.raises(StageLostError):
+        answer.result(timeout=0)
+    assert_gone(numbers)

@@ -165,6 +165,7 @@ def read_port(process: "subprocess.Popen[str]") -> int:
     return port
 
 
+@pytest.mark.slow
 def test_torchrun_starts_all_processes_again(layers: Bundle, expected: torch.Tensor) -> None:
     server_errors()
     with torchrun_server(layers, "--max-restarts", "1") as (process, port):

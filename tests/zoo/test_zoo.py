@@ -44,7 +44,7 @@ def name_of(case: Case) -> str:
     return case.name
 
 
-@pytest.mark.parametrize("case", [*EXAMPLES, *ROWS, *each_nth(ARCHITECTURES, 20)], ids=name_of)
+@pytest.mark.parametrize("case", [*EXAMPLES, *ROWS, *each_nth(ARCHITECTURES, 40)], ids=name_of)
 def test_bit_exact(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     other = other_size(capture.program, capture.inputs)
@@ -72,7 +72,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
     assert again.digest == bundles[-1].digest
 
 
-@pytest.mark.parametrize("case", each_nth(ROWS, 3), ids=name_of)
+@pytest.mark.parametrize("case", each_nth(ROWS, 6), ids=name_of)
 def test_back_and_forth(case: Case, tmp_path: Path) -> None:
     """Stages that take their nodes from all over the model; a cut that would tear state is refused."""
     capture = case.capture()

@@ -19,13 +19,14 @@ from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker, collect_values
 from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
-from stagepack_loaders.distributed.transfers import send_values
+from stagepack_loaders.distributed.transfers import pack_values, send_messages
 
 # A process that has sent no heartbeat for so long is lost: it was stopped, or its host is gone.
 _SILENCE_SECONDS = 4.0
 # How long the launcher gets to say with which status a process ended, after its connection broke.
 _EXIT_SECONDS = 1.0
 _REPORT_SECONDS = 5.0
+_CLOSE_SECONDS = 0.01
 
 
 class FrontProcess:
@@ -69,7 +70,7 @@ class FrontProcess:
         self._finished_here: SimpleQueue[StageRequest | None] = SimpleQueue()
         self._statuses: dict[int, ProcessStatus] = {}
         self._last_heard = dict.fromkeys(range(1, self._group.size), time.monotonic())
-        self._is_closing = threading.Event()
+        self._is_closing = False
         self._layouts = RouteLayouts()
         self._worker = StageWorker(
             self._group,
@@ -114,9 +115,14 @@ class FrontProcess:
 
         Raises:
             StageLostError: a process is lost.
-            InputError: a tensor would have more elements than the format allows.
+            InputError: an input is not a dense tensor, or a tensor would have more elements than the format allows.
         """
-        layouts = [(route, self._layouts.find(route, sizes)) for route in self._membership.routes]
+        symbols = self._bundle.manifest.symbols
+        packed_inputs = []  # before anything is sent: what cannot be packed fails this request alone
+        for route in self._membership.routes:
+            layout = self._layouts.find(route, sizes)
+            if route.source_stage is None:
+                packed_inputs.append((route, pack_values(layout, values, symbols, copies=False)))
         self._places.acquire()
         answer: Future[dict[str, Any]] = Future()
         answer.add_done_callback(lambda _: self._places.release())
@@ -132,11 +138,8 @@ class FrontProcess:
             try:
                 self._send_control(message)
                 self._worker.begin(StageRequest(message=message, values=dict(values), answer=answer))
-                for route, layout in layouts:
-                    if route.source_stage is None:
-                        symbols = self._bundle.manifest.symbols
-                        messages = send_values(self._group, route, layout, values, symbols, copies=False)
-                        self._sent_messages.add(number, messages)
+                for route, messages in packed_inputs:
+                    self._sent_messages.add(number, send_messages(self._group, route, messages))
             except ConnectionLostError as error:
                 self._lose_unknown(error)
         return answer
@@ -160,23 +163,32 @@ class FrontProcess:
         """Return what each process has told last, by rank."""
         return dict(self._statuses) | {FRONT_RANK: self._worker.status()}
 
-    def close(self) -> None:
-        """Answer what is in flight, and end the other processes."""
-        if self.lost is not None or self._is_closing.is_set():
-            return
+    def close(self) -> bool:
+        """Answer what is in flight, and end the other processes.
+
+        Returns:
+            Whether all of them have ended in order; False if one is lost.
+        """
         with self._send_lock:
-            self._is_closing.set()
+            if self.lost is not None or self._is_closing:
+                return False
+            self._is_closing = True
             try:
                 self._send_control(ControlMessage(kind=ControlKind.CLOSE))
                 self._worker.close()
                 self._finished_here.put(None)
-                self._sent_messages.finish()
-                for thread in self._threads:  # one that still waits in gloo would abort the interpreter at its end
-                    thread.join()
+                # A thread that still waits in gloo would abort the interpreter at its end.
+                while self.lost is None and any(thread.is_alive() for thread in self._threads):
+                    time.sleep(_CLOSE_SECONDS)
+                if self.lost is None:
+                    self._sent_messages.finish()
+                    self._worker.finish_messages()
             except ConnectionLostError as error:
                 self._lose_unknown(error)
             with self._state_lock:
+                has_ended_in_order = self.lost is None
                 self.lost = self.lost or StageLostError("the pipeline is closed")
+            return has_ended_in_order
 
     def _send_control(self, message: ControlMessage) -> None:
         memory = encode_control(message, self._bundle.manifest.symbols)
@@ -197,6 +209,8 @@ class FrontProcess:
                         request.answer.set_exception(InputError(f"the model writes into an input: {error}"))
         except ConnectionLostError as error:
             self._lose_unknown(error)
+        except Exception as error:  # noqa: BLE001 - without this thread no request would be answered any more
+            self._lose(None, f"{type(error).__name__}: {error}")
 
     def _answer(self, request: StageRequest, caller_values: Mapping[str, Any]) -> None:
         number = request.message.number
@@ -247,6 +261,7 @@ class FrontProcess:
                 status = receive_status(self._group, rank)
                 self._last_heard[rank] = time.monotonic()
                 if isinstance(status, ProcessClosed):
+                    del self._last_heard[rank]
                     return
                 if isinstance(status, RequestError):
                     self._record_failure(status.request, status.stage, rebuild_error(status.error))
@@ -257,25 +272,26 @@ class FrontProcess:
 
     def _watch_silence(self) -> None:
         last_look = time.monotonic()
-        while not self._is_closing.wait(HEARTBEAT_SECONDS) and self.lost is None:
+        while self._last_heard and self.lost is None:
+            time.sleep(_CLOSE_SECONDS if self._is_closing else HEARTBEAT_SECONDS / 2)
             now = time.monotonic()
             if now - last_look > _SILENCE_SECONDS / 2:  # this process itself was stopped: hear the others first
-                self._last_heard = dict.fromkeys(self._last_heard, now)
+                self._last_heard.update(dict.fromkeys(list(self._last_heard), now))
             last_look = now
-            for rank, heard in self._last_heard.items():
+            for rank, heard in list(self._last_heard.items()):
                 if now - heard > _SILENCE_SECONDS:
                     self._lose(rank, f"it has sent no heartbeat for {now - heard:.1f} s")
 
     def _lose_unknown(self, error: ConnectionLostError) -> None:
         """Some process is gone. Its own connection says which one; if that says nothing, this is all that is known."""
         deadline = time.monotonic() + _EXIT_SECONDS
-        while self.lost is None and not self._is_closing.is_set() and time.monotonic() < deadline:
+        while self.lost is None and time.monotonic() < deadline:
             time.sleep(HEARTBEAT_SECONDS / 10)
         self._lose(None, str(error))
 
     def _lose(self, rank: int | None, reason: str) -> None:
         """Fail all requests, since a process is lost."""
-        if self._is_closing.is_set() or self.lost is not None:
+        if self.lost is not None:
             return
         lost = self._lost_error(rank, reason)
         with self._state_lock:
@@ -310,7 +326,7 @@ class FrontProcess:
             for other_rank in ranks:
                 if (status := self._exit_status(other_rank)) is not None and status != LOST_STATUS:
                     return other_rank, status
-            is_silent = rank is not None and time.monotonic() - self._last_heard[rank] > _SILENCE_SECONDS
+            is_silent = rank is not None and time.monotonic() - self._last_heard.get(rank, 0.0) > _SILENCE_SECONDS
             if is_silent or time.monotonic() > deadline:
                 return rank, None
             time.sleep(HEARTBEAT_SECONDS / 10)

@@ -174,9 +174,7 @@ class DistributedPipeline(CallablePipeline):
             if self._is_closed:
                 return
             self._is_closed = True
-            is_alive = self.lost is None
-            self._front.close()
-            self._launcher.stop(wait=is_alive)
+            self._launcher.stop(wait=self._front.close())
 
     def __enter__(self) -> Self:
         """Return the pipeline itself; `close` is called at the end of the context."""

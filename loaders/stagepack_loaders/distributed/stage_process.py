@@ -87,6 +87,7 @@ class _StageProcess:
             else:
                 self._worker.command(message)
         self._worker.close()
+        self._worker.finish_messages()
         self._send(ProcessClosed())
         self._is_closed.set()
         self._statuses.finish()

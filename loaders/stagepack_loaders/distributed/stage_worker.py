@@ -9,6 +9,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from stagepack.format.manifest import Edge, Manifest
 from stagepack_loaders.base import LoadedStage, Runtime
 from stagepack_loaders.distributed.control import ControlKind, ControlMessage
@@ -16,7 +18,7 @@ from stagepack_loaders.distributed.process_group import ConnectionLostError, Pro
 from stagepack_loaders.distributed.route_layout import RouteLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route
 from stagepack_loaders.distributed.status import ProcessStatus, StageCounts
-from stagepack_loaders.distributed.transfers import RouteReceiver, send_failure, send_values
+from stagepack_loaders.distributed.transfers import RouteReceiver, pack_failure, pack_values, send_messages
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 
@@ -114,13 +116,16 @@ class StageWorker:
         self._work.put(message)
 
     def close(self) -> None:
-        """Run what is in the queue, end the thread, and wait until all that was sent has arrived.
+        """Run what is in the queue, and end the thread."""
+        self._work.put(None)
+        self._thread.join()
+
+    def finish_messages(self) -> None:
+        """Wait until all that was sent has arrived.
 
         Raises:
             ConnectionLostError: a process has gone.
         """
-        self._work.put(None)
-        self._thread.join()
         self._sent_messages.finish()
 
     def status(self) -> ProcessStatus:
@@ -144,6 +149,8 @@ class StageWorker:
                     self._execute(work)
         except ConnectionLostError as error:
             self._report_loss(error)
+        except Exception as error:  # noqa: BLE001 - a process without this thread answers nothing any more
+            self._report_loss(ConnectionLostError(f"{type(error).__name__}: {error}"))
 
     def _execute(self, message: ControlMessage) -> None:
         if message.kind == ControlKind.END_SEQUENCE:
@@ -161,10 +168,11 @@ class StageWorker:
                 collect_values(request)
             self._attempt(request, stage_number, partial(self._run_stage, stage_number, request))
             for route in self._outgoing[stage_number]:
-                self._attempt(request, stage_number, partial(self._send, route, request))
+                messages: list[torch.Tensor] = []
+                self._attempt(request, stage_number, partial(self._pack, route, request, messages))
                 if request.has_failed:
-                    layout = self._layouts.find(route, request.message.sizes)
-                    self._sent_messages.add(request.message.number, send_failure(self._group, route, layout))
+                    messages = pack_failure(self._layouts.find(route, request.message.sizes))
+                self._sent_messages.add(request.message.number, send_messages(self._group, route, messages))
         self._finish_request(request)
 
     def _attempt(self, request: StageRequest, stage_number: int, action: Callable[[], None]) -> None:
@@ -173,8 +181,6 @@ class StageWorker:
             return
         try:
             action()
-        except ConnectionLostError:
-            raise
         except Exception as error:  # noqa: BLE001 - a stage raises anything
             request.has_failed = True
             self._report_failure(request.message.number, stage_number, error)
@@ -207,12 +213,11 @@ class StageWorker:
         finally:
             states[stage_number] = stage.swap_state(previous_state)
 
-    def _send(self, route: Route, request: StageRequest) -> None:
+    def _pack(self, route: Route, request: StageRequest, messages: list[torch.Tensor]) -> None:
         # The next request may write the buffers that outputs are views of, before these have arrived.
         copies = route.source_stage is not None and bool(self._entries[route.source_stage].state)
         layout = self._layouts.find(route, request.message.sizes)
-        messages = send_values(self._group, route, layout, request.values, self._symbols, copies=copies)
-        self._sent_messages.add(request.message.number, messages)
+        messages.extend(pack_values(layout, request.values, self._symbols, copies=copies))
 
 
 def collect_values(request: StageRequest) -> None:

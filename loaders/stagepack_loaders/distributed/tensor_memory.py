@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack_loaders.distributed.route_layout import has_overlap, is_dense
@@ -30,6 +31,8 @@ def to_host_tensor(value: Any, edge: Edge) -> torch.Tensor:
     if edge.dtype in SCALAR_DTYPES:
         return torch.tensor([value], dtype=_SCALAR_TENSOR_DTYPES[edge.dtype])
     tensor: torch.Tensor = to_array(value, edge, TORCH_ARRAYS)
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InputError(f"{edge.name}: expected a dense tensor with data, found {tensor.layout} on {tensor.device}")
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 

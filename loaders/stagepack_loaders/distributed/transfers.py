@@ -19,31 +19,19 @@ _VALUES_FOLLOW = 0
 _REQUEST_FAILED = 1
 
 
-def send_values(
-    group: ProcessGroup,
-    route: Route,
-    layout: RouteLayout,
-    values: Mapping[str, Any],
-    symbols: Sequence[Symbol],
-    *,
-    copies: bool,
-) -> list[Transfer]:
-    """Send the values of a route, without waiting until they arrive.
+def pack_values(
+    layout: RouteLayout, values: Mapping[str, Any], symbols: Sequence[Symbol], *, copies: bool
+) -> list[torch.Tensor]:
+    """Return the messages with the values of a route.
 
     Args:
-        group: the processes.
-        route: the route.
         layout: the messages of the route for the request.
         values: the values by edge name.
         symbols: the symbols of the manifest, for the ranges of sizes that depend on data.
         copies: whether the memory of the values may change before they arrive.
 
-    Returns:
-        The messages.
-
     Raises:
-        InputError: a value is not a dense tensor, or its shape is not the recorded one. Nothing is sent then.
-        ConnectionLostError: the other process has gone.
+        InputError: a value is not a dense tensor, or its shape is not the recorded one.
     """
     head = _Head(layout.head_bytes)
     head.write(0, [_VALUES_FOLLOW])
@@ -69,19 +57,23 @@ def send_values(
             target_bodies = late_bodies if value_layout.shape is None else bodies
             target_bodies.append(memory.clone() if copies else memory)
     check_late_shapes(late_shapes, symbols)
-    return [group.send(message, route.target_rank, route.tag) for message in (head.memory, *bodies, *late_bodies)]
+    return [head.memory, *bodies, *late_bodies]
 
 
-def send_failure(group: ProcessGroup, route: Route, layout: RouteLayout) -> list[Transfer]:
-    """Tell the target of a route that the request has failed. The messages whose receives it has posted are sent, without content.
-
-    Returns:
-        The messages.
-    """
+def pack_failure(layout: RouteLayout) -> list[torch.Tensor]:
+    """Return messages that say that the request has failed: those whose receives the target has posted, without content."""
     head = _Head(layout.head_bytes)
     head.write(0, [_REQUEST_FAILED])
-    bodies = [allocate(value_layout.byte_count) for value_layout in layout.bodies()]
-    return [group.send(message, route.target_rank, route.tag) for message in (head.memory, *bodies)]
+    return [head.memory, *(allocate(value_layout.byte_count) for value_layout in layout.bodies())]
+
+
+def send_messages(group: ProcessGroup, route: Route, messages: Sequence[torch.Tensor]) -> list[Transfer]:
+    """Send the messages of a route, without waiting until they arrive.
+
+    Raises:
+        ConnectionLostError: the other process has gone.
+    """
+    return [group.send(message, route.target_rank, route.tag) for message in messages]
 
 
 class RouteReceiver:
