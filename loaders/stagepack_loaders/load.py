@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, PrepareOptions
+from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
     check_compile_options,
@@ -73,7 +74,7 @@ def load(
     processes: bool | int = False,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
-    in_flight: int = 16,
+    in_flight: int = DEFAULT_IN_FLIGHT,
 ) -> "Pipeline | DistributedPipeline":
     """Load all stages of a bundle into this process, or each into a process of its own on this machine.
 
@@ -123,7 +124,7 @@ def load(
     opened_bundle = _open(bundle)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-    if processes:
+    if processes is not False:
         if compile or compiled is not None:
             raise OptionError("processes excludes compile and compiled: leave them out")
         from stagepack_loaders.distributed.local_processes import start_local_pipeline  # noqa: PLC0415 - imports torch

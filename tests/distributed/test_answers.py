@@ -11,7 +11,7 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import check_case, export_counting, export_layers, in_processes, process_ids
+from tests.distributed.bundles import check_case, in_processes, process_ids
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES, named
 from tests.zoo.test_zoo import name_of
@@ -38,16 +38,6 @@ DRAWING = {
     "operators-one-draw-used-in-every-layer",
     "regions-cond-that-draws",
 }
-
-
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_layers(tmp_path_factory.mktemp("bundles"))
-
-
-@pytest.fixture(scope="module")
-def counting(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_counting(tmp_path_factory.mktemp("bundles"))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +133,7 @@ def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
     ("processes", "options", "error", "message"),
     [
         (4, {}, OptionError, "expected 1 to 3 processes for 3 stages, found 4"),
+        (0, {}, OptionError, "expected 1 to 3 processes for 3 stages, found 0"),
         (-1, {}, OptionError, "expected 1 to 3 processes for 3 stages, found -1"),
         (True, {"compile": True}, OptionError, "processes excludes compile"),
         (True, {"runtime": "x"}, OptionError, "expected the runtime"),
@@ -187,7 +178,7 @@ def test_torchrun_with_more_processes_than_stages_is_refused(layers: Bundle) -> 
 def test_connect_under_torchrun(layers: Bundle, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, torch, stagepack\n"
+        "import signal, sys, torch, stagepack\n"
         "from stagepack.distributed import connect\n"
         "for _ in range(2):\n"
         "    pipeline = connect(sys.argv[1])\n"
@@ -197,6 +188,7 @@ def test_connect_under_torchrun(layers: Bundle, tmp_path: Path) -> None:
         "            one = stagepack.load(sys.argv[1])\n"
         "            assert all(torch.equal(a.result(), one(torch.arange(n))) for n, a in enumerate(answers, 1))\n"
         "            print('equal')\n"
+        "    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN\n"
     )
     finished = run_torchrun(2, str(script), str(layers.path))
     assert finished.returncode == 0, finished.stderr

@@ -21,20 +21,10 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.error_report import StageFailedError
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from tests.distributed.bundles import export_counting, export_layers, in_processes, process_ids
+from tests.distributed.bundles import in_processes, process_ids
 from tests.distributed.forked_processes import ForkedProcesses
 
 IDS = torch.arange(6)
-
-
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_layers(tmp_path_factory.mktemp("bundles"))
-
-
-@pytest.fixture(scope="module")
-def counting(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_counting(tmp_path_factory.mktemp("bundles"))
 
 
 def lost_error(pipeline: DistributedPipeline, *, within: float = 5.0) -> StageLostError:
@@ -108,6 +98,33 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+class FailsOnce(ForkedProcesses):
+    """The second start fails."""
+
+    starts = 0
+
+    def start(self, report_loss: Callable[[StageLostError], None]) -> Any:
+        self.starts += 1
+        if self.starts == 2:
+            raise OSError("no process can be started")
+        return super().start(report_loss)
+
+
+def test_a_start_that_fails_is_tried_again(layers: Bundle) -> None:
+    with in_processes(layers, launcher=FailsOnce, max_restarts=2) as pipeline:
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(partial(has_generation, pipeline, 1))
+        assert torch.equal(pipeline(IDS), stagepack.load(layers)(IDS))
+        assert not pipeline.has_ended
+    with in_processes(layers, launcher=FailsOnce, max_restarts=1) as pipeline:
+        numbers = process_ids(pipeline)
+        os.kill(numbers[1], signal.SIGKILL)
+        wait_until(lambda: pipeline.has_ended)
+        with pytest.raises(StageLostError, match="could not be started again: no process can be started"):
+            pipeline(IDS)
+    assert_gone(numbers)
 
 
 def test_state_that_was_lost_is_not_used_by_mistake(counting: Bundle) -> None:

@@ -17,16 +17,10 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import export_layers
 from tests.serve.servers import STAGEPACK, Server, http_client, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 IDS = torch.arange(6)
-
-
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_layers(tmp_path_factory.mktemp("bundles"))
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +37,8 @@ def ask(client: Any) -> torch.Tensor:
 
 def stage_process_ids(server: Server) -> list[int]:
     """The processes of the stages, which the server has started."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     threads = Path(f"/proc/{server.process.pid}/task").iterdir()
-    return sorted(
-        {int(child) for thread in threads for child in (thread / "children").read_text().split()}
-        | set(map(int, children))
-    )
+    return sorted(int(child) for thread in threads for child in (thread / "children").read_text().split())
 
 
 def wait_for(condition: Any, seconds: float = 30.0) -> None:

@@ -1,5 +1,6 @@
 """Graphs that lie, each in a bundle whose digests are right. One long table of attacks: to be read, and added to, in one place."""
 
+# Long because it is one table of attacks, which is read as a whole.
 import re
 from collections.abc import Callable
 from pathlib import Path

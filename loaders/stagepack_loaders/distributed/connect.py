@@ -9,6 +9,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
@@ -22,7 +23,6 @@ from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
 from stagepack_loaders.distributed.stage_process import run_stage_process
 
-DEFAULT_IN_FLIGHT = 16
 _CONNECTIONS = itertools.count()
 
 

@@ -16,7 +16,7 @@ from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.route_layout import RouteLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
-from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS
+from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS, exit_text
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker, collect_values
 from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
 from stagepack_loaders.distributed.transfers import pack_values, send_messages
@@ -311,8 +311,7 @@ class FrontProcess:
         host = self._membership.identities[rank].host
         named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
         if exit_status is not None:
-            how = f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
-            reason = f"it ended with {how}"
+            reason = f"it ended with {exit_text(exit_status)}"
         message = f"process {rank} on {host}, which runs {named}, is lost: {reason}"
         return StageLostError(message, stages=stages, host=host, exit_status=exit_status)
 

@@ -16,8 +16,9 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_group import ConnectionLostError, open_local_store
+from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name, open_local_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
+from stagepack_loaders.distributed.stage_process import exit_text
 
 _END_SECONDS = 5.0
 
@@ -104,11 +105,11 @@ class LocalProcesses:
                 stages = tuple(
                     number for number, stage_rank in enumerate(self._options.rank_of_stage) if stage_rank == rank
                 )
-                how = f"signal {-status}" if status < 0 else f"exit status {status}"
                 raise StageLostError(
-                    f"process {rank}, which runs the stages {', '.join(map(str, stages))}, ended with {how} before it was ready",
+                    f"process {rank}, which runs the stages {', '.join(map(str, stages))}, ended with {exit_text(status)} before it was "
+                    "ready",
                     stages=stages,
-                    host="localhost",
+                    host=host_name(),
                     exit_status=status,
                 )
 

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec import Struct
 from torch.distributed.distributed_c10d import Store
@@ -12,6 +12,7 @@ from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions
+from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.error_report import rebuild_error, report_error
 from stagepack_loaders.distributed.handshake import (
     Identity,
@@ -50,7 +51,7 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     runtime: str | tuple[str, ...] = "torch"
     allow_ops: tuple[str, ...] = ()
     verify: bool = True
-    in_flight: int = 16
+    in_flight: int = DEFAULT_IN_FLIGHT
     start_seconds: float = 60.0
     is_local: bool = False
 
@@ -72,8 +73,8 @@ class Membership:
     group: ProcessGroup
     stages: Mapping[int, LoadedStage]
     routes: tuple[Route, ...]
-    identities: Sequence[Identity] = field(default=())
-    reports: Sequence[LoadReport] = field(default=())
+    identities: Sequence[Identity]
+    reports: Sequence[LoadReport]
 
 
 def join_group(

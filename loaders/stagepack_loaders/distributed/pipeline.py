@@ -87,11 +87,13 @@ class DistributedPipeline(CallablePipeline):
         self._is_closed = False
         self._failure: StagepackError | None = None
         self._starting_thread: int | None = None
-        try:
-            self._start()
-        except BaseException:
-            launcher.stop(wait=False)
-            raise
+        with self._lock:  # a process that is lost meanwhile is not started again: the caller gets the error
+            try:
+                self._start()
+            except BaseException:
+                self._is_closed = True
+                launcher.stop(wait=False)
+                raise
 
     @property
     def arrays(self) -> ArrayOps:
@@ -225,13 +227,15 @@ class DistributedPipeline(CallablePipeline):
     def _start(self) -> None:
         """Start the processes, and run the recorded example in them."""
         self._starting_thread = threading.get_ident()
-        self._front = self._launcher.start(self._restart)
-        self._is_state_lost = False
-        if self.bundle.example is not None:
-            inputs, _ = example.read_example(self, self.bundle)
-            example.run_on_inputs(self, inputs)
-            self.reset_state()
-        self._starting_thread = None
+        try:
+            self._front = self._launcher.start(self._restart)
+            self._is_state_lost = False
+            if self.bundle.example is not None:
+                inputs, _ = example.read_example(self, self.bundle)
+                example.run_on_inputs(self, inputs)
+                self.reset_state()
+        finally:
+            self._starting_thread = None
 
     def _restart(self, lost: StageLostError) -> None:
         """Start all processes again, in a thread: the caller is a thread of the front that is lost."""
@@ -239,24 +243,25 @@ class DistributedPipeline(CallablePipeline):
 
     def _start_again(self, lost: StageLostError) -> None:
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or self._front.lost is not lost:  # of a group that has been replaced since
                 return
             self._failure = lost
-            self._launcher.stop(wait=False)
-            if not self._restarts_left:
-                self.has_ended = True
-                return
-            self._restarts_left -= 1
-            try:
-                self._start()
-            except StagepackError as error:
-                self._failure = error
-                self.has_ended = True
+            while self._restarts_left:
+                self._restarts_left -= 1
                 self._launcher.stop(wait=False)
-                return
-            self._is_state_lost = any(stage.state for stage in self.bundle.stages)
-            self.generation += 1
-            self._failure = None
+                try:
+                    self._start()
+                except StagepackError as error:
+                    self._failure = error
+                except Exception as error:  # noqa: BLE001 - of the system; without this thread nobody would be told
+                    self._failure = StageLostError(f"the processes could not be started again: {error}")
+                else:
+                    self._is_state_lost = any(stage.state for stage in self.bundle.stages)
+                    self.generation += 1
+                    self._failure = None
+                    return
+            self._launcher.stop(wait=False)
+            self.has_ended = True
 
 
 class PipelineSequence:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stagepack.format.manifest import Edge, Manifest
-from stagepack_loaders.base import LoadedStage, Runtime
+from stagepack_loaders.base import LoadedStage, Runtime, stage_state
 from stagepack_loaders.distributed.control import ControlKind, ControlMessage
 from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup, SentMessages
 from stagepack_loaders.distributed.route_layout import RouteLayouts
@@ -205,13 +205,8 @@ class StageWorker:
         """Run a stage with the state of a sequence."""
         if not sequence or not self._entries[stage_number].state:
             return stage.run(inputs)
-        states = self._sequence_states.setdefault(sequence, {})
-        sequence_state = states[stage_number] if stage_number in states else stage.fresh_state()
-        previous_state = stage.swap_state(sequence_state)
-        try:
+        with stage_state(stage, stage_number, self._sequence_states.setdefault(sequence, {})):
             return stage.run(inputs)
-        finally:
-            states[stage_number] = stage.swap_state(previous_state)
 
     def _pack(self, route: Route, request: StageRequest, messages: list[torch.Tensor]) -> None:
         # The next request may write the buffers that outputs are views of, before these have arrived.

@@ -1,5 +1,7 @@
 """What the processes of the stages tell the front: that they live, what they have done, and errors."""
 
+import threading
+
 import msgspec
 import torch
 from msgspec import Struct, structs
@@ -68,15 +70,17 @@ _DECODER = msgspec.json.Decoder(Status)
 
 
 class StatusSender:
-    """Sends statuses to the front, one at a time."""
+    """Sends statuses to the front, one at a time. Its methods may be called from any thread."""
 
     def __init__(self, group: ProcessGroup) -> None:
         """Send by a group."""
         self._group = group
         self._sent_messages = SentMessages()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def send(self, status: Status) -> None:
-        """Send a status, after the front has received the one before.
+        """Send a status, after the front has received the one before. After `close`, nothing is sent.
 
         Raises:
             ConnectionLostError: the front has gone.
@@ -87,16 +91,22 @@ class StatusSender:
         content = msgspec.json.encode(status)
         length = torch.tensor([len(content)], dtype=torch.int64).view(torch.uint8)
         memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.finish()
-        self._sent_messages.add(0, [self._group.send(part, FRONT_RANK, _STATUS_TAG) for part in (length, memory)])
+        with self._lock:
+            if not self._is_closed:
+                self._sent_messages.finish()
+                transfers = [self._group.send(part, FRONT_RANK, _STATUS_TAG) for part in (length, memory)]
+                self._sent_messages.add(0, transfers)
 
-    def finish(self) -> None:
-        """Wait until the front has received the last status.
+    def close(self) -> None:
+        """Send the last status, and wait until the front has received it.
 
         Raises:
             ConnectionLostError: the front has gone.
         """
-        self._sent_messages.finish()
+        self.send(ProcessClosed())
+        with self._lock:
+            self._is_closed = True
+            self._sent_messages.finish()
 
 
 def receive_status(group: ProcessGroup, source_rank: int) -> Status:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 
+from stagepack_loaders.base import stage_state
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
@@ -64,7 +65,8 @@ class StageRunner:
             if sequence is None:
                 self._run_stage(stage_number, values)
             else:
-                self._run_stage_of_sequence(stage_number, values, sequence)
+                with stage_state(self._pipeline.stages[stage_number], stage_number, sequence.stage_states):
+                    self._run_stage(stage_number, values)
             runtime.wait(self._pipeline.stages[stage_number].device)
         self._stage_seconds[stage_number].observe(time.perf_counter() - start_time)
 
@@ -94,16 +96,6 @@ class StageRunner:
     def has_ended(self) -> bool:
         """See `BatchRunner`."""
         return False
-
-    def _run_stage_of_sequence(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence) -> None:
-        stage = self._pipeline.stages[stage_number]
-        states = sequence.stage_states
-        sequence_state = states[stage_number] if stage_number in states else stage.fresh_state()
-        previous_state = stage.swap_state(sequence_state)
-        try:
-            self._run_stage(stage_number, values)
-        finally:
-            states[stage_number] = stage.swap_state(previous_state)
 
     def _run_stage(self, stage_number: int, values: dict[str, Any]) -> None:
         with raises_input_errors(stage_number):

@@ -1,5 +1,6 @@
 """Buffers that a call changes for the next one."""
 
+# Long because each row is a model, and the rows of state share two builders.
 from typing import Any
 
 import torch
