@@ -139,6 +139,7 @@ def test_state_that_was_lost_is_not_used_by_mistake(counting: Bundle) -> None:
             pipeline(x)
         with pytest.raises(StageLostError, match="begin another one"):
             sequence(x)
+        sequence.close()
         pipeline.reset_state()
         assert torch.equal(pipeline(x)[1], torch.ones(4))
         with pipeline.sequence() as another:

@@ -4,7 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -149,8 +149,8 @@ class DistributedPipeline(CallablePipeline):
         return self._front.submit(values, sizes, sequence)
 
     def end_sequence(self, sequence: int) -> None:
-        """Free the state of a sequence."""
-        if self.lost is None:
+        """Free the state of a sequence. That of a lost process is free."""
+        with suppress(StageLostError):
             self._command(ControlMessage(kind=ControlKind.END_SEQUENCE, sequence=sequence))
 
     def statuses(self) -> dict[int, ProcessStatus]:
