@@ -24,7 +24,7 @@ from stagepack.format.reader import Bundle
 from stagepack.torch_internals import gloo_process_group
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_group import open_local_store
+from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 RING_SIZE = 3
@@ -159,7 +159,7 @@ def processes(bundle: Bundle) -> Iterator[DistributedPipeline]:
 
 def ring_hop_seconds(byte_count: int, rounds: int) -> float:
     """The time of a hop of bare gloo: tensors go around a ring."""
-    store = open_local_store()
+    store = open_store()
     context = multiprocessing.get_context("spawn")
     members = [
         context.Process(target=run_ring, args=(store.port, rank, byte_count, rounds)) for rank in range(1, RING_SIZE)
@@ -175,7 +175,7 @@ def ring_hop_seconds(byte_count: int, rounds: int) -> float:
 def run_ring(port: int, rank: int, byte_count: int, rounds: int) -> None:
     """Pass tensors on."""
     torch.set_num_threads(1)
-    _ring_seconds(open_local_store(port), rank, byte_count, rounds)
+    _ring_seconds(open_store(LOOPBACK, port), rank, byte_count, rounds)
 
 
 def _ring_seconds(store: Any, rank: int, byte_count: int, rounds: int) -> float:

@@ -167,8 +167,8 @@ def test_an_error_of_a_stage_fails_its_call_alone(layers: Bundle) -> None:
 class SecondHasAnother(ForkedProcesses):
     """The second process opens another folder."""
 
-    def _describe(self, rank: int, port: int) -> ProcessDescription:
-        description = super()._describe(rank, port)
+    def _describe(self, rank: int, store: Any) -> ProcessDescription:
+        description = super()._describe(rank, store)
         other = Path(description.bundle).with_name("other.stagepack")
         return msgspec.structs.replace(description, bundle=str(other)) if rank == 2 else description
 
@@ -214,7 +214,7 @@ def test_a_process_that_does_not_come_is_named(layers: Bundle) -> None:
 
 
 def test_a_process_that_ends_before_it_is_ready_is_told(layers: Bundle) -> None:
-    with pytest.raises(StageLostError, match="ended with exit status 1 before it was ready") as caught:
+    with pytest.raises(StageLostError, match="was lost before it was ready: it ended with exit status 1") as caught:
         stagepack.load(layers, processes=True, imports=["no_such_module"])
     assert caught.value.exit_status == 1
 

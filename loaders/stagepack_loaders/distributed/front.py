@@ -13,10 +13,11 @@ from stagepack_loaders.distributed.control import CONTROL_TAG, ControlKind, Cont
 from stagepack_loaders.distributed.error_report import StageFailedError, rebuild_error
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.membership import Membership
+from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.route_layout import RouteLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
-from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS, exit_text
+from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker, collect_values
 from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
 from stagepack_loaders.distributed.transfers import pack_values, send_messages
@@ -41,7 +42,7 @@ class FrontProcess:
         bundle: Bundle,
         membership: Membership,
         *,
-        exit_status: Callable[[int], int | None] | None = None,
+        find_end: Callable[[int], ProcessEnd | None] | None = None,
         report_loss: Callable[[StageLostError], None] = lambda _: None,
     ) -> None:
         """Start the threads.
@@ -49,13 +50,13 @@ class FrontProcess:
         Args:
             bundle: the bundle.
             membership: this process in the group, with its own stages if it has some.
-            exit_status: returns with which status the process of a rank has ended, or None while it runs; None if that is not known here.
+            find_end: returns how the process of a rank has ended, or None while it runs; None if that is not known here.
             report_loss: called when a process is lost, after all requests have failed.
         """
         self._bundle = bundle
         self._membership = membership
         self._group = membership.group
-        self._exit_status = exit_status
+        self._find_end = find_end
         self._report_loss = report_loss
         self.lost: StageLostError | None = None
         in_flight = membership.options.in_flight
@@ -304,27 +305,32 @@ class FrontProcess:
         self._report_loss(lost)
 
     def _lost_error(self, rank: int | None, reason: str) -> StageLostError:
-        rank, exit_status = self._find_ended(rank)
+        rank, end = self._find_ended(rank)
         if rank is None:
             return StageLostError(f"a process of the pipeline is lost: {reason}")
         stages = tuple(facts.stage for facts in self.stage_facts if facts.rank == rank)
         host = self._membership.identities[rank].host
-        named = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-        if exit_status is not None:
-            reason = f"it ended with {exit_text(exit_status)}"
-        message = f"process {rank} on {host}, which runs {named}, is lost: {reason}"
-        return StageLostError(message, stages=stages, host=host, exit_status=exit_status)
+        if end is not None:
+            reason = end.reason
+        message = f"process {rank} on {host}, which runs {stages_text(stages)}, is lost: {reason}"
+        return StageLostError(message, stages=stages, host=host, exit_status=None if end is None else end.exit_status)
 
-    def _find_ended(self, rank: int | None) -> tuple[int | None, int | None]:
-        """The process that has ended, and its exit status, as far as they are known; the connection breaks a moment before that."""
-        if self._exit_status is None:
+    def _find_ended(self, rank: int | None) -> tuple[int | None, ProcessEnd | None]:
+        """The process that has ended, and how, as far as they are known; the connection breaks a moment before that."""
+        if self._find_end is None:
             return rank, None
         ranks = list(self._last_heard) if rank is None else [rank]
         deadline = time.monotonic() + _EXIT_SECONDS
         while True:
             for other_rank in ranks:
-                if (status := self._exit_status(other_rank)) is not None and status != LOST_STATUS:
-                    return other_rank, status
+                end = self._find_end(other_rank)
+                # Without a status, a process may have ended because it lost another one.
+                if (
+                    end is not None
+                    and end.exit_status != LOST_STATUS
+                    and (rank is not None or end.exit_status is not None)
+                ):
+                    return other_rank, end
             is_silent = rank is not None and time.monotonic() - self._last_heard.get(rank, 0.0) > _SILENCE_SECONDS
             if is_silent or time.monotonic() > deadline:
                 return rank, None

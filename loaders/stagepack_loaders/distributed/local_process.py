@@ -1,4 +1,4 @@
-"""The program of one of `LocalProcesses`: ``python -m stagepack_loaders.distributed.local_process DESCRIPTION``."""
+"""The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.local_process DESCRIPTION``."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ from msgspec import Struct
 from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.membership import GroupOptions
-from stagepack_loaders.distributed.process_group import open_local_store
+from stagepack_loaders.distributed.process_group import open_store
 from stagepack_loaders.distributed.stage_process import LOST_STATUS, run_stage_process
 
 
@@ -21,7 +21,8 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
         imports: the modules to import first.
         rank: its number.
         size: the number of processes.
-        port: the port of the store of the group on this machine.
+        host: the address of the store of the group.
+        port: its port.
         options: how the pipeline is distributed.
     """
 
@@ -29,6 +30,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
     imports: tuple[str, ...]
     rank: int
     size: int
+    host: str
     port: int
     options: GroupOptions
 
@@ -38,7 +40,7 @@ def run_process(description: ProcessDescription) -> None:
     for module_name in description.imports:
         importlib.import_module(module_name)
     try:
-        store = open_local_store(description.port)
+        store = open_store(description.host, description.port)
         run_stage_process(Bundle(description.bundle), store, description.rank, description.size, description.options)
     except (StagepackError, RuntimeError):
         sys.exit(LOST_STATUS)

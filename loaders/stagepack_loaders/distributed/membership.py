@@ -22,7 +22,7 @@ from stagepack_loaders.distributed.handshake import (
     exchange_reports,
     own_identity,
 )
-from stagepack_loaders.distributed.process_group import ProcessGroup, host_name
+from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import Route, find_routes
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import prepare_stage, runtime_of_each_stage
@@ -43,7 +43,9 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
         verify: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
         start_seconds: how long to wait for the other processes to come.
-        is_local: all processes are on this machine.
+        is_local: all processes are on this machine, and listen on its loopback interface alone.
+        address: where they are not, the address of the machine of this process, by which the others reach it; None for that of the name
+            of its host. The one option that is not alike in all processes.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -54,6 +56,7 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     in_flight: int = DEFAULT_IN_FLIGHT
     start_seconds: float = 60.0
     is_local: bool = False
+    address: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ def join_group(
     written_inputs = {facts.stage: facts.written_inputs for other in reports for facts in other.stages}
     return Membership(
         options=options,
-        group=ProcessGroup(store, rank, size, is_local=options.is_local),
+        group=ProcessGroup(store, rank, size, address=LOOPBACK if options.is_local else options.address),
         stages=stages,
         routes=find_routes(bundle.manifest, options.rank_of_stage, written_inputs),
         identities=identities,

@@ -19,23 +19,37 @@ from stagepack.torch_internals import gloo_process_group
 # Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
 _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 class ConnectionLostError(Exception):
     """A process of the group has gone. For the modules of this package, which raise `StageLostError` with the reason."""
 
 
-def open_local_store(port: int | None = None) -> Any:
-    """Return a store for processes on this machine.
+def open_store(host: str = LOOPBACK, port: int | None = None) -> Any:
+    """Return a store for the processes of a group.
 
     Args:
+        host: the address of the machine that has the store, by which the others reach it; only there, the store accepts connections.
         port: the port of the store that another process has opened; None to open one. Its ``port`` is then a free one.
 
     Raises:
         RuntimeError: there is no store at the port.
     """
-    return TCPStore(_LOOPBACK, port or 0, is_master=port is None, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
+    if port is not None:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
+    # By itself, the store would listen on all interfaces.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        free_port = listener.getsockname()[1]
+        return TCPStore(
+            host,
+            free_port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_CONNECT_TIMEOUT,
+            master_listen_fd=listener.detach(),  # the store closes it
+        )
 
 
 class Transfer(Protocol):
@@ -104,15 +118,15 @@ class ProcessGroup:
         sent_bytes: the bytes that this process has sent.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, is_local: bool) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, address: str | None) -> None:
         """Connect to all others; returns when they have connected too.
 
         Args:
             store: where the processes find each other's addresses.
             rank: the number of this process.
             size: the number of processes.
-            is_local: all are on this machine, and listen on its loopback interface alone. Otherwise they listen on the interface that
-                the name of the host, or the variable ``GLOO_SOCKET_IFNAME``, stands for.
+            address: an address of this machine that the others reach; the process listens on its interface. None for the interface of
+                the name of the host, or of the variable ``GLOO_SOCKET_IFNAME``.
 
         Raises:
             ConnectionLostError: they did not connect within a minute.
@@ -121,9 +135,7 @@ class ProcessGroup:
         self.size = size
         self.sent_bytes = 0
         try:
-            self._backend = gloo_process_group(
-                PrefixStore("gloo", store), rank, size, _CONNECT_TIMEOUT, _LOOPBACK if is_local else None
-            )
+            self._backend = gloo_process_group(PrefixStore("gloo", store), rank, size, _CONNECT_TIMEOUT, address)
         except RuntimeError as error:
             raise ConnectionLostError(str(error).partition("\n")[0]) from None
 

@@ -1,0 +1,155 @@
+"""What launchers have in common that start the processes of a pipeline from the process that calls it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Generic, TypeVar
+
+from stagepack.errors import OptionError, StageLostError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
+from stagepack_loaders.distributed.front import FrontProcess
+from stagepack_loaders.distributed.local_process import ProcessDescription
+from stagepack_loaders.distributed.membership import GroupOptions, join_group
+from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
+from stagepack_loaders.distributed.process_group import ConnectionLostError
+from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
+
+# What a launcher has of a process that it has started.
+Handle = TypeVar("Handle")
+
+
+class StartedProcesses(ABC, Generic[Handle]):
+    """Starts a group of processes of which this one is the front, and runs no stages. The `GroupLauncher` of `DistributedPipeline`."""
+
+    def __init__(self, bundle: Bundle, options: GroupOptions, *, imports: Sequence[str] = ()) -> None:
+        """Keep what the processes need.
+
+        Args:
+            bundle: the bundle.
+            options: how the pipeline is distributed; rank 0 runs no stage.
+            imports: modules that each process imports first, such as those that register custom operators.
+        """
+        self._bundle = bundle
+        self._options = options
+        self._imports = tuple(imports)
+        self._size = max(options.rank_of_stage) + 1
+        self._processes: dict[int, Handle] = {}
+
+    def start(self, report_loss: Callable[[StageLostError], None]) -> FrontProcess:
+        """Start the processes, and return their front when all have loaded their stages.
+
+        Args:
+            report_loss: called when a process of the group is lost.
+
+        Raises:
+            GroupError: the processes do not come in time, or do not fit together.
+            StageLostError: a process ended before.
+            StagepackError: a process could not load its stages.
+        """
+        store = self._start_processes()
+        try:
+            membership = join_group(self._bundle, store, FRONT_RANK, self._size, self._options, self._check)
+        except ConnectionLostError as error:
+            self._check()
+            raise StageLostError(f"a process of the pipeline is lost: {error}") from None
+        processes = dict(self._processes)
+        return FrontProcess(
+            self._bundle,
+            membership,
+            find_end=lambda rank: self._find_end(processes[rank]),
+            report_loss=report_loss,
+        )
+
+    @abstractmethod
+    def stop(self, *, wait: bool) -> None:
+        """End the processes of the last group.
+
+        Args:
+            wait: they are about to end by themselves; kill those that do not within some seconds.
+        """
+
+    @abstractmethod
+    def _start_processes(self) -> Any:
+        """Start a process for each rank but the front, add it to `_processes`, and return the store of the group."""
+
+    @abstractmethod
+    def _find_end(self, process: Handle) -> ProcessEnd | None:
+        """Return how a process has ended; None while it runs."""
+
+    @property
+    def _started_ranks(self) -> range:
+        return range(FRONT_RANK + 1, self._size)
+
+    def _stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(number for number, stage_rank in enumerate(self._options.rank_of_stage) if stage_rank == rank)
+
+    def _describe(self, rank: int, store: Any) -> ProcessDescription:
+        return ProcessDescription(
+            bundle=str(self._bundle.path.absolute()),
+            imports=self._imports,
+            rank=rank,
+            size=self._size,
+            host=store.host,
+            port=store.port,
+            options=self._options,
+        )
+
+    def _check(self) -> None:
+        """Raise an error if a process has ended."""
+        for rank, process in self._processes.items():
+            if (end := self._find_end(process)) is not None:
+                raise self._early_end(rank, end)
+
+    def _early_end(self, rank: int, end: ProcessEnd, host: str = "") -> StageLostError:
+        stages = self._stages_of(rank)
+        return StageLostError(
+            f"process {rank}, which runs {stages_text(stages)}, was lost before it was ready: {end.reason}",
+            stages=stages,
+            host=host,
+            exit_status=end.exit_status,
+        )
+
+
+def options_of_started_processes(
+    bundle: Bundle,
+    process_count: int,
+    *,
+    devices: Sequence[Any],
+    runtime: str | Sequence[str],
+    allow_ops: Collection[str],
+    verify: bool,
+    in_flight: int = DEFAULT_IN_FLIGHT,
+    start_seconds: float = 60.0,
+    is_local: bool = False,
+) -> GroupOptions:
+    """Return how a bundle is distributed over processes that a front without stages starts.
+
+    Args:
+        bundle: the bundle.
+        process_count: the number of processes besides the front.
+        devices: see `stagepack.load`.
+        runtime: see `stagepack.load`.
+        allow_ops: see `stagepack.load`.
+        verify: see `stagepack.load`.
+        in_flight: see `GroupOptions`.
+        start_seconds: see `GroupOptions`.
+        is_local: see `GroupOptions`.
+
+    Raises:
+        OptionError: there are more processes than stages, or none.
+    """
+    if not 1 <= process_count <= len(bundle.stages):
+        raise OptionError(
+            f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"
+        )
+    ranks = range(FRONT_RANK + 1, FRONT_RANK + 1 + process_count)
+    return GroupOptions(
+        rank_of_stage=assign_stages(bundle.manifest, ranks),
+        devices=tuple(map(str, devices)),
+        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
+        allow_ops=tuple(allow_ops),
+        verify=verify,
+        in_flight=in_flight,
+        start_seconds=start_seconds,
+        is_local=is_local,
+    )
