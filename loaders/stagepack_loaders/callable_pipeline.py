@@ -10,6 +10,7 @@ from stagepack.format.manifest import Edge, Manifest
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.exchange import array_ops_of_call, to_array
+from stagepack_loaders.run_trace import RunTrace
 
 
 class CallablePipeline(ABC):
@@ -59,6 +60,20 @@ class CallablePipeline(ABC):
     @abstractmethod
     def inference(self) -> AbstractContextManager[None]:
         """Return a context for calls that need no gradients, in all runtimes of the pipeline."""
+
+    @abstractmethod
+    def trace(self) -> AbstractContextManager[RunTrace]:
+        """Return a context in which each process records what it does for each call. At most one at a time.
+
+        Returns:
+            A context whose value is the trace; the spans are there when it has ended. `stagepack_loaders.trace_file.write_trace` writes
+            them as a file.
+
+        Examples:
+            >>> with pipeline.trace() as run_trace:
+            ...     result = pipeline(*args)
+            >>> write_trace(run_trace, "trace.json")
+        """
 
     @abstractmethod
     def seed(self, seed: int) -> None:

@@ -1,5 +1,6 @@
 """Loaded stages as one callable, in one process."""
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.run_trace import RunTrace, SpanRecorder
 
 
 class Pipeline(CallablePipeline):
@@ -43,6 +45,8 @@ class Pipeline(CallablePipeline):
             if edge.consumers and edge.name not in self._results:
                 last_uses[edge.consumers[-1]].append(edge.name)
         self._last_uses = tuple(last_uses)
+        self._request_numbers = itertools.count(1)
+        self._spans = SpanRecorder()
 
     @property
     def arrays(self) -> ArrayOps:
@@ -56,26 +60,44 @@ class Pipeline(CallablePipeline):
 
     def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
         """See `CallablePipeline`."""
+        request = next(self._request_numbers)
         for stage_number in range(len(self.stages)):
-            self.run_stage(stage_number, values)
+            self.run_stage(stage_number, values, request)
 
-    def run_stage(self, stage_number: int, values: MutableMapping[str, Any]) -> None:
+    def run_stage(self, stage_number: int, values: MutableMapping[str, Any], request: int = 0) -> None:
         """Run one stage on values that are known to fit.
 
         Args:
             stage_number: the stage.
             values: the values by edge name. Those that the stage makes are added; those that no later stage uses are removed, so that
                 their memory is freed.
+            request: the number of the call, for `trace`.
         """
         stage_entry = self.manifest.stages[stage_number]
         runtime = self.runtimes[stage_number]
-        # Converted for later stages too: they are to see what this one writes into it.
-        for edge_name in stage_entry.inputs:
-            values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
-        output_values = self.stages[stage_number].run([values[edge_name] for edge_name in stage_entry.inputs])
+        with self._spans.span("transfer", request, stage_number):
+            # Converted for later stages too: they are to see what this one writes into it.
+            for edge_name in stage_entry.inputs:
+                values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
+        stage = self.stages[stage_number]
+        with self._spans.span("compute", request, stage_number):
+            output_values = stage.run([values[edge_name] for edge_name in stage_entry.inputs])
+            if self._spans.is_on:
+                runtime.wait(stage.device)
         values.update(zip(stage_entry.outputs, output_values, strict=True))
         for edge_name in self._last_uses[stage_number]:
             del values[edge_name]
+
+    @contextmanager
+    def trace(self) -> Iterator[RunTrace]:
+        """See `CallablePipeline`. Moving values to the device of a stage counts as compute, converting them as transfer."""
+        run_trace = RunTrace(processes={0: "process 0"})
+        self._spans.start()
+        try:
+            yield run_trace
+        finally:
+            run_trace.spans += self._spans.stop()
+            run_trace.dropped = self._spans.dropped
 
     @contextmanager
     def inference(self) -> Iterator[None]:

@@ -25,7 +25,9 @@ from stagepack.cli.run_options import (
     runtime_of_each_stage,
     runtime_option,
 )
+from stagepack.cli.trace_option import print_trace, trace_options, trace_requests
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.registry import find_runtime, import_runtime
 
@@ -47,6 +49,8 @@ class _Options:
     compile_mode: str | None
     compiled_folder: str | None
     processes: int | None
+    trace_file: Path | None
+    request_count: int
     imports: tuple[str, ...]
     no_verify: bool
     as_json: bool
@@ -101,6 +105,7 @@ class _Options:
 )
 @compiled_option
 @processes_option
+@trace_options
 @click.option("--no-verify", is_flag=True, help="Do not compare the weight files with their digests.")
 @json_option
 def command(bundle_path: str, **arguments: Any) -> None:
@@ -143,6 +148,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
     if options.stage_number is not None and len(options.devices) > 1:
         raise click.UsageError("--stage loads one stage: pass one --device")
+    if options.stage_number is not None and options.trace_file:
+        raise click.UsageError("--trace runs the whole pipeline: leave out --stage")
     if options.compile_mode and options.compiled_folder:
         raise click.UsageError("--compile and --compiled cannot be used together")
     if options.processes and (options.stage_number is not None or options.compile_mode or options.compiled_folder):
@@ -151,8 +158,9 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
     stage_runtimes = runtime_of_each_stage(options.runtimes, stage_count)
     if options.compile_mode or options.compiled_folder:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
-    if options.outputs_file and options.inputs_file is None and bundle.example is None:
-        fail(f"--outputs: {bundle.path} has no example to run: pass --inputs")
+    if (options.outputs_file or options.trace_file) and options.inputs_file is None and bundle.example is None:
+        flag = "--outputs" if options.outputs_file else "--trace"
+        fail(f"{flag}: {bundle.path} has no example to run: pass --inputs")
     return stage_runtimes
 
 
@@ -256,6 +264,9 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
         if options.outputs_file is not None:
             example.write_outputs(pipeline, results, options.outputs_file)
     facts: dict[str, Any] = {"outputs": len(results)}
+    if options.trace_file is not None:
+        at_once = DEFAULT_IN_FLIGHT if options.processes or is_launched_group() else 1
+        facts["trace"] = trace_requests(pipeline, inputs, options.request_count, options.trace_file, at_once=at_once)
     if options.inputs_file is None:
         facts["difference"] = example.compare_results(pipeline, results, expected).largest
     return facts
@@ -293,3 +304,5 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
     print_line(f"{goal} after {sum(phases.values()):.3f} s: {durations}")
     if options.outputs_file:
         print_line(f"wrote {options.outputs_file}")
+    if "trace" in facts:
+        print_trace(facts["trace"])

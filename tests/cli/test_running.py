@@ -275,3 +275,29 @@ def test_an_example_of_complex_numbers_that_safetensors_lacks_is_replayed(tmp_pa
     bundle = stagepack.export(Turn(), inputs, out=tmp_path / "m.stagepack")
     assert replay_example(stagepack.load(bundle), bundle).largest == 0
     assert json.loads(run("load", str(bundle.path), "--inputs", str(bundle.example), "--json").stdout)["outputs"] == 2
+
+
+def test_a_run_is_traced(sound: Path, tmp_path: Path) -> None:
+    trace_file = tmp_path / "trace.json"
+    result = run("load", str(sound), "--trace", str(trace_file), "--requests", "3", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)["trace"]
+    assert facts["file"] == str(trace_file)
+    assert facts["requests"] == 3
+    (process,) = facts["processes"]
+    assert 0 < process["compute_share"] <= 1
+    assert facts["idle"] == pytest.approx(1 - process["compute_share"])
+    events = [event for event in json.loads(trace_file.read_bytes())["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == facts["spans"]
+    stages = [(event["args"]["request"], event["args"]["stage"]) for event in events if event["cat"] == "compute"]
+    assert stages == [(request, stage) for request in (2, 3, 4) for stage in range(3)]
+
+
+def test_a_trace_needs_the_whole_pipeline_and_inputs(editor: BundleEditor) -> None:
+    result = run("load", str(editor.path), "--trace", "trace.json", "--stage", "0")
+    assert result.exit_code == 2
+    assert "--trace runs the whole pipeline" in result.stderr
+    without_example(editor)
+    command_fails(
+        "load", str(editor.path), "--trace", "trace.json", says="--trace: .* has no example to run: pass --inputs"
+    )

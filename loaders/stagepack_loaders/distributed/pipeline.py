@@ -18,6 +18,7 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.exchange import array_ops_of_call
+from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 
@@ -160,6 +161,14 @@ class DistributedPipeline(CallablePipeline):
     def inference(self) -> AbstractContextManager[None]:
         """See `CallablePipeline`. Calls never compute gradients."""
         return nullcontext()
+
+    def trace(self) -> AbstractContextManager[RunTrace]:
+        """See `CallablePipeline`.
+
+        Raises:
+            OptionError: always; processes do not record yet.
+        """
+        raise OptionError("the processes of a distributed pipeline do not record traces yet: leave out processes")
 
     def seed(self, seed: int) -> None:
         """See `CallablePipeline`. The generators of all processes get the same seed."""

@@ -1,0 +1,151 @@
+"""Traces of runs as files in the Trace Event Format, which https://ui.perfetto.dev and ``chrome://tracing`` show.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. A process is a row, a thread a row inside it.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from stagepack.errors import InputError, WriteError
+from stagepack_loaders.run_trace import RunTrace, Span, SpanKind
+
+_NANOSECONDS = 1000  # in a microsecond, the unit of the format
+
+
+def write_trace(trace: RunTrace, path: str | os.PathLike[str]) -> None:
+    """Write a trace as a file.
+
+    Args:
+        trace: the trace.
+        path: the file.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
+    content = {
+        "traceEvents": list(_events(trace)),
+        "displayTimeUnit": "ms",
+        "otherData": {"written by": "stagepack", "spans dropped": trace.dropped},
+    }
+    try:
+        Path(path).write_bytes(msgspec.json.encode(content))
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def read_trace(path: str | os.PathLike[str]) -> RunTrace:
+    """Read a trace that `write_trace` wrote. Times count from the first span.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The trace.
+
+    Raises:
+        InputError: the file cannot be read, or is no such trace.
+    """
+    try:
+        content = msgspec.json.decode(Path(path).read_bytes(), type=_TraceFile)
+    except OSError as error:
+        raise InputError(f"{path}: the trace cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: expected a trace, as written by 'stagepack load --trace': {error}") from None
+    processes: dict[int, str] = {}
+    threads: dict[tuple[int, int], str] = {}
+    for event in content.events:
+        if event.phase == "M" and event.name == "process_name":
+            processes[event.process] = event.args.get("name", "")
+        elif event.phase == "M" and event.name == "thread_name":
+            threads[event.process, event.thread] = event.args.get("name", "")
+    spans = [_span(event, threads) for event in content.events if event.phase == "X"]
+    return RunTrace(processes=processes, spans=spans)
+
+
+class _Event(
+    Struct, frozen=True, kw_only=True, rename={"phase": "ph", "process": "pid", "thread": "tid", "kind": "cat"}
+):
+    """An event of the file. Spans have the phase X, names of processes and threads the phase M."""
+
+    phase: str
+    name: str
+    process: int
+    thread: int = 0
+    kind: SpanKind | None = None
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = {}
+
+
+class _TraceFile(Struct, frozen=True, kw_only=True):
+    events: list[_Event] = msgspec.field(name="traceEvents")
+
+
+def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
+    for process, process_name in trace.processes.items():
+        yield _named("process_name", process, 0, name=process_name)
+        yield _named("process_sort_index", process, 0, sort_index=process)
+    first_start = min((span.start for span in trace.spans), default=0)
+    rows: dict[tuple[int, str], list[list[int]]] = {}
+    row_numbers: dict[tuple[int, str, int], int] = {}
+    for span in sorted(trace.spans, key=lambda span: (span.start, -span.duration)):
+        row = _free_row(rows.setdefault((span.process, span.thread), []), span)
+        key = (span.process, span.thread, row)
+        if key not in row_numbers:
+            row_numbers[key] = len(row_numbers) + 1
+            row_name = span.thread if row == 0 else f"{span.thread} {row + 1}"
+            yield _named("thread_name", span.process, row_numbers[key], name=row_name)
+        yield {
+            "ph": "X",
+            "pid": span.process,
+            "tid": row_numbers[key],
+            "ts": (span.start - first_start) / _NANOSECONDS,
+            "dur": span.duration / _NANOSECONDS,
+            "name": _title(span),
+            "cat": span.kind,
+            "args": {"request": span.request, "stage": span.stage, "bytes": span.bytes},
+        }
+
+
+def _named(event_name: str, process: int, thread: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": event_name, "pid": process, "tid": thread, "args": args}
+
+
+def _title(span: Span) -> str:
+    place = "" if span.stage is None else f" stage {span.stage}"
+    return f"{span.kind}{place} request {span.request}"
+
+
+def _free_row(rows: list[list[int]], span: Span) -> int:
+    """The first row in which a span follows all spans, or is inside one: events of a row must nest. Starts ascend.
+
+    Args:
+        rows: the ends of the spans of each row that are open, each inside the one before. Changed.
+        span: the span.
+    """
+    for row, open_ends in enumerate(rows):
+        while open_ends and open_ends[-1] <= span.start:
+            open_ends.pop()
+        if not open_ends or open_ends[-1] >= span.end:
+            open_ends.append(span.end)
+            return row
+    rows.append([span.end])
+    return len(rows) - 1
+
+
+def _span(event: _Event, threads: dict[tuple[int, int], str]) -> Span:
+    return Span(
+        kind=event.kind or "compute",
+        process=event.process,
+        thread=threads.get((event.process, event.thread), ""),
+        request=event.args.get("request", 0),
+        stage=event.args.get("stage"),
+        start=round(event.ts * _NANOSECONDS),
+        duration=round(event.dur * _NANOSECONDS),
+        bytes=event.args.get("bytes", 0),
+    )
