@@ -12,6 +12,7 @@ from stagepack.extras import explain_missing_packages
 if TYPE_CHECKING:
     __version__: str
     from stagepack import distributed as distributed
+    from stagepack import ray as ray
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.exporter import export as export
@@ -38,6 +39,9 @@ _HOMES = {
     "recut": ("stagepack.recutter", "recut"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
 }
+
+# Public modules. `ray` is not in `__all__`: its package is rarely installed, and completion of names would raise for it.
+_MODULES = ("distributed", "ray")
 
 __all__ = [
     "Bundle",
@@ -66,9 +70,9 @@ def __getattr__(attribute_name: str) -> Any:
     """
     if attribute_name == "__version__":
         return importlib.import_module("importlib.metadata").version("stagepack")
-    if attribute_name == "distributed":
+    if attribute_name in _MODULES:
         with explain_missing_packages():
-            return importlib.import_module("stagepack.distributed")
+            return importlib.import_module(f"stagepack.{attribute_name}")
     if attribute_name not in _HOMES:
         raise AttributeError(f"module 'stagepack' has no attribute {attribute_name!r}")
     module_name, home_name = _HOMES[attribute_name]

@@ -15,6 +15,7 @@ _EXTRAS = {
     "onnxruntime": "onnxruntime",
     "onnxscript": "onnx",
     "prometheus_client": "serve",
+    "ray": "ray",
     "starlette": "serve",
     "sympy": "torch",
     "torch": "torch",

@@ -40,6 +40,8 @@ def test_other_names_do_not_exist() -> None:
         ("torch", "stagepack.split_here", "torch"),
         ("onnx_ir", "stagepack.add_onnx", "onnx"),
         ("torch", "stagepack.add_onnx", "onnx"),
+        ("ray", "stagepack.ray", "ray"),
+        ("ray", "from stagepack.ray import launch", "ray"),
     ],
 )
 def test_a_missing_package_is_an_import_error_that_names_the_extra(package: str, code: str, extra: str) -> None:

@@ -1,0 +1,285 @@
+"""Processes of stages that Ray places and ends: one actor for each.
+
+Ray places the actors and says when one has died. Tensors do not go through Ray: the processes connect by torch.distributed, as all others.
+"""
+
+import os
+import re
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util import get_node_ip_address, placement_group, remove_placement_group
+from ray.util.client import ray as ray_client
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from stagepack.errors import GroupError, OptionError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
+from stagepack_loaders.distributed.local_process import ProcessDescription, run_process
+from stagepack_loaders.distributed.membership import GroupOptions
+from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_loaders.distributed.process_end import ProcessEnd
+from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
+from stagepack_loaders.distributed.process_memory import estimate_memory
+from stagepack_loaders.distributed.started_processes import StartedProcesses, options_of_started_processes
+from stagepack_loaders.placement import place_stages
+
+_END_SECONDS = 5.0
+# Ray writes the exit status of a process into the text of its error, if it knows it.
+_EXIT_CODE = re.compile(r"exit code (\d+)")
+
+
+class StageActor:
+    """What each actor does. Ray makes the actor of this class by its name, and passes it nothing but text."""
+
+    def locate(self) -> tuple[str, str]:
+        """Return the number of the node of this actor at Ray, and its address."""
+        return ray.get_runtime_context().get_node_id(), get_node_ip_address()
+
+    def run(self, description: str) -> None:
+        """Run stages until the front closes the pipeline.
+
+        Args:
+            description: a `ProcessDescription` as JSON.
+        """
+        run_process(msgspec.json.decode(description, type=ProcessDescription))
+
+
+class _StartedActor:
+    """An actor, and what it will say when it has ended."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.result: Any = None
+
+    def find_end(self) -> ProcessEnd | None:
+        """Return how the actor has ended its run; None while it runs."""
+        if self.result is None or not ray.wait([self.result], timeout=0)[0]:
+            return None
+        try:
+            ray.get(self.result)
+        except RayTaskError as error:
+            return ProcessEnd(reason=f"its actor raised {type(error.cause).__name__}: {error.cause}")
+        except RayError as error:
+            return _actor_end(error)
+        return ProcessEnd(reason="its actor has ended its run")
+
+
+class RayActors(StartedProcesses[_StartedActor]):
+    """Starts a group of Ray actors, of which this process is the front, and runs no stages."""
+
+    def __init__(
+        self, bundle: Bundle, options: GroupOptions, resources: Sequence[dict[str, float]], *, imports: Sequence[str]
+    ) -> None:
+        """Keep what the actors need.
+
+        Args:
+            bundle: the bundle, at the same path on each node.
+            options: how the pipeline is distributed; rank 0 runs no stage.
+            resources: what Ray reserves for each process but the front, in the order of the ranks.
+            imports: modules that each process imports first.
+        """
+        super().__init__(bundle, options, imports=imports)
+        self._resources = resources
+        self._placement: Any = None
+
+    def stop(self, *, wait: bool) -> None:
+        """See `GroupLauncher`."""
+        started_actors, self._processes = list(self._processes.values()), {}
+        placement, self._placement = self._placement, None
+        if not ray.is_initialized():  # the application has shut Ray down, and the actors with it
+            return
+        results = [started.result for started in started_actors if started.result is not None]
+        if wait and results:
+            ray.wait(results, num_returns=len(results), timeout=_END_SECONDS)
+        for started in started_actors:
+            ray.kill(started.actor)
+        if placement is not None:
+            remove_placement_group(placement)
+
+    def _start_processes(self) -> Any:
+        deadline = time.monotonic() + self._options.start_seconds
+        self._placement = placement = placement_group(list(self._resources), strategy="PACK")
+        if not placement.wait(self._options.start_seconds):
+            raise GroupError(
+                f"expected Ray to place {len(self._resources)} actors, which need {_resources_text(self._resources)}, within "
+                f"{self._options.start_seconds:g} s; free are {_free_text()}: add nodes, or ask for less"
+            )
+        for rank in self._started_ranks:
+            self._processes[rank] = _StartedActor(self._make_actor(rank))
+        store = self._open_store(self._locate_nodes(deadline))
+        for rank, started in self._processes.items():
+            started.result = started.actor.run.remote(msgspec.json.encode(self._describe(rank, store)).decode())
+        return store
+
+    def _make_actor(self, rank: int) -> Any:
+        bundle_index = rank - self._started_ranks.start
+        resources = self._resources[bundle_index]
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle_index)
+        return (
+            ray.remote(StageActor)
+            .options(
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                memory=resources.get("memory", 0),
+                max_restarts=0,
+                scheduling_strategy=strategy,
+            )
+            .remote()
+        )
+
+    def _locate_nodes(self, deadline: float) -> dict[int, tuple[str, str]]:
+        """The node of each process but the front, and its address, by rank."""
+        results = {rank: started.actor.locate.remote() for rank, started in self._processes.items()}
+        nodes = {}
+        for rank, result in results.items():
+            try:
+                nodes[rank] = ray.get(result, timeout=max(0.0, deadline - time.monotonic()))
+            except GetTimeoutError:
+                raise GroupError(
+                    f"expected {len(results)} actors within {self._options.start_seconds:g} s, that of rank {rank} has not started"
+                ) from None
+            except RayError as error:
+                raise self._early_end(rank, _actor_end(error)) from None
+        return nodes
+
+    def _open_store(self, nodes: dict[int, tuple[str, str]]) -> Any:
+        """Open the store of the group where the actors reach it, and have all processes listen at addresses of their nodes."""
+        is_local = {node for node, _ in nodes.values()} == {ray.get_runtime_context().get_node_id()}
+        address = LOOPBACK if is_local else get_node_ip_address()
+        self._options = msgspec.structs.replace(self._options, is_local=is_local, address=address)
+        self._addresses = {rank: LOOPBACK if is_local else node_address for rank, (_, node_address) in nodes.items()}
+        return open_store(address)
+
+    def _describe(self, rank: int, store: Any) -> ProcessDescription:
+        description = super()._describe(rank, store)
+        options = msgspec.structs.replace(description.options, address=self._addresses[rank])
+        return msgspec.structs.replace(description, options=options)
+
+    def _find_end(self, process: _StartedActor) -> ProcessEnd | None:
+        return process.find_end()
+
+
+def launch(
+    bundle: "str | os.PathLike[str] | Bundle",
+    processes: int | None = None,
+    *,
+    devices: Sequence[str] = ("cpu",),
+    runtime: str | Sequence[str] = "torch",
+    types: Collection[type] = (),
+    allow_ops: Collection[str] = (),
+    verify: bool = True,
+    imports: Sequence[str] = (),
+    max_restarts: int = 0,
+    in_flight: int = DEFAULT_IN_FLIGHT,
+    start_seconds: float = 60.0,
+    cpus_per_process: float = 1.0,
+    gpus_per_process: float = 1.0,
+    memory_per_process: int | None = None,
+) -> DistributedPipeline:
+    """Run the stages of a bundle in actors of Ray, each actor in a process of its own somewhere in the cluster.
+
+    This process is called, and runs no stages. It must be a driver, task or actor in the cluster; it connects to the cluster, or starts
+    Ray on this machine, as ``ray.init()`` does, unless that was done before. The actors are in one placement group. Tensors go from
+    process to process by torch.distributed, which neither authenticates nor encrypts, on the network between the nodes.
+
+    Args:
+        bundle: the folder of the bundle, or an opened bundle. Its path must be the same on each node: on a shared file system, or copied.
+        processes: the number of actors; by default one for each stage. With fewer than stages, consecutive stages share one.
+        devices: the device of each stage, in order; with fewer devices, consecutive stages share one. An actor sees only the GPUs that
+            Ray gives to it, so ``["cuda"]`` is right for all stages.
+        runtime: as for `stagepack.load`.
+        types: as for `stagepack.load`.
+        allow_ops: as for `stagepack.load`.
+        verify: as for `stagepack.load`.
+        imports: modules that each actor imports first, such as those that register custom operators.
+        max_restarts: how often all actors are started again after one was lost. They may then be on other nodes.
+        in_flight: the largest number of calls on their way through the stages.
+        start_seconds: how long to wait for Ray to place the actors, and then for the actors to come, in seconds.
+        cpus_per_process: CPUs that Ray reserves for each actor, and, rounded down, threads of each actor, at least 1.
+        gpus_per_process: GPUs that Ray reserves for each actor with a stage on another device than the CPU; less than 1 for actors that
+            share one.
+        memory_per_process: memory that Ray reserves for each actor, in bytes; 0 for none. By default, what the plan of the bundle
+            estimates for its stages at the sizes of the example. Set it if calls are much larger.
+
+    Returns:
+        The pipeline. Close it to end the actors, or use it in a ``with`` statement.
+
+    Raises:
+        OptionError: there are more processes than stages; or this process is a client of Ray outside of the cluster.
+        GroupError: the cluster has not the resources; an actor has not come in time, or has another bundle or other versions.
+        StageLostError: an actor died.
+        MissingPackageError: Ray is not installed.
+        StagepackError: an actor could not load its stages; see `stagepack.load`.
+
+    Examples:
+        >>> with stagepack.ray.launch("m.stagepack", devices=["cuda"], max_restarts=3) as pipeline:
+        ...     logits = pipeline(input_ids)
+    """
+    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    options = options_of_started_processes(
+        opened_bundle,
+        len(opened_bundle.stages) if processes is None else processes,
+        devices=devices,
+        runtime=runtime,
+        allow_ops=allow_ops,
+        verify=verify,
+        in_flight=in_flight,
+        start_seconds=start_seconds,
+    )
+    if ray_client.is_connected():
+        raise OptionError(
+            "expected a process in the Ray cluster, found a Ray client: run the script as a job of the cluster"
+        )
+    if not ray.is_initialized():
+        ray.init()
+    resources = [
+        _resources_of_process(opened_bundle, options, rank, cpus_per_process, gpus_per_process, memory_per_process)
+        for rank in sorted(set(options.rank_of_stage))
+    ]
+    launcher = RayActors(opened_bundle, options, resources, imports=imports)
+    return DistributedPipeline(opened_bundle, launcher, types, max_restarts)
+
+
+def _resources_of_process(
+    bundle: Bundle, options: GroupOptions, rank: int, cpus: float, gpus: float, memory: int | None
+) -> dict[str, float]:
+    """What Ray reserves for a process, without the resources of which it needs none."""
+    stage_devices = place_stages(bundle.manifest, options.devices)
+    used_devices = {stage_devices[number] for number, owner in enumerate(options.rank_of_stage) if owner == rank}
+    if memory is None:
+        memory = estimate_memory(
+            bundle, options.rank_of_stage, rank, devices=options.devices, in_flight=options.in_flight
+        ).total
+    needs_gpu = any(device.partition(":")[0] != "cpu" for device in used_devices)
+    resources = {"CPU": cpus, "GPU": gpus if needs_gpu else 0.0, "memory": float(memory)}
+    return {name: amount for name, amount in resources.items() if amount or name == "CPU"}
+
+
+def _actor_end(error: RayError) -> ProcessEnd:
+    """How an actor has died, by Ray's error. Its last line has the reason."""
+    text = str(error).strip().rpartition("\n")[2].rpartition("Worker exit detail: ")[2]
+    exit_code = _EXIT_CODE.search(text) if isinstance(error, RayActorError) else None
+    return ProcessEnd(reason=f"its actor died: {text}", exit_status=int(exit_code[1]) if exit_code else None)
+
+
+def _resources_text(resources: Sequence[dict[str, float]]) -> str:
+    """What several processes need together."""
+    return ", ".join(
+        f"{_amount_text(name, sum(of_process.get(name, 0.0) for of_process in resources))}"
+        for name in ("CPU", "GPU", "memory")
+        if any(name in of_process for of_process in resources)
+    )
+
+
+def _free_text() -> str:
+    free = ray.available_resources()
+    return ", ".join(_amount_text(name, free.get(name, 0.0)) for name in ("CPU", "GPU", "memory"))
+
+
+def _amount_text(resource_name: str, amount: float) -> str:
+    return f"{amount / 1e9:.1f} GB of memory" if resource_name == "memory" else f"{amount:g} {resource_name}"
