@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stagepack.onnx import add_onnx as add_onnx
     from stagepack.partition.plan_file import read_plan as read_plan
     from stagepack.partition.policies import PolicyNode as PolicyNode
+    from stagepack.partition.profile import read_profile as read_profile
     from stagepack.recutter import recut as recut
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
@@ -36,6 +37,7 @@ _HOMES = {
     "load_stage": ("stagepack_loaders.load", "load_stage"),
     "open": ("stagepack.format.reader", "Bundle"),
     "read_plan": ("stagepack.partition.plan_file", "read_plan"),
+    "read_profile": ("stagepack.partition.profile", "read_profile"),
     "recut": ("stagepack.recutter", "recut"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
 }
@@ -56,6 +58,7 @@ __all__ = [
     "load_stage",
     "open",
     "read_plan",
+    "read_profile",
     "recut",
     "split_here",
 ]

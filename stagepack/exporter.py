@@ -27,10 +27,11 @@ from stagepack.linearize import LinearizedProgram, linearize_program
 from stagepack.linearize.example import EXAMPLE_SEED, record_example
 from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.partition.costs import graph_costs
-from stagepack.partition.cut import Cut, WeightSharing
+from stagepack.partition.cut import WeightSharing
 from stagepack.partition.cut_options import CutOptions
-from stagepack.partition.partitioner import partition_graph
+from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.policies import Policy
+from stagepack.partition.profile import Profile
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -48,6 +49,7 @@ def export(
     plan: Plan | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
+    profile: Profile | None = None,
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
     onnx: bool = False,
@@ -72,6 +74,7 @@ def export(
         plan: a plan of another bundle (``bundle.manifest.plan``), or from `stagepack.read_plan`.
         memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: the speed of the device of each stage, relative to the others.
+        profile: with `stages`: measured times of the model's operators, from `stagepack.read_profile`, in the place of estimates.
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
@@ -102,7 +105,14 @@ def export(
     """
     check_output_path(out, overwrite=overwrite)
     cut_options = CutOptions(
-        stages=stages, split_at=split_at, policy=policy, plan=plan, memory=memory, speeds=speeds, shared=shared
+        stages=stages,
+        split_at=split_at,
+        policy=policy,
+        plan=plan,
+        memory=memory,
+        speeds=speeds,
+        profile=profile,
+        shared=shared,
     )
     inputs = _example_inputs(args, kwargs, dynamic_shapes)
     if onnx:
@@ -145,17 +155,17 @@ def export_capture(
     progress("linearize")
     program = _linearize(capture)
     progress("cut")
-    cut, plan = _cut(program, cut_options)
+    partition = _cut(program, cut_options)
     progress("run the example")
     written_tensors = [program.weights.tensors[weight] for weight in GraphAnalysis(program.graph).written_weight_names]
     example = record_example(capture, program.signature, written_tensors)
     progress("write")
-    origin = _origin(program, plan, model_files(capture.model))
-    write_bundle(out, cut, _weight_source(program), example, origin, overwrite=overwrite)
+    origin = _origin(program, partition.plan, model_files(capture.model))
+    write_bundle(out, partition.cut, _weight_source(program), example, origin, overwrite=overwrite)
     return Bundle(out)
 
 
-def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Cut, Plan, tuple[Symbol, ...]]:
+def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, tuple[Symbol, ...]]:
     """Make the cut that `export_capture` would write.
 
     Args:
@@ -163,14 +173,14 @@ def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Cut, Plan, 
         cut_options: where to cut.
 
     Returns:
-        The cut, its plan with the costs, and the dynamic sizes of the model.
+        The cut with its costs, and the dynamic sizes of the model.
 
     Raises:
         UnsupportedError: the captured program contains something that a bundle cannot represent.
         CutError: the model cannot be cut as requested.
     """
     program = _linearize(capture)
-    return *_cut(program, cut_options), program.graph.symbols
+    return _cut(program, cut_options), program.graph.symbols
 
 
 def _example_inputs(args: Any, kwargs: Any, dynamic_shapes: Any) -> Inputs:
@@ -193,7 +203,7 @@ def _linearize(capture: Capture) -> LinearizedProgram:
     )
 
 
-def _cut(program: LinearizedProgram, cut_options: CutOptions) -> tuple[Cut, Plan]:
+def _cut(program: LinearizedProgram, cut_options: CutOptions) -> Partition:
     graph = canonical_graph(program.graph)
     weight_bytes = {tensor: spec.nbytes for tensor, (spec, _) in program.weights.stored.items()}
     return partition_graph(graph, graph_costs(graph, weight_bytes), cut_options, program.split_positions)

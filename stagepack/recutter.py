@@ -19,10 +19,11 @@ from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_heade
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.joining import join_stages
 from stagepack.partition.costs import graph_costs
-from stagepack.partition.cut import Cut, WeightSharing
+from stagepack.partition.cut import WeightSharing
 from stagepack.partition.cut_options import CutOptions
-from stagepack.partition.partitioner import partition_graph
+from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.policies import Policy
+from stagepack.partition.profile import Profile
 
 _CHUNK_BYTES = 8 * 2**20
 
@@ -37,6 +38,7 @@ def recut(
     plan: Plan | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
+    profile: Profile | None = None,
     shared: WeightSharing = "replicate",
     overwrite: bool = False,
 ) -> Bundle:
@@ -55,6 +57,7 @@ def recut(
         plan: a plan of another bundle (``bundle.manifest.plan``), or from `stagepack.read_plan`.
         memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: the speed of the device of each stage, relative to the others.
+        profile: with `stages`: measured times of the model's operators, from `stagepack.read_profile`, in the place of estimates.
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         overwrite: replace a bundle that exists at `out`.
@@ -75,7 +78,14 @@ def recut(
     """
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     cut_options = CutOptions(
-        stages=stages, split_at=split_at, policy=policy, plan=plan, memory=memory, speeds=speeds, shared=shared
+        stages=stages,
+        split_at=split_at,
+        policy=policy,
+        plan=plan,
+        memory=memory,
+        speeds=speeds,
+        profile=profile,
+        shared=shared,
     )
     return recut_with_options(opened, out=out, cut_options=cut_options, overwrite=overwrite)
 
@@ -100,22 +110,22 @@ def recut_with_options(
     check_output_path(out, overwrite=overwrite)
     bundle.check_digests(bundle.files)
     whole_model = _join(bundle)
-    cut, plan = _cut(whole_model, cut_options)
+    partition = _cut(whole_model, cut_options)
     manifest = bundle.manifest
     origin = ModelOrigin(
         signature=manifest.signature,
         symbols=manifest.symbols,
         producer=manifest.producer,
-        plan=plan,
+        plan=partition.plan,
         device=manifest.device,
         seed=manifest.seed,
         files=_further_files(bundle),
     )
-    write_bundle(out, cut, whole_model.weights, _example(bundle), origin, overwrite=overwrite)
+    write_bundle(out, partition.cut, whole_model.weights, _example(bundle), origin, overwrite=overwrite)
     return Bundle(out)
 
 
-def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> tuple[Cut, Plan]:
+def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> Partition:
     """Make the cut that `recut` would write. Reads no weights.
 
     Args:
@@ -123,7 +133,7 @@ def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> tuple[Cut, Plan]:
         cut_options: where to cut.
 
     Returns:
-        The cut, and its plan with the costs.
+        The cut with its costs.
 
     Raises:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
@@ -138,17 +148,35 @@ class _WholeModel:
     weights: TensorSource
 
 
-def _join(bundle: Bundle) -> _WholeModel:
-    stage_graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+def whole_graph(bundle: Bundle) -> Graph:
+    """Return the graph of the whole model, as it was before the cut. Reads no weights.
+
+    Args:
+        bundle: the opened bundle.
+
+    Raises:
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        CutError: the manifest does not record the positions of the nodes in the whole model.
+    """
+    return _join_graphs(bundle, [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))])
+
+
+def _join_graphs(bundle: Bundle, stage_graphs: Sequence[Graph]) -> Graph:
     graph = join_stages(bundle.manifest, stage_graphs)
     raise_problems(check_graph(graph, f"{bundle.path.name}, joined"))
+    return graph
+
+
+def _join(bundle: Bundle) -> _WholeModel:
+    stage_graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+    graph = _join_graphs(bundle, stage_graphs)
     locations: dict[str, tuple[Path, StoredTensor]] = {}
     for stage_number, stage_graph in enumerate(stage_graphs):
         locations.update(bundle.tensors(stage_number, stage_graph))
     return _WholeModel(graph=graph, weights=_tensor_source(locations, graph.weights))
 
 
-def _cut(whole_model: _WholeModel, cut_options: CutOptions) -> tuple[Cut, Plan]:
+def _cut(whole_model: _WholeModel, cut_options: CutOptions) -> Partition:
     weight_bytes = {tensor: spec.nbytes for tensor, spec in whole_model.weights.specs.items()}
     return partition_graph(whole_model.graph, graph_costs(whole_model.graph, weight_bytes), cut_options)
 

@@ -111,12 +111,12 @@ def _compare(table: ResultTable, build: Callable[[int], Model], length: int) -> 
     """Add a row for each stage of a model but the first."""
     torch.manual_seed(0)
     model, inputs, split_modules = build(length)
-    cut, _, symbols = plan_capture(capture_source(model, inputs), CutOptions(split_at=split_modules))
+    partition, symbols = plan_capture(capture_source(model, inputs), CutOptions(split_at=split_modules))
     sizes = example_sizes(symbols)
     theirs = pipelining.sent_bytes(pipelining.cut(model, inputs, pipelining.at_modules(split_modules)))
     hidden = 2 * length * model.config.hidden_size * 4
     for stage, received in enumerate(theirs, start=1):
-        crossing = [edge for edge in cut.edges if edge.producer is not None and stage in edge.consumers]
+        crossing = [edge for edge in partition.cut.edges if edge.producer is not None and stage in edge.consumers]
         ours = sum(value_bytes(edge, sizes) for edge in crossing)
         shapes = ", ".join(f"{edge.dtype}{[evaluate_dim(dim, sizes) for dim in edge.shape]}" for edge in crossing)
         table.add(build.__name__, length, stage, ours, received, hidden, shapes)

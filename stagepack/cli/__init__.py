@@ -25,6 +25,7 @@ _COMMAND_GROUPS = {
     },
     "Run bundles": {
         "load": "Load a bundle and run its example.",
+        "profile": "Measure how long the operators of a bundle take.",
         "serve": "Serve bundles over the Open Inference Protocol.",
         "triton": "Write a bundle into a Triton model repository.",
     },

@@ -9,7 +9,8 @@ from stagepack.format.plan import Plan
 from stagepack.format.shapes import Symbol, format_shape
 
 MICROBATCH_COUNTS = (1, 2, 4, 8, 16, 32)
-ASSUMED_DEVICES = "devices of 50 TFLOP/s and 1 TB/s, 2 µs for each operator; links of 25 GB/s, 5 µs for each value"
+ASSUMED_LINKS = "links of 25 GB/s, 5 µs for each value"
+ASSUMED_DEVICES = f"devices of 50 TFLOP/s and 1 TB/s, 2 µs for each operator; {ASSUMED_LINKS}"
 
 
 def cut_facts(plan: Plan, edges: Sequence[Edge], symbols: Sequence[Symbol]) -> dict[str, Any]:

@@ -56,6 +56,14 @@ _OPTIONS = (
         "Repeat it for each stage. Requires --stages.",
     ),
     click.option(
+        "--profile",
+        "profile_file",
+        type=PathType(),
+        metavar="FILE",
+        show_default="estimates",
+        help="Measured times of the model's operators, written by 'stagepack profile', in the place of estimates.",
+    ),
+    click.option(
         "--shared",
         "weight_sharing",
         type=click.Choice(["replicate", "transmit"]),
@@ -67,11 +75,12 @@ _OPTIONS = (
 )
 
 
-def cut_option_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+def cut_option_flags(function: Callable[..., Any], *, shows_times: bool = False) -> Callable[..., Any]:
     """Add the options to a subcommand, which receives them as the argument `make_cut_options`.
 
     It is a function that returns `CutOptions`, because that class needs numpy, which is imported after the command line is checked. It
-    is None when none of the options is used.
+    is None when none of the options is used. With `shows_times` the subcommand shows the times of a cut, so that it takes a profile for
+    any cut; else a profile only chooses among the cuts into a number of stages.
     """
 
     @functools.wraps(function)
@@ -81,6 +90,7 @@ def cut_option_flags(function: Callable[..., Any]) -> Callable[..., Any]:
         plan_file: str | None,
         memory_sizes: tuple[str, ...],
         speeds: tuple[float, ...],
+        profile_file: str | None,
         weight_sharing: Literal["replicate", "transmit"],
         **arguments: Any,
     ) -> Any:
@@ -90,10 +100,13 @@ def cut_option_flags(function: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError(f"{' and '.join(used_flags)} cannot be used together")
         if (memory_sizes or speeds) and stage_count is None:
             raise click.UsageError(f"{'--memory' if memory_sizes else '--speed'} requires --stages")
+        if profile_file is not None and stage_count is None and not shows_times:
+            raise click.UsageError("--profile requires --stages")
 
         def make_cut_options() -> "CutOptions":
             from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, see above
             from stagepack.partition.plan_file import read_plan  # noqa: PLC0415 - the same
+            from stagepack.partition.profile import read_profile  # noqa: PLC0415 - the same
 
             return CutOptions(
                 stages=stage_count,
@@ -101,10 +114,11 @@ def cut_option_flags(function: Callable[..., Any]) -> Callable[..., Any]:
                 plan=None if plan_file is None else read_plan(plan_file),
                 memory=memory_sizes,
                 speeds=speeds,
+                profile=None if profile_file is None else read_profile(profile_file),
                 shared=weight_sharing,
             )
 
-        is_used = used_flags or weight_sharing != "replicate"
+        is_used = used_flags or profile_file is not None or weight_sharing != "replicate"
         return function(make_cut_options=make_cut_options if is_used else None, **arguments)
 
     return functools.reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), wrapped)

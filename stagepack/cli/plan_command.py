@@ -4,18 +4,21 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from stagepack.cli.bundle_facts import print_empty_stages
 from stagepack.cli.command import subcommand
-from stagepack.cli.cut_facts import ASSUMED_DEVICES, cut_facts
+from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType
+from stagepack.cli.profile_facts import assumption_lines, measured_facts
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
@@ -28,9 +31,25 @@ from stagepack.partition.operator_costs import estimated_operators
 
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions
+    from stagepack.partition.partitioner import Partition
 
-# The plan of a cut, the edges between its stages, the symbols of the model, and the graphs of the stages.
-PlannedCut = tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...], list[Graph]]
+
+class _PlannedCut(NamedTuple):
+    """A cut as it is shown.
+
+    Attributes:
+        plan: the stages with their times.
+        edges: the edges between the stages.
+        symbols: the symbols of the model.
+        graphs: the graphs of the stages.
+        profile: facts about the profile that the times are of, if they are measured.
+    """
+
+    plan: Plan
+    edges: tuple[Edge, ...]
+    symbols: tuple[Symbol, ...]
+    graphs: list[Graph]
+    profile: dict[str, Any] | None
 
 
 @subcommand(
@@ -39,6 +58,7 @@ PlannedCut = tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...], list[Graph]]
         "stagepack plan net.py:make_model --stages 4",
         "stagepack plan net.stagepack --stages 2 --memory 24GiB --memory 80GiB",
         "stagepack plan net.stagepack --stages 4 -o plan.json",
+        "stagepack plan net.stagepack --stages 4 --profile times.json",
         "stagepack plan net.stagepack --dot | dot -Tsvg > stages.svg",
     ],
 )
@@ -50,7 +70,7 @@ PlannedCut = tuple[Plan, tuple[Edge, ...], tuple[Symbol, ...], list[Graph]]
     show_default="those that SOURCE returns",
     help="For a SOURCE: function that returns the example inputs.",
 )
-@cut_option_flags
+@partial(cut_option_flags, shows_times=True)
 @click.option(
     "-o",
     "--out",
@@ -78,19 +98,22 @@ def command(
     SOURCE is a model, as for 'stagepack export', whose code runs. A BUNDLE needs no torch; without a cut option, its own cut is shown.
 
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
-    time are estimates for one call with inputs of the example's sizes.
+    time are estimates for one call with inputs of the example's sizes; with --profile, the time is measured.
     """
     if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
         if inputs_function is not None:
             raise click.UsageError("--inputs is for a SOURCE: a bundle contains its example inputs")
-        plan, edges, symbols, graphs = _plan_bundle(Bundle(source), make_cut_options)
+        planned = _plan_bundle(Bundle(source), make_cut_options)
     else:
-        plan, edges, symbols, graphs = _plan_source(source, make_cut_options, inputs_function)
+        planned = _plan_source(source, make_cut_options, inputs_function)
     if out is not None:
         from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
 
-        write_plan(plan, out)
-    facts = cut_facts(plan, edges, symbols) | {"estimated_operators": estimated_operators(graphs)}
+        write_plan(planned.plan, out)
+    facts = cut_facts(planned.plan, planned.edges, planned.symbols) | {
+        "estimated_operators": estimated_operators(planned.graphs),
+        "profile": planned.profile,
+    }
     match output_format:
         case "json":
             print_json(facts)
@@ -101,21 +124,24 @@ def command(
                 print_line(line)
 
 
-def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | None") -> PlannedCut:
+def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | None") -> _PlannedCut:
+    own_plan = bundle.manifest.plan
     if make_cut_options is None:
-        if bundle.manifest.plan is None:
+        if own_plan is None:
             fail(f"{bundle.path}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-        return bundle.manifest.plan, bundle.edges, bundle.manifest.symbols, graphs
+        return _PlannedCut(own_plan, bundle.edges, bundle.manifest.symbols, graphs, None)
     from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
 
-    cut, plan = plan_bundle(bundle, make_cut_options())
-    return plan, cut.edges, bundle.manifest.symbols, [stage.graph for stage in cut.stages]
+    cut_options = make_cut_options()
+    if cut_options.profile is not None and not cut_options.has_way and own_plan is not None:
+        cut_options = replace(cut_options, plan=own_plan)
+    return _planned_cut(plan_bundle(bundle, cut_options), bundle.manifest.symbols, cut_options)
 
 
 def _plan_source(
     source: str, make_cut_options: "Callable[[], CutOptions] | None", inputs_function: str | None
-) -> PlannedCut:
+) -> _PlannedCut:
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
@@ -126,8 +152,15 @@ def _plan_source(
         next_step("capturing the model")
         capture = capture_source_argument(source, inputs_function)
         next_step("planning")
-        cut, plan, symbols = plan_capture(capture, cut_options)
-    return plan, cut.edges, symbols, [stage.graph for stage in cut.stages]
+        partition, symbols = plan_capture(capture, cut_options)
+    return _planned_cut(partition, symbols, cut_options)
+
+
+def _planned_cut(partition: "Partition", symbols: tuple[Symbol, ...], cut_options: "CutOptions") -> _PlannedCut:
+    profile, measured = cut_options.profile, partition.measured
+    profile_facts = None if profile is None or measured is None else measured_facts(profile, measured)
+    graphs = [stage.graph for stage in partition.cut.stages]
+    return _PlannedCut(partition.measured_plan, partition.cut.edges, symbols, graphs, profile_facts)
 
 
 def _print_plan(facts: dict[str, Any]) -> None:
@@ -166,7 +199,8 @@ def _print_plan(facts: dict[str, Any]) -> None:
     print_line(f"bubble by number of microbatches: {bubble}")
     if facts["sizes"]:
         print_line("example sizes: " + ", ".join(f"{symbol} = {size}" for symbol, size in facts["sizes"].items()))
-    print_line(f"assumed: {ASSUMED_DEVICES}")
+    for line in assumption_lines(facts["profile"]):
+        print_line(line)
     if facts["estimated_operators"]:
         operators = ", ".join(
             f"{operator} ({count_of('node', node_count)})"

@@ -8,6 +8,7 @@ from stagepack.errors import CutError
 from stagepack.format.plan import Plan
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.policies import Policy
+from stagepack.partition.profile import Profile
 
 _BYTE_UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -30,6 +31,7 @@ class CutOptions:
         plan: a plan saved earlier.
         memory: with `stages`: memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: speed of the device of each stage, relative to the others, from 0.000001 to 1000000.
+        profile: measured times of the nodes, in the place of estimates.
         shared: how stages get a weight that several of them use: each holds it ("replicate"), or the first one holds it and
             sends it at each call ("transmit").
 
@@ -48,6 +50,7 @@ class CutOptions:
     plan: Plan | None = None
     memory: Sequence[int | str] = ()
     speeds: Sequence[float] = ()
+    profile: Profile | None = None
     shared: WeightSharing = "replicate"
 
     def __post_init__(self) -> None:
@@ -65,6 +68,11 @@ class CutOptions:
             raise CutError(f"shared: expected 'replicate' or 'transmit', found {self.shared!r}")
         if not all(_SLOWEST_SPEED <= speed <= _FASTEST_SPEED for speed in self.speeds):
             raise CutError(f"speeds: expected numbers from 0.000001 to 1000000, found {list(self.speeds)}")
+
+    @property
+    def has_way(self) -> bool:
+        """Whether it says where to cut; if not, the split markers in the model's code do."""
+        return any((self.stages, self.split_at, self.policy, self.plan))
 
     @property
     def memory_bytes(self) -> list[int]:

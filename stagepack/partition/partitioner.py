@@ -1,6 +1,7 @@
 """A graph and cut options -> the cut, and its plan."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -21,19 +22,37 @@ from stagepack.partition.costed_graph import CostedGraph
 from stagepack.partition.costs import GraphCosts
 from stagepack.partition.cut import Cut, cut_graph
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.measured_costs import MeasuredCosts, measured_costs
 from stagepack.partition.node_order import NodeOrder, late_state_order
 from stagepack.partition.planner import plan_for_assignment
 from stagepack.partition.policies import assign_by_policy
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A cut with its costs.
+
+    Attributes:
+        cut: the stages and edges.
+        plan: the cut with its estimated costs, for the manifest. It follows from the model and the cut alone, whatever chose the cut.
+        measured: the costs that chose the cut, if the caller has a profile.
+        measured_plan: the cut with these costs; `plan` without a profile.
+    """
+
+    cut: Cut
+    plan: Plan
+    measured: MeasuredCosts | None
+    measured_plan: Plan
+
+
 def partition_graph(
     graph: Graph, costs: GraphCosts, options: CutOptions, split_positions: Sequence[int] = ()
-) -> tuple[Cut, Plan]:
+) -> Partition:
     """Cut a graph as the caller asks.
 
     Args:
         graph: the graph of a whole model, of `canonical_graph`.
-        costs: of the same graph.
+        costs: its estimated costs.
         options: where to cut.
         split_positions: the numbers of the nodes in front of which the model's own code has a split marker.
 
@@ -41,13 +60,25 @@ def partition_graph(
         The cut, and its plan.
 
     Raises:
-        CutError: the graph cannot be cut so.
+        CutError: the graph cannot be cut so, or the profile is of another model.
     """
-    costed = CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
+    estimated = CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
+    measured = None if options.profile is None else measured_costs(graph, costs, options.profile)
+    costed = estimated if measured is None else CostedGraph(analysis=estimated.analysis, costs=measured.costs)
     assignment = _assign(costed, options, split_positions)
-    plan = plan_for_assignment(costed, assignment, memory=options.memory_bytes, speeds=options.speeds)
     shared = options.shared if options.plan is None else options.plan.shared
-    return cut_graph(costed, assignment, shared), replace(plan, shared=shared)
+
+    def make_plan(plan_costs: CostedGraph) -> Plan:
+        plan = plan_for_assignment(plan_costs, assignment, memory=options.memory_bytes, speeds=options.speeds)
+        return replace(plan, shared=shared)
+
+    plan = make_plan(estimated)
+    return Partition(
+        cut=cut_graph(estimated, assignment, shared),
+        plan=plan,
+        measured=measured,
+        measured_plan=plan if measured is None else make_plan(costed),
+    )
 
 
 def _assign(costed: CostedGraph, options: CutOptions, split_positions: Sequence[int]) -> StageAssignment:

@@ -34,6 +34,9 @@ from stagepack_loaders.torch.operators import check_call
 from stagepack_loaders.torch.steps import all_values
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 
+# Key of the `meta` of an fx node that calls an operator: the node of the graph.
+GRAPH_NODE = "stagepack_node"
+
 
 @dataclass(frozen=True, slots=True)
 class GraphParts:
@@ -109,7 +112,7 @@ class FxBody:
         kwargs = {parameter_name: self._argument(argument) for parameter_name, argument in node.kwargs}
         fx_name = next(iter(output_names(node)), None) if not node.unpack else None
         result = self._create("call_function", operator, args, kwargs, fx_name)
-        result.meta["nn_module_stack"] = self._parts.module_stacks[node.scope]
+        result.meta |= {"nn_module_stack": self._parts.module_stacks[node.scope], GRAPH_NODE: node}
         for index, output in enumerate(node.outputs):
             if output is not None:
                 self._fx_nodes[output.name] = self._item(result, index, output.name) if node.unpack else result

@@ -1,0 +1,169 @@
+"""`stagepack profile`."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
+from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.profile_facts import machine_text, profile_facts
+from stagepack.cli.quantities import format_time
+from stagepack.cli.run_options import device_option, json_option, operator_options
+from stagepack.errors import OutputExistsError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.registry import DEFAULT_RUNTIME, import_runtime
+
+if TYPE_CHECKING:
+    from stagepack.partition.profile import Profile
+    from stagepack_loaders.torch.measurement import BundleMeasurement
+
+_DEFAULT_RUNS = 10
+_MOST_RUNS = 1000
+_SHOWN_OPERATORS = 8
+_PICOSECONDS = 1e12  # in a second
+
+
+@subcommand(
+    "profile",
+    examples=[
+        "stagepack profile net.stagepack -o times.json",
+        "stagepack profile net.stagepack -o times.json --inputs batch.safetensors",
+        "stagepack plan net.stagepack --stages 4 --profile times.json",
+    ],
+)
+@bundle_argument
+@click.option("-o", "--out", required=True, type=PathType(Path), metavar="FILE", help="JSON file to write.")
+@device_option
+@click.option(
+    "--inputs",
+    "inputs_file",
+    type=PathType(Path),
+    metavar="FILE",
+    show_default="the example of the bundle",
+    help="Run these inputs: a safetensors file with a tensor for each input edge, under its name.",
+)
+@click.option(
+    "--runs",
+    type=click.IntRange(1, _MOST_RUNS),
+    metavar="N",
+    default=_DEFAULT_RUNS,
+    show_default=True,
+    help="How many runs of each stage are measured, after some that do not count.",
+)
+@operator_options
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@json_option
+def command(
+    bundle_path: str,
+    out: Path,
+    devices: tuple[str, ...],
+    inputs_file: Path | None,
+    runs: int,
+    allow_ops: tuple[str, ...],
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Measure how long the operators of a bundle take.
+
+    Each stage runs in PyTorch, several times as a whole and several times with each operator measured; the medians are written. The times
+    are of the model, not of its cut: 'stagepack plan', 'recut' and 'export' with --profile use them in the place of estimates, for any
+    number of stages. One stage after another is loaded, so that only one must fit into the memory of its device.
+    """
+    if out.exists() and not overwrite:
+        raise OutputExistsError(f"{out} exists: choose another name, or pass --overwrite")
+    bundle = Bundle(bundle_path)
+    with progress("importing torch") as next_step:
+        import_runtime(DEFAULT_RUNTIME)
+        from stagepack.partition.profile import write_profile  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_loaders.torch.measurement import measure_bundle  # noqa: PLC0415 - the same
+
+        measurement = measure_bundle(
+            bundle, devices, inputs_file=inputs_file, allow_ops=allow_ops, runs=runs, progress=next_step
+        )
+        profile = make_profile(bundle, measurement, runs)
+        write_profile(profile, out)
+    facts = profile_facts(profile) | {
+        "file": str(out),
+        "measured_nodes": len(profile.nodes),
+        "stages": [
+            {"stage": stage.stage, "device": stage.device, "seconds": stage.seconds} for stage in profile.stages
+        ],
+        "operators": _operator_facts(profile),
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        _print_profile(facts)
+
+
+def make_profile(bundle: Bundle, measurement: "BundleMeasurement", runs: int) -> "Profile":
+    """Return the profile of measured times. A node that several stages compute has the mean of its times."""
+    import torch  # noqa: PLC0415 - imported by now
+
+    from stagepack.partition.profile import NodeTime, Profile, StageTime, model_digest  # noqa: PLC0415 - after the checks
+    from stagepack.recutter import whole_graph  # noqa: PLC0415 - the same
+
+    graph = whole_graph(bundle)
+    times_of_node: defaultdict[int, list[float]] = defaultdict(list)
+    for stage in measurement.stages:
+        for node_number, seconds in stage.node_seconds.items():
+            times_of_node[node_number].append(seconds)
+    nodes = [(node_number, graph.nodes[node_number], times) for node_number, times in sorted(times_of_node.items())]
+    return Profile(
+        model=model_digest(graph),
+        bundle=bundle.digest,
+        machine=measurement.machine,
+        torch=str(torch.__version__).split("+")[0],
+        threads=measurement.threads,
+        runs=runs,
+        sizes=measurement.sizes,
+        stages=tuple(
+            StageTime(stage=stage.stage, device=stage.device, seconds=stage.seconds) for stage in measurement.stages
+        ),
+        nodes=tuple(
+            NodeTime(
+                node=node_number,
+                op=graph.ops[node.op].name,
+                module=graph.scopes[node.scope].path,
+                seconds=sum(times) / len(times),
+            )
+            for node_number, node, times in nodes
+        ),
+    )
+
+
+def _operator_facts(profile: "Profile") -> list[dict[str, Any]]:
+    """The times of each operator, the longest first."""
+    times_of_op: defaultdict[str, list[float]] = defaultdict(list)
+    for node_time in profile.nodes:
+        times_of_op[node_time.op].append(node_time.seconds)
+    sums = sorted(((sum(times), op, len(times)) for op, times in times_of_op.items()), reverse=True)
+    return [{"operator": op, "nodes": node_count, "seconds": seconds} for seconds, op, node_count in sums]
+
+
+def _print_profile(facts: dict[str, Any]) -> None:
+    total_seconds = sum(stage["seconds"] for stage in facts["stages"])
+    stage_rows = [
+        [str(stage["stage"]), stage["device"], *_time_cells(stage["seconds"], total_seconds)]
+        for stage in facts["stages"]
+    ]
+    print_table("stages", ["#stage", "device", "#time", "#share"], stage_rows)
+    operator_rows = [
+        [operator["operator"], str(operator["nodes"]), *_time_cells(operator["seconds"], total_seconds)]
+        for operator in facts["operators"][:_SHOWN_OPERATORS]
+    ]
+    print_table("operators", ["operator", "#nodes", "#time", "#share"], operator_rows)
+    if facts["sizes"]:
+        print_line("sizes: " + ", ".join(f"{symbol} = {size}" for symbol, size in facts["sizes"].items()))
+    print_line(f"measured: {machine_text(facts)}, medians of {count_of('run', facts['runs'])}")
+    print_line(
+        f"wrote {facts['file']}: {count_of('node', facts['measured_nodes'])}, {format_time(total_seconds * _PICOSECONDS)} in all"
+    )
+
+
+def _time_cells(seconds: float, total_seconds: float) -> list[str]:
+    share = seconds / total_seconds if total_seconds else 0.0
+    return [format_time(seconds * _PICOSECONDS), f"{share:.0%}"]

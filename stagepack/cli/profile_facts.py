@@ -1,0 +1,57 @@
+"""A profile as plain data: what `profile` prints, and what `plan` and `report` say about the times that they show."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from stagepack.cli.cut_facts import ASSUMED_DEVICES, ASSUMED_LINKS
+from stagepack.cli.output import count_of
+
+if TYPE_CHECKING:
+    from stagepack.partition.measured_costs import MeasuredCosts
+    from stagepack.partition.profile import Profile
+
+
+def profile_facts(profile: "Profile") -> dict[str, Any]:
+    """Return where and how the times of a profile were measured."""
+    return {
+        "machine": profile.machine,
+        "devices": list(dict.fromkeys(stage.device for stage in profile.stages)),
+        "torch": profile.torch,
+        "threads": profile.threads,
+        "runs": profile.runs,
+        "sizes": profile.sizes,
+    }
+
+
+def measured_facts(profile: "Profile", measured: "MeasuredCosts") -> dict[str, Any]:
+    """Return the facts of a profile that the times of a cut are of."""
+    return profile_facts(profile) | {
+        "measured_nodes": measured.measured_count,
+        "nodes": len(measured.costs.node_times),
+        "scale": measured.scale,
+    }
+
+
+def machine_text(facts: Mapping[str, Any]) -> str:
+    """Describe where times were measured."""
+    devices = ", ".join(facts["devices"])
+    return f"{devices} of {facts['machine']}, torch {facts['torch']}, {count_of('thread', facts['threads'])}"
+
+
+def assumption_lines(facts: Mapping[str, Any] | None) -> list[str]:
+    """Return lines that say where the times of a cut come from.
+
+    Args:
+        facts: those of `measured_facts`; None for estimated times.
+    """
+    if facts is None:
+        return [f"assumed: {ASSUMED_DEVICES}"]
+    missing_count = facts["nodes"] - facts["measured_nodes"]
+    sizes = "".join(f", {symbol} = {size}" for symbol, size in facts["sizes"].items())
+    lines = [f"measured: {machine_text(facts)}{sizes}"]
+    if missing_count:
+        lines.append(
+            f"not measured: {missing_count} of {count_of('node', facts['nodes'])}; "
+            f"their times are estimates times {facts['scale']:.4g}, as the others took"
+        )
+    return [*lines, f"assumed: {ASSUMED_LINKS}"]

@@ -1,0 +1,208 @@
+"""Profiles: each node is measured; the times are those of the model in any cut, and choose a better cut where estimates are wrong."""
+
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import stagepack
+from stagepack.cli.profile_command import make_profile
+from stagepack.cli.run_options import custom_namespaces
+from stagepack.errors import CutError, InputError, WriteError
+from stagepack.exporter import export_capture
+from stagepack.format.reader import Bundle
+from stagepack.partition.costs import graph_costs
+from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.measured_costs import measured_costs
+from stagepack.partition.profile import Profile, model_digest, read_profile, write_profile
+from stagepack.recutter import plan_bundle, whole_graph
+from stagepack_loaders.torch.measurement import measure_bundle
+from tests.unit.test_recut import files
+from tests.zoo.case import Case
+from tests.zoo.cases import named
+from tests.zoo.test_zoo import name_of
+
+# How long the blocks of the model take. Estimates see eight blocks that do the same.
+MILLISECONDS = [20, 2, 2, 2, 2, 2, 2, 2]
+
+
+@torch.library.custom_op("naps::nap", mutates_args=())
+def nap(x: torch.Tensor, milliseconds: int) -> torch.Tensor:
+    time.sleep(milliseconds / 1000)
+    return x + 1
+
+
+@nap.register_fake
+def _(x: torch.Tensor, milliseconds: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Napping(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for milliseconds in MILLISECONDS:
+            x = torch.ops.naps.nap(x, milliseconds)
+        return x
+
+
+@pytest.fixture(scope="module")
+def napping(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    out = tmp_path_factory.mktemp("napping") / "napping.stagepack"
+    return stagepack.export(Napping(), (torch.ones(4),), out=out, stages=3)
+
+
+@pytest.fixture(scope="module")
+def profile(napping: Bundle) -> Profile:
+    return measured(napping, runs=3)
+
+
+def measured(bundle: Bundle, runs: int = 1) -> Profile:
+    """The profile of a bundle on this machine."""
+    return make_profile(bundle, measure_bundle(bundle, allow_ops=custom_namespaces(bundle), runs=runs), runs)
+
+
+def test_each_node_has_the_time_that_it_takes(napping: Bundle, profile: Profile) -> None:
+    assert [node.node for node in profile.nodes] == list(range(8))
+    assert {node.op for node in profile.nodes} == {"naps.nap.default"}
+    for node, milliseconds in zip(profile.nodes, MILLISECONDS, strict=True):
+        assert milliseconds / 1000 <= node.seconds * 1.1
+        assert node.seconds < 1
+    assert sum(node.seconds for node in profile.nodes) == pytest.approx(sum(stage.seconds for stage in profile.stages))
+    assert (profile.bundle, profile.runs, profile.sizes) == (napping.digest, 3, {})
+
+
+def test_measured_times_choose_a_better_cut(napping: Bundle, profile: Profile, tmp_path: Path) -> None:
+    by_estimate = stagepack.recut(napping, out=tmp_path / "estimate.stagepack", stages=2)
+    by_profile = stagepack.recut(napping, out=tmp_path / "profile.stagepack", stages=2, profile=profile)
+    assert [stage.nodes for stage in by_estimate.stages] == [4, 4]
+    assert [stage.nodes for stage in by_profile.stages] == [1, 7]
+    # As the stages run: 26 and 8 ms, against 20 and 14 ms.
+    slowest = [max(stage.seconds for stage in measured(cut, runs=3).stages) for cut in (by_estimate, by_profile)]
+    assert slowest[1] < 0.9 * slowest[0]
+
+
+def test_a_bundle_does_not_depend_on_what_chose_its_cut(napping: Bundle, profile: Profile, tmp_path: Path) -> None:
+    by_profile = stagepack.recut(napping, out=tmp_path / "profile.stagepack", stages=2, profile=profile)
+    by_plan = stagepack.recut(napping, out=tmp_path / "plan.stagepack", plan=by_profile.manifest.plan)
+    assert files(by_profile.path) == files(by_plan.path)
+    exported = stagepack.export(
+        Napping(), (torch.ones(4),), out=tmp_path / "export.stagepack", stages=2, profile=profile
+    )
+    assert files(exported.path) == files(by_profile.path)
+
+
+def test_a_profile_is_of_the_model_and_not_of_its_cut(napping: Bundle, profile: Profile, tmp_path: Path) -> None:
+    digests = {model_digest(whole_graph(napping))}
+    for stages in (1, 2, 5):
+        again = stagepack.recut(napping, out=tmp_path / f"{stages}.stagepack", stages=stages)
+        digests.add(model_digest(whole_graph(again)))
+        partition = plan_bundle(again, CutOptions(stages=2, profile=profile))
+        assert [sum(count for _, count in stage.nodes) for stage in partition.measured_plan.stages] == [1, 7]
+    assert digests == {profile.model}
+
+
+def test_times_in_a_plan_are_those_of_its_nodes(napping: Bundle, profile: Profile) -> None:
+    partition = plan_bundle(napping, CutOptions(stages=2, profile=profile))
+    seconds = [node.seconds for node in profile.nodes]
+    planned = [stage.picoseconds / 1e12 for stage in partition.measured_plan.stages]
+    assert planned == pytest.approx([seconds[0], sum(seconds[1:])])
+    assert partition.plan.stages[1].picoseconds < partition.measured_plan.stages[1].picoseconds
+    assert partition.plan.stages[1].receiving == partition.measured_plan.stages[1].receiving > 0
+
+
+def test_nodes_without_a_time_get_a_scaled_estimate(napping: Bundle, profile: Profile) -> None:
+    graph = whole_graph(napping)
+    estimates = graph_costs(graph, {})
+    partial = msgspec.structs.replace(profile, nodes=profile.nodes[1:4])
+    found = measured_costs(graph, estimates, partial)
+    assert found.measured_count == 3
+    mean = sum(node.seconds for node in partial.nodes) / 3
+    times = [time / 1e12 for time in found.costs.node_times]
+    assert times[1:4] == pytest.approx([node.seconds for node in partial.nodes])
+    assert [times[0], *times[4:]] == pytest.approx([mean] * 5)  # equal estimates
+    assert found.scale == pytest.approx(mean * 1e12 / estimates.node_times[0])
+    with pytest.raises(CutError, match="expected the time of at least one node"):
+        measured_costs(graph, estimates, msgspec.structs.replace(profile, nodes=()))
+
+
+def test_a_profile_of_another_model_is_refused(profile: Profile, tmp_path: Path) -> None:
+    bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "m.stagepack")
+    with pytest.raises(CutError, match=r"profile: expected times of this model .*, found those of another one"):
+        stagepack.recut(bundle, out=tmp_path / "again.stagepack", stages=1, profile=profile)
+    assert not (tmp_path / "again.stagepack").exists()
+
+
+def test_a_profile_is_written_and_read(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    write_profile(profile, path)
+    assert read_profile(path) == stagepack.read_profile(path) == profile
+    assert len(path.read_text().splitlines()) == len(profile.nodes) + len(profile.stages) + 14
+    with pytest.raises(WriteError, match="cannot be written"):
+        write_profile(profile, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "expected a profile"),
+        ({"model": None}, "expected a profile"),
+        (
+            {"nodes": [{"node": 0, "op": "", "module": "", "seconds": -1.0}]},
+            "node 0: expected a time, found -1.0 seconds",
+        ),
+        ({"nodes": [{"node": 0, "op": "", "module": "", "seconds": 1e999}]}, "expected a profile|expected a time"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(
+    change: dict[str, Any], says: str, profile: Profile, tmp_path: Path
+) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(msgspec.to_builtins(profile) | change))
+    with pytest.raises(CutError, match=says):
+        read_profile(path)
+    for content in (b"", b"\xff", b"[]"):
+        path.write_bytes(content)
+        with pytest.raises(CutError, match="expected a profile"):
+            read_profile(path)
+    with pytest.raises(CutError, match="cannot be read"):
+        read_profile(tmp_path / "missing.json")
+
+
+# Each has nodes of another kind: written inputs, contexts, branches and loops, sizes that data tell, state, operators of others.
+KINDS = [
+    *named("aliasing-inputs-written"),
+    *named("regions-no-grad-in-autocast-in-no-grad"),
+    *named("regions-branches-and-loops"),
+    *named("shapes-sizes-from-data"),
+    *named("state-static-cache-decoder"),
+    *named("operators-custom-operator-that-writes"),
+    *named("values-strided-values-cross"),
+]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=name_of)
+def test_every_node_is_measured(case: Case, tmp_path: Path) -> None:
+    if case.operators:
+        importlib.import_module(case.operators)
+    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3))
+    profile = measured(bundle)
+    assert [node.node for node in profile.nodes] == list(range(len(whole_graph(bundle).nodes)))
+    assert all(stage.seconds > 0 for stage in profile.stages if bundle.stages[stage.stage].nodes)
+    plan_bundle(bundle, CutOptions(stages=2, profile=profile))
+
+
+def test_inputs_of_another_size_are_measured(tmp_path: Path) -> None:
+    rows = torch.export.Dim("rows", min=1, max=64)
+    bundle = stagepack.export(
+        torch.nn.Linear(4, 4), (torch.ones(2, 4),), out=tmp_path / "m.stagepack", dynamic_shapes={"input": {0: rows}}
+    )
+    save_file({bundle.edges[0].name: torch.ones(7, 4)}, tmp_path / "in.safetensors")
+    assert measure_bundle(bundle, runs=1).sizes == {"rows": 2}
+    assert measure_bundle(bundle, inputs_file=tmp_path / "in.safetensors", runs=1).sizes == {"rows": 7}
+    with pytest.raises(InputError, match="expected a safetensors file"):
+        measure_bundle(bundle, inputs_file=tmp_path / "missing.safetensors", runs=1)
