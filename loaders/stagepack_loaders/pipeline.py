@@ -91,7 +91,7 @@ class Pipeline(CallablePipeline):
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
         """See `CallablePipeline`. Moving values to the device of a stage counts as compute, converting them as transfer."""
-        run_trace = RunTrace(processes={0: "process 0"})
+        run_trace = RunTrace(bundle=self.manifest.sha256, processes={0: "process 0"})
         self._spans.start()
         try:
             yield run_trace

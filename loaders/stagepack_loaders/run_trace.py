@@ -166,11 +166,13 @@ class RunTrace:
     """The spans of all processes of a pipeline.
 
     Attributes:
+        bundle: the digest of the bundle that ran.
         processes: how each process is named, by rank.
         spans: the spans; they are there when the trace is over.
         dropped: how many spans are missing, since a process keeps only so many.
     """
 
+    bundle: str
     processes: Mapping[int, str]
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0

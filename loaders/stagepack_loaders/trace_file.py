@@ -6,10 +6,10 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from stagepack.errors import InputError, WriteError
 from stagepack_loaders.run_trace import RunTrace, Span, SpanKind
@@ -30,7 +30,7 @@ def write_trace(trace: RunTrace, path: str | os.PathLike[str]) -> None:
     content = {
         "traceEvents": list(_events(trace)),
         "displayTimeUnit": "ms",
-        "otherData": {"written by": "stagepack", "spans dropped": trace.dropped},
+        "otherData": {"bundle": trace.bundle, "dropped": trace.dropped},
     }
     try:
         Path(path).write_bytes(msgspec.json.encode(content))
@@ -60,11 +60,25 @@ def read_trace(path: str | os.PathLike[str]) -> RunTrace:
     threads: dict[tuple[int, int], str] = {}
     for event in content.events:
         if event.phase == "M" and event.name == "process_name":
-            processes[event.process] = event.args.get("name", "")
+            processes[event.process] = event.args.name
         elif event.phase == "M" and event.name == "thread_name":
-            threads[event.process, event.thread] = event.args.get("name", "")
+            threads[event.process, event.thread] = event.args.name
     spans = [_span(event, threads) for event in content.events if event.phase == "X"]
-    return RunTrace(processes=processes, spans=spans)
+    return RunTrace(bundle=content.about.bundle, processes=processes, spans=spans, dropped=content.about.dropped)
+
+
+# Numbers of a file that are larger were not written here; they would overflow.
+_Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class _Arguments(Struct, frozen=True, kw_only=True):
+    """Of a span: its request, stage and bytes. Of a name: the name."""
+
+    name: str = ""
+    request: _Count = 0
+    stage: _Count | None = None
+    bytes: _Count = 0
 
 
 class _Event(
@@ -74,16 +88,22 @@ class _Event(
 
     phase: str
     name: str
-    process: int
-    thread: int = 0
+    process: _Count
+    thread: _Count = 0
     kind: SpanKind | None = None
-    ts: float = 0.0
-    dur: float = 0.0
-    args: dict[str, Any] = {}
+    ts: _Microseconds = 0.0
+    dur: _Microseconds = 0.0
+    args: _Arguments = _Arguments()
+
+
+class _About(Struct, frozen=True, kw_only=True):
+    bundle: str = ""
+    dropped: _Count = 0
 
 
 class _TraceFile(Struct, frozen=True, kw_only=True):
     events: list[_Event] = msgspec.field(name="traceEvents")
+    about: _About = msgspec.field(name="otherData", default=_About())
 
 
 def _events(trace: RunTrace) -> Iterator[dict[str, Any]]:
@@ -143,9 +163,9 @@ def _span(event: _Event, threads: dict[tuple[int, int], str]) -> Span:
         kind=event.kind or "compute",
         process=event.process,
         thread=threads.get((event.process, event.thread), ""),
-        request=event.args.get("request", 0),
-        stage=event.args.get("stage"),
+        request=event.args.request,
+        stage=event.args.stage,
         start=round(event.ts * _NANOSECONDS),
         duration=round(event.dur * _NANOSECONDS),
-        bytes=event.args.get("bytes", 0),
+        bytes=event.args.bytes,
     )

@@ -1,10 +1,12 @@
 """`stagepack report`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from stagepack.cli.command import subcommand
+from stagepack.cli.failures import fail
 from stagepack.cli.output import print_line
 from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.quantities import format_bytes
@@ -12,12 +14,39 @@ from stagepack.cli.report.page import bundle_page
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
 
+if TYPE_CHECKING:
+    from stagepack.partition.profile import Profile
+    from stagepack_loaders.run_trace import RunTrace
 
-@subcommand("report", examples=["stagepack report net.stagepack -o net.html"])
+
+@subcommand(
+    "report",
+    examples=[
+        "stagepack report net.stagepack -o net.html",
+        "stagepack load net.stagepack --processes 2 --trace run.json",
+        "stagepack report net.stagepack -o net.html --trace run.json",
+    ],
+)
 @bundle_argument
 @click.option("-o", "--out", required=True, type=PathType(Path), metavar="FILE", help="HTML file to write.")
+@click.option(
+    "--trace",
+    "trace_file",
+    type=PathType(),
+    metavar="FILE",
+    show_default="none",
+    help="Also draw a run of the bundle, which 'stagepack load --trace' has traced, beside the estimated pipeline.",
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=PathType(),
+    metavar="FILE",
+    show_default="estimates",
+    help="Measured times of the model's operators, written by 'stagepack profile', in the place of estimates.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-def command(bundle_path: str, out: Path, overwrite: bool) -> None:
+def command(bundle_path: str, out: Path, trace_file: str | None, profile_file: str | None, overwrite: bool) -> None:
     """Write a report about a bundle as an HTML page.
 
     The page shows the stages, the edges between them, the balance, the pipeline bubble and all nodes. It is one file that requests
@@ -25,9 +54,33 @@ def command(bundle_path: str, out: Path, overwrite: bool) -> None:
     """
     if out.exists() and not overwrite:
         raise OutputExistsError(f"{out} exists: choose another name, or pass --overwrite")
-    html = bundle_page(Bundle(bundle_path))
+    bundle = Bundle(bundle_path)
+    html = bundle_page(bundle, _read_profile(profile_file), _read_trace(trace_file, bundle))
     try:
         out.write_text(html, encoding="utf-8")
     except OSError as error:
         raise WriteError(f"{out}: cannot be written: {error.strerror}") from error
     print_line(f"wrote {out}: {format_bytes(len(html.encode()))}")
+
+
+def _read_profile(profile_file: str | None) -> "Profile | None":
+    if profile_file is None:
+        return None
+    from stagepack.partition.profile import read_profile  # noqa: PLC0415 - only this option needs it
+
+    return read_profile(profile_file)
+
+
+def _read_trace(trace_file: str | None, bundle: Bundle) -> "RunTrace | None":
+    if trace_file is None:
+        return None
+    from stagepack_loaders.trace_file import read_trace  # noqa: PLC0415 - only this option needs it
+
+    trace = read_trace(trace_file)
+    if trace.bundle != bundle.digest:
+        fail(
+            f"{trace_file}: expected a run of {bundle.path} ({bundle.digest[:12]}), found one of {trace.bundle[:12] or 'another bundle'}"
+        )
+    if any(span.stage is not None and span.stage >= len(bundle.stages) for span in trace.spans):
+        fail(f"{trace_file}: expected the stages 0 to {len(bundle.stages) - 1}, found others")
+    return trace

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import stagepack
-from stagepack.cli.cut_facts import cut_facts
+from stagepack.cli.cut_facts import bubble_share, cut_facts
+from stagepack_loaders.run_trace import RunTrace, Span
+from stagepack_loaders.trace_file import write_trace
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
 
@@ -39,8 +41,8 @@ class Page(HTMLParser):
             self.texts.setdefault(self._open[-1], []).append(data)
 
 
-def report(bundle: Path, folder: Path) -> str:
-    result = run("report", str(bundle), "-o", str(folder / "page.html"))
+def report(bundle: Path, folder: Path, *options: str) -> str:
+    result = run("report", str(bundle), "-o", str(folder / "page.html"), *options)
     assert result.exit_code == 0, result.output
     assert "wrote" in result.stdout
     return (folder / "page.html").read_text(encoding="utf-8")
@@ -104,3 +106,81 @@ def test_a_file_that_is_there_is_kept(sound: Path, tmp_path: Path) -> None:
 def test_a_bundle_without_a_plan_says_so(editor: BundleEditor, tmp_path: Path) -> None:
     editor.edit_manifest(lambda manifest: manifest.pop("plan"))
     command_fails("report", str(editor.path), "-o", str(tmp_path / "page.html"), says="contains no plan: cut it again")
+
+
+def traced(bundle: Path, folder: Path) -> Path:
+    """A trace of five requests in two processes, the second with two stages; each request waits for the stage before."""
+    spans = []
+    for request in range(1, 6):
+        for stage, process in ((0, 0), (1, 1), (2, 1)):
+            start = 10_000_000 * request + 4_000_000 * stage
+            spans.append(
+                Span(
+                    kind="compute",
+                    process=process,
+                    thread="stages",
+                    request=request,
+                    stage=stage,
+                    start=start,
+                    duration=4_000_000,
+                )
+            )
+        start = 10_000_000 * request + 4_000_000
+        spans.append(
+            Span(kind="transfer", process=0, thread="stages", request=request, stage=1, start=start, duration=1_000_000)
+        )
+    path = folder / "trace.json"
+    names = {0: "process 0", 1: f"process 1 {EVIL}"}
+    write_trace(RunTrace(bundle=stagepack.open(bundle).digest, processes=names, spans=spans), path)
+    return path
+
+
+def test_a_traced_run_is_drawn_beside_the_estimate(sound: Path, tmp_path: Path) -> None:
+    page = Page(report(sound, tmp_path, "--trace", str(traced(sound, tmp_path))))
+    drawings = [attributes for tag, attributes in page.tags if tag == "svg" and attributes.get("class") == "timeline"]
+    assert len(drawings) == 2
+    bars = [attributes["class"] for tag, attributes in page.tags if tag == "rect" and "class" in attributes]
+    # Each of 5 requests in 3 stages as measured, and in 2 processes as estimated.
+    assert sum(bar.startswith("request") for bar in bars if bar) == 5 * 3 + 5 * 2
+    assert bars.count("transfer") == 5
+    # 52 ms from the first span to the last: 20 and 40 ms of work.
+    assert "process 0: 38% computing" in page.texts["text"]
+    assert any(
+        text.startswith("process 1 </script>") and text.endswith(": 77% computing") for text in page.texts["text"]
+    )
+    plan = stagepack.open(sound).manifest.plan
+    assert plan is not None
+    times = [stage.time for stage in plan.stages]
+    idle = bubble_share([times[0], times[1] + times[2]], 5)
+    assert {"42.3%", f"{idle:.1%}"} <= set(page.texts["strong"])
+    assert "img" not in {tag for tag, _ in page.tags}
+
+
+def test_of_many_requests_the_first_are_drawn(sound: Path, tmp_path: Path) -> None:
+    trace_file = tmp_path / "trace.json"
+    assert run("load", str(sound), "--trace", str(trace_file), "--requests", "50").exit_code == 0
+    page = Page(report(sound, tmp_path, "--trace", str(trace_file)))
+    assert any(text.startswith("50 requests in ") and "the first 32 drawn" in text for text in page.texts["p"])
+    bars = [attributes["class"] for tag, attributes in page.tags if tag == "rect" and "class" in attributes]
+    assert sum(bar.startswith("request") for bar in bars if bar) == 32 * 3 + 32
+    assert "0.0%" in page.texts["strong"]  # one process has no bubble
+
+
+def test_a_trace_of_another_bundle_is_refused(sound: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "two.stagepack", str(tmp_path / "page.html")
+    stagepack.recut(sound, out=out, stages=2)
+    trace_file = traced(sound, tmp_path)
+    command_fails("report", str(out), "-o", page, "--trace", str(trace_file), says="expected a run of .*, found one of")
+    command_fails("report", str(sound), "-o", page, "--trace", str(out / "manifest.json"), says="expected a trace")
+    content = trace_file.read_text()
+    trace_file.write_text(content.replace('"stage":2', '"stage":3'))
+    command_fails("report", str(sound), "-o", page, "--trace", str(trace_file), says="expected the stages 0 to 2")
+
+
+def test_measured_times_take_the_place_of_estimates(sound: Path, tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    assert run("profile", str(sound), "-o", str(times), "--runs", "1").exit_code == 0
+    page = Page(report(sound, tmp_path, "--profile", str(times)))
+    shown = json.loads(run("plan", str(sound), "--profile", str(times), "--json").stdout)
+    assert any(text.startswith("Measured: cpu of ") for text in page.texts["p"])
+    assert f"{shown['slowest_over_mean']:.2f}" in page.texts["strong"]

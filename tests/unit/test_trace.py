@@ -34,6 +34,12 @@ def file_events(path: Path, phase: str) -> list[dict[str, Any]]:
     return [event for event in json.loads(path.read_bytes())["traceEvents"] if event["ph"] == phase]
 
 
+def event(**changes: Any) -> bytes:
+    """A trace file with one event."""
+    fields = {"ph": "X", "pid": 0, "tid": 1, "ts": 0.0, "dur": 1.0, "name": "", "cat": "compute", "args": {}} | changes
+    return json.dumps({"traceEvents": [fields]}).encode()
+
+
 def test_a_traced_pipeline_records_each_stage_of_each_request(sound: Path) -> None:
     pipeline = stagepack.load(sound)
     pipeline(IDS)
@@ -106,6 +112,7 @@ def test_a_trace_file_is_read_back(sound: Path, tmp_path: Path) -> None:
     write_trace(run_trace, tmp_path / "trace.json")
     again = read_trace(tmp_path / "trace.json")
     assert again.processes == {0: "process 0"}
+    assert again.bundle == stagepack.open(sound).digest
     first_start = run_trace.spans[0].start
     shifted = [
         (span.kind, span.request, span.stage, span.start - first_start, span.duration) for span in run_trace.spans
@@ -116,7 +123,7 @@ def test_a_trace_file_is_read_back(sound: Path, tmp_path: Path) -> None:
 
 def test_the_file_has_a_row_for_each_thread_of_each_process(tmp_path: Path) -> None:
     spans = [span(100, 50), span(110, 10, thread="results"), span(200, 50), span(100, 100, process=1)]
-    write_trace(RunTrace(processes={0: "process 0", 1: "process 1"}, spans=spans), tmp_path / "trace.json")
+    write_trace(RunTrace(bundle="", processes={0: "process 0", 1: "process 1"}, spans=spans), tmp_path / "trace.json")
     rows = {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in file_events(tmp_path / "trace.json", "M")
@@ -142,7 +149,7 @@ def test_the_file_has_a_row_for_each_thread_of_each_process(tmp_path: Path) -> N
 def test_events_of_a_row_nest(tmp_path: Path) -> None:
     # 0-100 holds 10-20; 50-150 overlaps it, and gets a row of its own, where 120-130 would fit too: it goes where it nests first.
     spans = [span(0, 100), span(10, 10), span(50, 100), span(120, 10)]
-    write_trace(RunTrace(processes={0: "process 0"}, spans=spans), tmp_path / "trace.json")
+    write_trace(RunTrace(bundle="", processes={0: "process 0"}, spans=spans), tmp_path / "trace.json")
     by_row: dict[int, list[tuple[float, float]]] = {}
     for event in file_events(tmp_path / "trace.json", "X"):
         by_row.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
@@ -153,7 +160,23 @@ def test_events_of_a_row_nest(tmp_path: Path) -> None:
                 assert end <= other_start or other_end <= start or (start - other_start) * (end - other_end) <= 0
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}", b"[]", b'{"traceEvents": 3}', b"\xff", b'{"traceEvents": [{}]}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"{}",
+        b"[]",
+        b'{"traceEvents": 3}',
+        b"\xff",
+        b'{"traceEvents": [{}]}',
+        event(ts=-1),
+        event(ts=1e300),
+        event(args={"stage": "x"}),
+        event(cat="sleep"),
+        event(args={"request": -1}),
+    ],
+)
 def test_a_file_that_is_no_trace_is_refused(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     if content is not None:
@@ -164,4 +187,4 @@ def test_a_file_that_is_no_trace_is_refused(content: bytes | None, tmp_path: Pat
 
 def test_a_trace_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WriteError, match="cannot be written"):
-        write_trace(RunTrace(processes={}), tmp_path)
+        write_trace(RunTrace(bundle="", processes={}), tmp_path)

@@ -7,12 +7,14 @@ which no markup can begin. The content security policy of the page allows no scr
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, tostring
 
 from stagepack.cli.bundle_facts import bundle_facts
 from stagepack.cli.cut_facts import cut_facts
+from stagepack.cli.profile_facts import measured_facts
 from stagepack.cli.report.html_element import html_element
 from stagepack.cli.report.sections import (
     balance_section,
@@ -24,25 +26,40 @@ from stagepack.cli.report.sections import (
     summary_section,
 )
 from stagepack.cli.report.svg_drawing import pipeline_drawing
+from stagepack.cli.report.timeline_section import timeline_section
 from stagepack.errors import CutError
+from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 
+if TYPE_CHECKING:
+    from stagepack.partition.profile import Profile
+    from stagepack_loaders.run_trace import RunTrace
 
-def bundle_page(bundle: Bundle) -> str:
+
+def bundle_page(bundle: Bundle, profile: "Profile | None" = None, trace: "RunTrace | None" = None) -> str:
     """Return the HTML page of a bundle.
 
+    Args:
+        bundle: the bundle.
+        profile: measured times of its nodes, in the place of estimates.
+        trace: a run of the bundle, to compare with its pipeline.
+
     Raises:
-        CutError: the bundle contains no plan, so its costs are unknown.
+        CutError: the bundle contains no plan, so its costs are unknown; or the profile is of another model.
         DigestError: a graph file is not the one that the manifest lists.
         FormatError: a graph breaks a rule of the format.
     """
     plan = bundle.manifest.plan
     if plan is None:
         raise CutError(f"{bundle.path}: the bundle contains no plan: cut it again with 'stagepack recut'")
+    profile_facts = None
+    if profile is not None:
+        plan, profile_facts = _measured_plan(bundle, plan, profile)
     facts = bundle_facts(bundle)
     costs = cut_facts(plan, bundle.edges, bundle.manifest.symbols)
     for edge_costs, edge_facts in zip(costs["edges"], facts["edges"], strict=True):
         edge_costs["result"] = edge_facts["result"]
+    stage_times = [stage.time for stage in plan.stages]
     bundle_name = bundle.path.name or str(bundle.path)
     style, script = _asset("report.css"), _asset("report.js")
     page = html_element(
@@ -51,7 +68,7 @@ def bundle_page(bundle: Bundle) -> str:
         html_element(
             "body",
             html_element("h1", bundle_name),
-            summary_section(facts, costs),
+            summary_section(facts, costs, profile_facts),
             html_element("h2", "Stages"),
             scrollable(stage_table(costs)),
             html_element("h2", "Pipeline"),
@@ -63,7 +80,8 @@ def bundle_page(bundle: Bundle) -> str:
             html_element("h2", "Edges"),
             scrollable(edge_table(costs)),
             html_element("h2", "Balance"),
-            balance_section(costs, [stage.time for stage in plan.stages]),
+            balance_section(costs, stage_times),
+            *_timeline(trace, stage_times),
             html_element("h2", "Nodes"),
             node_section(),
             _verbatim("script", _script_json(list(node_rows(bundle))), type="application/json", id="nodes"),
@@ -72,6 +90,22 @@ def bundle_page(bundle: Bundle) -> str:
         lang="en",
     )
     return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode", method="html") + "\n"
+
+
+def _measured_plan(bundle: Bundle, plan: Plan, profile: "Profile") -> tuple[Plan, dict[str, Any]]:
+    """The plan of a bundle with measured times, and facts about these."""
+    from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, only for measured times
+    from stagepack.recutter import plan_bundle  # noqa: PLC0415 - the same
+
+    partition = plan_bundle(bundle, CutOptions(plan=plan, profile=profile))
+    assert partition.measured is not None
+    return partition.measured_plan, measured_facts(profile, partition.measured)
+
+
+def _timeline(trace: "RunTrace | None", stage_times: Sequence[float]) -> list[Element]:
+    if trace is None:
+        return []
+    return [html_element("h2", "Timeline"), timeline_section(trace, stage_times)]
 
 
 def _head(title: str, style: str, script: str) -> Element:

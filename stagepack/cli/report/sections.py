@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from stagepack.cli.cut_facts import ASSUMED_DEVICES, bubble_share
+from stagepack.cli.cut_facts import bubble_share
 from stagepack.cli.output import count_of
+from stagepack.cli.profile_facts import assumption_lines
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.report.html_element import Child, html_element
 from stagepack.cli.report.svg_drawing import bar, column_chart
@@ -15,16 +16,22 @@ from stagepack.format.shapes import format_shape
 _MAX_MICROBATCHES = 32
 
 
-def summary_section(bundle_facts: dict[str, Any], cut_facts: dict[str, Any]) -> Element:
-    """Return the format, the size and the origin of a bundle, and the assumptions behind its costs."""
+def summary_section(
+    bundle_facts: dict[str, Any], cut_facts: dict[str, Any], profile_facts: dict[str, Any] | None
+) -> Element:
+    """Return the format, the size and the origin of a bundle, and where its costs come from."""
     producer = f"stagepack {bundle_facts['producer']['stagepack']}, torch {bundle_facts['producer']['torch']}"
     sizes = ", ".join(f"{symbol} = {size}" for symbol, size in cut_facts["sizes"].items())
     stages = count_of("stage", len(cut_facts["stages"]))
     paragraphs: list[list[Child]] = [
         [f"Format {bundle_facts['version']}, {format_bytes(bundle_facts['bytes'])}, {stages}, written by {producer}."],
         ["sha256 ", html_element("code", bundle_facts["digest"])],
-        ["Costs are estimates for one call" + (f" with {sizes}" if sizes else "") + f". Assumed: {ASSUMED_DEVICES}."],
+        [
+            f"{'Costs' if profile_facts is None else 'Memory and transfers'} are estimates for one call"
+            + (f" with {sizes}." if sizes else ".")
+        ],
     ]
+    paragraphs += [[f"{line[0].upper()}{line[1:]}."] for line in assumption_lines(profile_facts)]
     return html_element("div", [html_element("p", paragraph) for paragraph in paragraphs])
 
 
@@ -41,9 +48,9 @@ def stage_table(cut_facts: dict[str, Any]) -> Element:
     rows: list[list[Element]] = []
     for stage in stages:
         row = [
-            _number_cell(str(stage["stage"])),
+            number_cell(str(stage["stage"])),
             html_element("td", html_element("code", stage["starts_at"] or "the model")),
-            _number_cell(str(stage["nodes"])),
+            number_cell(str(stage["nodes"])),
         ]
         for column, key, format_cost in cost_columns:
             has_limit = column == "memory" and stage["memory_limit"]
@@ -51,7 +58,7 @@ def stage_table(cut_facts: dict[str, Any]) -> Element:
             cost_bar = bar(column, stage[key] / largest[key])
             row.append(html_element("td", format_cost(stage[key]) + limit, cost_bar, class_="bar"))
         rows.append(row)
-    return _table(["#stage", "starts at", "#nodes", "weights", "compute", "memory", "time"], rows)
+    return data_table(["#stage", "starts at", "#nodes", "weights", "compute", "memory", "time"], rows)
 
 
 def edge_table(cut_facts: dict[str, Any]) -> Element:
@@ -62,16 +69,16 @@ def edge_table(cut_facts: dict[str, Any]) -> Element:
         source = "input" if edge["producer"] is None else f"stage {edge['producer']}"
         target = (", ".join(targets) or "(unused)") + (" (skip)" if edge["skips"] else "")
         cells: list[Child] = [html_element("code", edge["name"]), html_element("code", edge["value"]), source, target]
-        rows.append([*(html_element("td", cell) for cell in cells), _number_cell(format_bytes(edge["bytes"]))])
-    return _table(["name", "value", "from", "to", "#bytes"], rows)
+        rows.append([*(html_element("td", cell) for cell in cells), number_cell(format_bytes(edge["bytes"]))])
+    return data_table(["name", "value", "from", "to", "#bytes"], rows)
 
 
 def balance_section(cut_facts: dict[str, Any], stage_times: Sequence[float]) -> Element:
     """Return the balance of the stages, the transfer between them, and a chart of the pipeline bubble."""
     bubble_shares = [bubble_share(stage_times, count) for count in range(1, _MAX_MICROBATCHES + 1)]
     title = f"Share of the time that devices are idle, for 1 to {_MAX_MICROBATCHES} microbatches"
-    rows = [[_number_cell(count), _number_cell(f"{share:.1%}")] for count, share in cut_facts["bubble"].items()]
-    bubble_table = _table(["#microbatches", "#idle"], rows)
+    rows = [[number_cell(count), number_cell(f"{share:.1%}")] for count, share in cut_facts["bubble"].items()]
+    bubble_table = data_table(["#microbatches", "#idle"], rows)
     bubble_table.set("class", "narrow")
     balance = html_element("strong", f"{cut_facts['slowest_over_mean']:.2f}")
     transfer = html_element("strong", format_bytes(cut_facts["traffic"]))
@@ -87,7 +94,7 @@ def balance_section(cut_facts: dict[str, Any], stage_times: Sequence[float]) -> 
 
 def node_section() -> Element:
     """Return the search field and the empty table of nodes, which the script of the page fills."""
-    table = _table(["#stage", "#node", "module", "operator", "outputs", "#compute"], [])
+    table = data_table(["#stage", "#node", "module", "operator", "outputs", "#compute"], [])
     table[1].set("id", "node-rows")
     return html_element(
         "div",
@@ -120,7 +127,7 @@ def scrollable(content: Element) -> Element:
     return html_element("div", content, class_="wide")
 
 
-def _table(column_names: Sequence[str], rows: Sequence[Sequence[Element]]) -> Element:
+def data_table(column_names: Sequence[str], rows: Sequence[Sequence[Element]]) -> Element:
     """Return a table; a column whose name starts with '#' is aligned to the right."""
     heads = [
         html_element(
@@ -135,5 +142,6 @@ def _table(column_names: Sequence[str], rows: Sequence[Sequence[Element]]) -> El
     )
 
 
-def _number_cell(content: str) -> Element:
+def number_cell(content: str) -> Element:
+    """Return a cell that is aligned to the right."""
     return html_element("td", content, class_="number")
