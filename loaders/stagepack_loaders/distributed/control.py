@@ -1,73 +1,104 @@
-"""What the front tells the processes of the stages: words of fixed number, so that they can be received before they come."""
+"""What a process is to do: words of fixed number, with which the first message of each route begins."""
 
+import dataclasses
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-
-import torch
 
 from stagepack.format.shapes import Symbol, format_range, size_in_range
 from stagepack_loaders.distributed.process_group import ConnectionLostError
-from stagepack_loaders.distributed.tensor_memory import allocate
 
-CONTROL_TAG = 0
-_WORD_BYTES = 8
-_FIXED_WORDS = 3
+WORD_BYTES = 8
+# Of messages by which the front announces requests with large values; routes have the tags above.
+ANNOUNCEMENT_TAG = 0
+_FIXED_WORDS = struct.Struct("<4q")
 
 
 class ControlKind(IntEnum):
     """What a process is to do."""
 
     RUN = 1
-    END_SEQUENCE = 2
-    RESET_STATE = 3
-    SEED = 4
-    CLOSE = 5
+    FAIL = 2  # send on that the request has failed
+    END_SEQUENCE = 3
+    RESET_STATE = 4
+    SEED = 5
+    CLOSE = 6
+
+
+_KINDS = {kind.value: kind for kind in ControlKind}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlMessage:
-    """One message.
+    """One request or command.
 
     Attributes:
         kind: what to do.
-        number: the number of the request for `RUN`; the seed for `SEED`.
+        number: its number; all processes get the messages in the order of their numbers, without a gap.
         sequence: the number of the sequence whose state is used or ended; 0 for the state of the stage itself.
-        sizes: the sizes of the symbols that the inputs determine.
+        seed: the seed of `SEED`.
+        size_words: the sizes of the symbols that the inputs determine; see `encode_sizes`. Empty for commands.
     """
 
     kind: ControlKind
-    number: int = 0
+    number: int
     sequence: int = 0
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+    size_words: bytes = b""
+
+    def failed(self) -> "ControlMessage":
+        """The request after a stage has failed on it."""
+        return dataclasses.replace(self, kind=ControlKind.FAIL)
 
 
-def control_memory(symbols: Sequence[Symbol]) -> torch.Tensor:
-    """Return memory for one message."""
-    return allocate((_FIXED_WORDS + 2 * len(symbols)) * _WORD_BYTES)
+def control_bytes(symbols: Sequence[Symbol]) -> int:
+    """The size of the words of a message."""
+    return _FIXED_WORDS.size + _size_struct(len(symbols)).size
 
 
-def encode_control(message: ControlMessage, symbols: Sequence[Symbol]) -> torch.Tensor:
-    """Return the bytes of a message."""
-    words = [message.kind, message.number, message.sequence]
-    for symbol in symbols:
-        words += [symbol.name in message.sizes, message.sizes.get(symbol.name, 0)]
-    return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+def write_control(memory: memoryview, message: ControlMessage) -> None:
+    """Write the words of a message at the beginning of some memory."""
+    _FIXED_WORDS.pack_into(memory, 0, message.kind, message.number, message.sequence, message.seed)
+    memory[_FIXED_WORDS.size : _FIXED_WORDS.size + len(message.size_words)] = message.size_words
 
 
-def decode_control(memory: torch.Tensor, symbols: Sequence[Symbol]) -> ControlMessage:
-    """Return the message of some bytes.
+def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
+    """Return the message at the beginning of some memory.
 
     Raises:
-        ConnectionLostError: they are no message, or a size is out of its range: another program has connected.
+        ConnectionLostError: it is no message: another program has connected.
     """
-    kind, number, sequence, *symbol_words = memory.view(torch.int64).tolist()
+    kind, number, sequence, seed = _FIXED_WORDS.unpack_from(memory)
+    if kind not in _KINDS:
+        raise ConnectionLostError(f"expected a control message, found the kind {kind}")
+    size_words = b""
+    if kind <= ControlKind.FAIL:
+        size_words = bytes(memory[_FIXED_WORDS.size : _FIXED_WORDS.size + 2 * WORD_BYTES * symbol_count])
+    return ControlMessage(kind=_KINDS[kind], number=number, sequence=sequence, seed=seed, size_words=size_words)
+
+
+def encode_sizes(sizes: Mapping[str, int], symbols: Sequence[Symbol]) -> bytes:
+    """Return two words for each symbol: whether its size is known, and the size."""
+    words = [word for symbol in symbols for word in (symbol.name in sizes, sizes.get(symbol.name, 0))]
+    return _size_struct(len(symbols)).pack(*words)
+
+
+def decode_sizes(size_words: bytes, symbols: Sequence[Symbol]) -> dict[str, int]:
+    """Return the sizes of symbols; the reverse of `encode_sizes`.
+
+    Raises:
+        ConnectionLostError: a size is out of its range: another program has connected.
+    """
+    words = _size_struct(len(symbols)).unpack(size_words)
     sizes = {}
-    for symbol, is_known, size in zip(symbols, symbol_words[::2], symbol_words[1::2], strict=True):
+    for symbol, is_known, size in zip(symbols, words[::2], words[1::2], strict=True):
         if is_known:
             if not size_in_range(symbol, size):
                 raise ConnectionLostError(f"expected {format_range(symbol)} for {symbol.name!r}, found {size}")
             sizes[symbol.name] = size
-    if kind not in list(ControlKind):
-        raise ConnectionLostError(f"expected a control message, found the kind {kind}")
-    return ControlMessage(kind=ControlKind(kind), number=number, sequence=sequence, sizes=sizes)
+    return sizes
+
+
+def _size_struct(symbol_count: int) -> struct.Struct:
+    return struct.Struct(f"<{2 * symbol_count}q")

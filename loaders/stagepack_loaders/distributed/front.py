@@ -1,26 +1,35 @@
 """The process that is called: it sends requests to the processes of the stages and collects their results."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from msgspec import structs
+
 from stagepack.errors import InputError, StageLostError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.control import CONTROL_TAG, ControlKind, ControlMessage, encode_control
+from stagepack_loaders.distributed.control import (
+    ANNOUNCEMENT_TAG,
+    ControlKind,
+    ControlMessage,
+    encode_sizes,
+    write_control,
+)
 from stagepack_loaders.distributed.error_report import StageFailedError, rebuild_error
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
-from stagepack_loaders.distributed.route_layout import RouteLayouts
+from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS
-from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker, collect_values
+from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
-from stagepack_loaders.distributed.transfers import pack_values, send_messages
+from stagepack_loaders.distributed.transfers import PackedValues, RouteReceivers, pack_command, pack_values, send_values
 
 # A process that has sent no heartbeat for so long is lost: it was stopped, or its host is gone.
 _SILENCE_SECONDS = 4.0
@@ -62,29 +71,29 @@ class FrontProcess:
         in_flight = membership.options.in_flight
         self._places = threading.BoundedSemaphore(in_flight)  # further requests wait
         self._sent_messages = SentMessages()
-        # Held while a request is sent, so that all processes get the requests in one order.
+        # Held while a message is sent, so that all processes get the messages in one order.
         self._send_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._last_number = 0
         self._pending: dict[int, Future[dict[str, Any]]] = {}
         self._failures: dict[int, Future[Exception]] = {}
-        self._finished_here: SimpleQueue[StageRequest | None] = SimpleQueue()
+        self._finished_here: SimpleQueue[StageRequest | ControlMessage] = SimpleQueue()
+        # Without stages here, all work is finished here at once.
+        self._work: SimpleQueue[StageRequest | ControlMessage] = (
+            SimpleQueue() if membership.stages else self._finished_here
+        )
         self._statuses: dict[int, ProcessStatus] = {}
         self._last_heard = dict.fromkeys(range(1, self._group.size), time.monotonic())
         self._is_closing = False
-        self._layouts = RouteLayouts()
+        self._symbols = bundle.manifest.symbols
+        self._input_routes = [route for route in membership.routes if route.source_stage is None]
+        self._layouts = RequestLayouts(membership.routes, self._symbols)
+        self._receivers = RouteReceivers(self._group, membership.routes, self._symbols)
         self._worker = StageWorker(
-            self._group,
-            bundle.manifest,
-            membership.stages,
-            membership.routes,
-            self._layouts,
-            in_flight=in_flight,
-            report_failure=self._record_failure,
-            report_loss=self._lose_unknown,
-            finish_request=self._finished_here.put,
+            self._group, bundle.manifest, membership.stages, membership.routes, self._record_failure
         )
         self._threads = [
+            *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
             threading.Thread(target=self._collect_results, name="results", daemon=True),
             threading.Thread(target=self._watch_silence, name="silence", daemon=True),
             *(
@@ -118,34 +127,27 @@ class FrontProcess:
             StageLostError: a process is lost.
             InputError: an input is not a dense tensor, or a tensor would have more elements than the format allows.
         """
-        symbols = self._bundle.manifest.symbols
-        packed_inputs = []  # before anything is sent: what cannot be packed fails this request alone
-        for route in self._membership.routes:
-            layout = self._layouts.find(route, sizes)
-            if route.source_stage is None:
-                packed_inputs.append((route, pack_values(layout, values, symbols, copies=False)))
+        size_words = encode_sizes(sizes, self._symbols)
+        layout = self._layouts.find(size_words)
+        # Before anything is sent: what cannot be packed fails this request alone.
+        packed_inputs = [
+            pack_values(layout.of_route[route], values, self._symbols, copies=False) for route in self._input_routes
+        ]
         self._places.acquire()
         answer: Future[dict[str, Any]] = Future()
         answer.add_done_callback(lambda _: self._places.release())
         with self._send_lock:
-            number = self._last_number = self._last_number + 1
+            message = self._next_message(ControlKind.RUN, sequence=sequence, size_words=size_words)
             with self._state_lock:
                 if self.lost is None:
-                    self._pending[number] = answer
+                    self._pending[message.number] = answer
             if self.lost is not None:
                 answer.set_exception(self.lost)
                 return answer
-            message = ControlMessage(kind=ControlKind.RUN, number=number, sequence=sequence, sizes=sizes)
-            try:
-                self._send_control(message)
-                self._worker.begin(StageRequest(message=message, values=dict(values), answer=answer))
-                for route, messages in packed_inputs:
-                    self._sent_messages.add(number, send_messages(self._group, route, messages))
-            except ConnectionLostError as error:
-                self._lose_unknown(error)
+            self._send(StageRequest(message=message, layout=layout, values=dict(values)), packed_inputs)
         return answer
 
-    def command(self, message: ControlMessage) -> None:
+    def command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> None:
         """Have all processes execute a command after the requests before it.
 
         Raises:
@@ -154,15 +156,16 @@ class FrontProcess:
         with self._send_lock:
             if self.lost is not None:
                 raise self.lost
-            try:
-                self._send_control(message)
-            except ConnectionLostError as error:
-                self._lose_unknown(error)
-            self._worker.command(message)
+            self._send_command(self._next_message(kind, sequence=sequence, seed=seed))
 
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return what each process has told last, by rank."""
-        return dict(self._statuses) | {FRONT_RANK: self._worker.status()}
+        own_status = ProcessStatus(
+            stages=self._worker.stage_counts,
+            sequences=self._worker.sequence_count,
+            sent_bytes=self._group.sent_bytes,
+        )
+        return dict(self._statuses) | {FRONT_RANK: own_status}
 
     def close(self) -> bool:
         """Answer what is in flight, and end the other processes.
@@ -175,15 +178,12 @@ class FrontProcess:
                 return False
             self._is_closing = True
             try:
-                self._send_control(ControlMessage(kind=ControlKind.CLOSE))
-                self._worker.close()
-                self._finished_here.put(None)
+                self._send_command(self._next_message(ControlKind.CLOSE))
                 # A thread that still waits in gloo would abort the interpreter at its end.
                 while self.lost is None and any(thread.is_alive() for thread in self._threads):
                     time.sleep(_CLOSE_SECONDS)
                 if self.lost is None:
                     self._sent_messages.finish()
-                    self._worker.finish_messages()
             except ConnectionLostError as error:
                 self._lose_unknown(error)
             with self._state_lock:
@@ -191,32 +191,78 @@ class FrontProcess:
                 self.lost = self.lost or StageLostError("the pipeline is closed")
             return has_ended_in_order
 
-    def _send_control(self, message: ControlMessage) -> None:
-        memory = encode_control(message, self._bundle.manifest.symbols)
-        messages = [self._group.send(memory, rank, CONTROL_TAG) for rank in range(1, self._group.size)]
-        self._sent_messages.add(self._last_number, messages)
+    def _next_message(
+        self, kind: ControlKind, *, sequence: int = 0, seed: int = 0, size_words: bytes = b""
+    ) -> ControlMessage:
+        self._last_number += 1
+        return ControlMessage(kind=kind, number=self._last_number, sequence=sequence, seed=seed, size_words=size_words)
+
+    def _send_command(self, message: ControlMessage) -> None:
+        self._send(message, [pack_command(self._symbols) for _ in self._input_routes])
+
+    def _send(self, work: StageRequest | ControlMessage, packed_inputs: Sequence[PackedValues]) -> None:
+        """Send a request or command on its way. If a process has gone, its caller learns it from the answer."""
+        message = work.message if isinstance(work, StageRequest) else work
+        try:
+            if isinstance(work, StageRequest):
+                self._announce(message, work.layout.body_ranks)
+                self._receivers.post_bodies(work.layout)
+            elif work.kind == ControlKind.CLOSE:
+                self._announce(message, self._last_heard)
+            for route, packed_values in zip(self._input_routes, packed_inputs, strict=True):
+                self._sent_messages.add(message.number, send_values(self._group, route, message, packed_values))
+        except ConnectionLostError as error:
+            self._lose_unknown(error)
+        else:
+            self._work.put(work)
+
+    def _announce(self, message: ControlMessage, ranks: Collection[int]) -> None:
+        """Tell processes of a message before their routes do: they post receives ahead."""
+        head = pack_command(self._symbols).head
+        write_control(head.view, message)
+        transfers = [self._group.send(head.memory, rank, ANNOUNCEMENT_TAG) for rank in ranks if rank != FRONT_RANK]
+        self._sent_messages.add(message.number, transfers)
+
+    def _run_stages(self) -> None:
+        """Run the stages of this process."""
+        with self._reported_loss():
+            while True:
+                work = self._work.get()
+                if isinstance(work, StageRequest):
+                    self._worker.run_request(work)
+                else:
+                    self._worker.execute(work)
+                self._finished_here.put(work)
+                if not isinstance(work, StageRequest) and work.kind == ControlKind.CLOSE:
+                    return
 
     def _collect_results(self) -> None:
         """Answer requests in their order, when the stages here have run and the results of the others have come."""
+        with self._reported_loss():
+            while True:
+                work = self._finished_here.get()
+                message = self._receivers.next_message()
+                if isinstance(work, StageRequest):
+                    self._answer(work, message)
+                elif work.kind == ControlKind.CLOSE:
+                    return
+
+    @contextlib.contextmanager
+    def _reported_loss(self) -> Iterator[None]:
+        """Fail all requests if this thread cannot go on."""
         try:
-            while (request := self._finished_here.get()) is not None:
-                caller_values = dict(request.values)
-                while request.receivers:
-                    collect_values(request)
-                try:
-                    self._answer(request, caller_values)
-                except (ValueError, RuntimeError) as error:  # an input that the model writes cannot be written
-                    if request.answer is not None and not request.answer.done():
-                        request.answer.set_exception(InputError(f"the model writes into an input: {error}"))
+            yield
         except ConnectionLostError as error:
             self._lose_unknown(error)
         except Exception as error:  # noqa: BLE001 - without this thread no request would be answered any more
             self._lose(None, f"{type(error).__name__}: {error}")
 
-    def _answer(self, request: StageRequest, caller_values: Mapping[str, Any]) -> None:
+    def _answer(self, request: StageRequest, message: ControlMessage | None) -> None:
         number = request.message.number
+        received_values = self._receivers.values(request.layout)
         self._sent_messages.finish(number)
-        error = self._failure(number, wait=request.has_failed)
+        has_failed = ControlKind.FAIL in (request.message.kind, message.kind if message else None)
+        error = self._failure(number, wait=has_failed)
         with self._state_lock:
             answer = self._pending.pop(number, None)
         if answer is None:
@@ -224,11 +270,14 @@ class FrontProcess:
         if error is not None:
             answer.set_exception(error)
             return
-        for edge in self._bundle.edges:
-            if edge.producer is None and request.values.get(edge.name) is not caller_values.get(edge.name):
-                write_array(caller_values[edge.name], request.values[edge.name])
-                request.values[edge.name] = caller_values[edge.name]
-        answer.set_result(request.values)
+        try:
+            for edge in self._bundle.edges:
+                if edge.producer is None and edge.name in received_values:
+                    write_array(request.values[edge.name], received_values.pop(edge.name))
+        except (ValueError, RuntimeError) as write_error:  # an input that the model writes cannot be written
+            answer.set_exception(InputError(f"the model writes into an input: {write_error}"))
+        else:
+            answer.set_result(request.values | received_values)
 
     def _failure(self, number: int, *, wait: bool) -> Exception | None:
         """The error of a stage on a request. It comes on a way of its own, perhaps after the result that says that there is one."""
@@ -267,7 +316,9 @@ class FrontProcess:
                 if isinstance(status, RequestError):
                     self._record_failure(status.request, status.stage, rebuild_error(status.error))
                 else:
-                    self._statuses[rank] = status
+                    self._statuses[rank] = structs.replace(
+                        status, pending_requests=self._last_number - status.last_number
+                    )
         except ConnectionLostError as error:
             self._lose(rank, str(error))
 

@@ -13,7 +13,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.callable_pipeline import CallablePipeline
-from stagepack_loaders.distributed.control import ControlKind, ControlMessage
+from stagepack_loaders.distributed.control import ControlKind
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.status import ProcessStatus
@@ -152,7 +152,7 @@ class DistributedPipeline(CallablePipeline):
     def end_sequence(self, sequence: int) -> None:
         """Free the state of a sequence. That of a lost process is free."""
         with suppress(StageLostError):
-            self._command(ControlMessage(kind=ControlKind.END_SEQUENCE, sequence=sequence))
+            self._command(ControlKind.END_SEQUENCE, sequence=sequence)
 
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return what each process has told last, by rank."""
@@ -172,11 +172,11 @@ class DistributedPipeline(CallablePipeline):
 
     def seed(self, seed: int) -> None:
         """See `CallablePipeline`. The generators of all processes get the same seed."""
-        self._command(ControlMessage(kind=ControlKind.SEED, number=seed))
+        self._command(ControlKind.SEED, seed=seed)
 
     def reset_state(self) -> None:
         """See `CallablePipeline`."""
-        self._command(ControlMessage(kind=ControlKind.RESET_STATE))
+        self._command(ControlKind.RESET_STATE)
         self._is_state_lost = False
 
     def close(self) -> None:
@@ -220,9 +220,9 @@ class DistributedPipeline(CallablePipeline):
         self.submit_values(values, sizes, sequence).add_done_callback(finish)
         return result
 
-    def _command(self, message: ControlMessage) -> None:
+    def _command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> None:
         self._check_started()
-        self._front.command(message)
+        self._front.command(kind, sequence=sequence, seed=seed)
 
     def _check_started(self) -> None:
         """Refuse calls while the processes are started, but for those of the example.

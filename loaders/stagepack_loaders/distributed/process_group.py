@@ -145,7 +145,7 @@ class ProcessGroup:
         Messages with one tag arrive in the order in which they were sent; the receiver knows their sizes.
 
         Args:
-            memory: a tensor of uint8 with one dimension and at least one element, on the host.
+            memory: a contiguous tensor with at least one element, on the host.
             target_rank: the process that receives them.
             tag: tells apart what goes from one process to another.
 
@@ -159,7 +159,7 @@ class ProcessGroup:
             transfer = _GlooTransfer(self._backend.send([memory], target_rank, tag), memory)
         except RuntimeError as error:
             raise ConnectionLostError(str(error).partition("\n")[0]) from None
-        self.sent_bytes += memory.numel()
+        self.sent_bytes += memory.nbytes
         return transfer
 
     def receive(self, memory: torch.Tensor, source_rank: int, tag: int) -> Transfer:

@@ -1,13 +1,15 @@
-"""How the values of a route travel: one message with the small ones, then one for each large one, those of known shape first.
+"""How the values of a route travel: a first message with small ones, then one message for each large one.
 
 Both sides compute the sizes of all messages from the manifest and the sizes of the symbols, so that a receiver can post its receives
-before the data comes, and so that nothing that arrives decides how much memory it takes. The first message begins with a status word,
-then the strides of each tensor. Only sizes that depend on data travel, in the first message; they are checked against their ranges before
-the second is received.
+before the data comes, and so that nothing that arrives decides how much memory it takes. The first message begins with the words of the
+request (`control`), then the strides of each tensor. It has at most `head_capacity` bytes. Only sizes that depend on data travel, in the
+first message; they are checked against their ranges before the values that have them are received.
 """
 
 import itertools
 import math
+import operator
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +19,12 @@ from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol, evaluate_dim
+from stagepack_loaders.distributed.control import WORD_BYTES, control_bytes, decode_sizes
 from stagepack_loaders.distributed.routes import Route
 
-WORD_BYTES = 8
 _ALIGNMENT = 64
 _KEPT_LAYOUTS = 4096
-_LARGEST_INLINE = 64 * 1024  # bytes; copying them costs less than a message of their own
+_INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than messages of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class ValueLayout:
         strides_offset: where its strides begin in the first message, in bytes; after them its sizes, if `shape` is None.
         data_offset: where its data begin in the first message, in bytes; None for a value with a message of its own.
         byte_count: the bytes of its data; 0 if its shape is not known.
+        row_major_strides: the strides that it most often has; empty if its shape is not known.
+        strides_words: packs its strides.
     """
 
     edge: Edge
@@ -42,6 +46,8 @@ class ValueLayout:
     strides_offset: int
     data_offset: int | None
     byte_count: int
+    row_major_strides: tuple[int, ...]
+    strides_words: struct.Struct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,44 +57,76 @@ class RouteLayout:
     Attributes:
         head_bytes: the size of the first message.
         values: the values, in the order of the route.
+        bodies: those of known shape that have messages of their own.
     """
 
     head_bytes: int
     values: tuple[ValueLayout, ...]
-
-    def bodies(self) -> list[ValueLayout]:
-        """The values of known shape that have messages of their own."""
-        return [layout for layout in self.values if layout.data_offset is None and layout.byte_count]
+    bodies: tuple[ValueLayout, ...]
 
 
-class RouteLayouts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLayout:
+    """The messages of all routes for requests of certain sizes.
+
+    Attributes:
+        of_route: the messages of each route.
+        body_ranks: the processes that receive messages beside the first one of a route.
+    """
+
+    of_route: Mapping[Route, RouteLayout]
+    body_ranks: frozenset[int]
+
+
+class RequestLayouts:
     """The layouts of the routes of a pipeline, kept for the sizes of the last requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: Sequence[Route], symbols: Sequence[Symbol]) -> None:
         """Begin without layouts."""
-        self._layouts: dict[tuple[object, ...], RouteLayout] = {}
+        self._routes = routes
+        self._symbols = symbols
+        self._layouts: dict[bytes, RequestLayout] = {}
 
-    def find(self, route: Route, sizes: Mapping[str, int]) -> RouteLayout:
-        """Return the layout of a route; see `route_layout`.
+    def find(self, size_words: bytes) -> RequestLayout:
+        """Return the layout of requests.
+
+        Args:
+            size_words: the sizes of the symbols that the inputs determine; see `encode_sizes`.
 
         Raises:
             InputError: a tensor has more elements than the format allows.
+            ConnectionLostError: a size is out of its range: another program has connected.
         """
-        key = (route.source_stage, route.target_rank, *sizes.values())
-        layout = self._layouts.get(key)
+        layout = self._layouts.get(size_words)
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = layout = route_layout(route.edges, sizes)
+            self._layouts[size_words] = layout = self._make_layout(decode_sizes(size_words, self._symbols))
         return layout
 
+    def _make_layout(self, sizes: Mapping[str, int]) -> RequestLayout:
+        first_offset = control_bytes(self._symbols)
+        layouts = {route: route_layout(route.edges, sizes, first_offset) for route in self._routes}
+        body_ranks = frozenset(route.target_rank for route, layout in layouts.items() if layout.bodies)
+        return RequestLayout(of_route=layouts, body_ranks=body_ranks)
 
-def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int]) -> RouteLayout:
+
+def head_capacity(edges: Sequence[Edge], symbols: Sequence[Symbol]) -> int:
+    """The largest size of the first message of a route, in bytes."""
+    fixed_layout = route_layout(edges, {}, control_bytes(symbols))
+    if all(layout.shape is not None for layout in fixed_layout.values):
+        return fixed_layout.head_bytes
+    words_bytes = 2 * WORD_BYTES * sum(len(edge.shape) for edge in edges)
+    return control_bytes(symbols) + words_bytes + _INLINE_BYTES + _ALIGNMENT * len(edges)
+
+
+def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: int) -> RouteLayout:
     """Return the layout of values.
 
     Args:
         edges: the values.
         sizes: the sizes of the symbols that the inputs of the model determine.
+        first_offset: the bytes of the first message before the strides.
 
     Raises:
         InputError: a tensor has more elements than the format allows.
@@ -96,22 +134,31 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int]) -> RouteLayout
     shapes = [_shape(edge, sizes) for edge in edges]
     word_counts = [len(edge.shape) * (1 if shape is not None else 2) for edge, shape in zip(edges, shapes, strict=True)]
     strides_offsets = list(
-        itertools.accumulate(word_counts, lambda offset, words: offset + words * WORD_BYTES, initial=WORD_BYTES)
+        itertools.accumulate(word_counts, lambda offset, words: offset + words * WORD_BYTES, initial=first_offset)
     )
     offset = strides_offsets.pop()
+    inline_bytes = 0
     layouts: list[ValueLayout] = []
     for edge, shape, strides_offset in zip(edges, shapes, strides_offsets, strict=True):
         byte_count = 0 if shape is None else _byte_count(edge, shape)
         data_offset = None
-        if shape is not None and byte_count <= _LARGEST_INLINE:
+        if shape is not None and inline_bytes + byte_count <= _INLINE_BYTES:
             data_offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
             offset = data_offset + byte_count
+            inline_bytes += byte_count
         layouts.append(
             ValueLayout(
-                edge=edge, shape=shape, strides_offset=strides_offset, data_offset=data_offset, byte_count=byte_count
+                edge=edge,
+                shape=shape,
+                strides_offset=strides_offset,
+                data_offset=data_offset,
+                byte_count=byte_count,
+                row_major_strides=_row_major_strides(shape or ()),
+                strides_words=struct.Struct(f"<{len(edge.shape)}q"),
             )
         )
-    return RouteLayout(head_bytes=offset, values=tuple(layouts))
+    bodies = tuple(layout for layout in layouts if layout.data_offset is None and layout.byte_count)
+    return RouteLayout(head_bytes=offset, values=tuple(layouts), bodies=bodies)
 
 
 def check_late_shapes(values: Iterable[tuple[Edge, tuple[int, ...]]], symbols: Sequence[Symbol]) -> list[int]:
@@ -171,6 +218,12 @@ def _shape(edge: Edge, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
         raise InputError(f"{edge.name}: its shape cannot be computed for these inputs: {error}") from None
     _byte_count(edge, shape)
     return shape
+
+
+def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides that PyTorch gives a new tensor: as if no dimension were empty."""
+    sizes = (max(size, 1) for size in reversed(shape[1:]))
+    return tuple(reversed(list(itertools.accumulate(sizes, operator.mul, initial=1)))) if shape else ()
 
 
 def _byte_count(edge: Edge, shape: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from stagepack_loaders.placement import place_stages
 FRONT_RANK = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
     """Values that one process sends to another one at one time.
 
@@ -19,7 +19,7 @@ class Route:
         source_stage: the stage that has run before they are sent; None for inputs of the model.
         source_rank: the process that sends.
         target_rank: the process that receives.
-        edges: the values. A route may have none: it then tells the target that the stage has run.
+        edges: the values. A route may have none: it then tells the target of the request, or that the stage has run.
     """
 
     source_stage: int | None
@@ -28,9 +28,19 @@ class Route:
     edges: tuple[Edge, ...]
 
     @property
-    def tag(self) -> int:
-        """A number that no other route between the two processes has, at least 1."""
-        return 1 if self.source_stage is None else self.source_stage + 2
+    def head_tag(self) -> int:
+        """The tag of first messages; this number and the next two belong to no other route between the two processes."""
+        return 1 if self.source_stage is None else 4 + 3 * self.source_stage
+
+    @property
+    def body_tag(self) -> int:
+        """The tag of values with messages of their own."""
+        return self.head_tag + 1
+
+    @property
+    def late_tag(self) -> int:
+        """The tag of values whose shape depends on data."""
+        return self.head_tag + 2
 
 
 def assign_stages(manifest: Manifest, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -45,7 +55,7 @@ def assign_stages(manifest: Manifest, ranks: Sequence[int]) -> tuple[int, ...]:
 def find_routes(
     manifest: Manifest, rank_of_stage: Sequence[int], written_inputs: Mapping[int, Collection[str]]
 ) -> tuple[Route, ...]:
-    """Return all routes, in the order in which a request uses them.
+    """Return all routes, in the order in which a request uses them. Each process but the front has some that end and some that begin there.
 
     Args:
         manifest: the manifest of the bundle.
@@ -77,7 +87,12 @@ def find_routes(
             Route(source_stage=stage_number, source_rank=source_rank, target_rank=target, edges=edges)
             for target, edges in sends.items()
         ]
-    return tuple(routes)
+    ranks_without_inputs = set(rank_of_stage) - {FRONT_RANK} - {route.target_rank for route in routes}
+    unasked_routes = [
+        Route(source_stage=None, source_rank=FRONT_RANK, target_rank=rank, edges=())
+        for rank in sorted(ranks_without_inputs)
+    ]
+    return (*unasked_routes, *routes)
 
 
 def _edges_to(

@@ -8,25 +8,28 @@ from collections.abc import Iterator
 
 from torch.distributed.distributed_c10d import Store
 
+from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.control import (
-    CONTROL_TAG,
+    ANNOUNCEMENT_TAG,
     ControlKind,
     ControlMessage,
-    control_memory,
-    decode_control,
+    control_bytes,
+    read_control,
 )
 from stagepack_loaders.distributed.error_report import report_error
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
 from stagepack_loaders.distributed.process_group import ConnectionLostError
-from stagepack_loaders.distributed.route_layout import RouteLayouts
+from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
-from stagepack_loaders.distributed.status import RequestError, StatusSender
+from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender
+from stagepack_loaders.distributed.transfers import MessageHead, RouteReceivers
 
 HEARTBEAT_SECONDS = 0.5
 # The exit status of a process that has lost another one; the launcher starts it again.
 LOST_STATUS = 75
+_REQUESTS_POSTED_AHEAD = 3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -78,41 +81,68 @@ def _ignored_stop_signals() -> Iterator[None]:
 
 
 class _StageProcess:
-    """The threads of a process of stages: this one takes messages of the front, one runs stages, one sends heartbeats."""
+    """The threads of a process of stages: this one runs them, one posts receives of large values ahead, one sends heartbeats."""
 
     def __init__(self, bundle: Bundle, membership: Membership) -> None:
         self._group = membership.group
         self._symbols = bundle.manifest.symbols
         self._statuses = StatusSender(membership.group)
         self._is_closed = threading.Event()
+        self._last_number = 0
+        self._layouts = RequestLayouts(membership.routes, self._symbols)
+        self._receivers = RouteReceivers(membership.group, membership.routes, self._symbols)
+        self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
         self._worker = StageWorker(
-            membership.group,
-            bundle.manifest,
-            membership.stages,
-            membership.routes,
-            RouteLayouts(),
-            in_flight=membership.options.in_flight,
-            report_failure=self._report_failure,
-            report_loss=lambda _: os._exit(LOST_STATUS),
+            membership.group, bundle.manifest, membership.stages, membership.routes, self._report_failure
         )
-        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
+            threading.Thread(target=self._post_bodies, name="receives", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def serve(self) -> None:
         """Do what the front says, until it closes the pipeline."""
         while (message := self._next_message()).kind != ControlKind.CLOSE:
-            if message.kind == ControlKind.RUN:
-                self._worker.begin(StageRequest(message=message))
+            if message.kind in (ControlKind.RUN, ControlKind.FAIL):
+                self._run(message)
             else:
-                self._worker.command(message)
-        self._worker.close()
-        self._worker.finish_messages()
+                self._worker.execute(message)
+        self._worker.execute(message)
         self._is_closed.set()
+        for thread in self._threads:  # one that waits in gloo would abort the interpreter at its end
+            thread.join()
         self._statuses.close()
 
     def _next_message(self) -> ControlMessage:
-        memory = control_memory(self._symbols)
-        self._group.receive(memory, FRONT_RANK, CONTROL_TAG).wait()
-        return decode_control(memory, self._symbols)
+        message = self._receivers.next_message()
+        if message is None:
+            raise ConnectionLostError("no route ends at this process")
+        return message
+
+    def _run(self, message: ControlMessage) -> None:
+        layout = self._layouts.find(message.size_words)
+        request = StageRequest(message=message, layout=layout, values=self._receivers.values(layout))
+        if self._group.rank in layout.body_ranks:
+            self._posting_places.release()
+        self._worker.run_request(request)
+        self._last_number = message.number
+
+    def _post_bodies(self) -> None:
+        """Post the receives of the large values of requests, which the front announces."""
+        head = MessageHead(control_bytes(self._symbols))
+        try:
+            while True:
+                self._group.receive(head.memory, FRONT_RANK, ANNOUNCEMENT_TAG).wait()
+                message = read_control(head.view, len(self._symbols))
+                if message.kind == ControlKind.CLOSE:
+                    return
+                layout = self._layouts.find(message.size_words)
+                self._posting_places.acquire()
+                self._receivers.post_bodies(layout)
+        except (ConnectionLostError, StagepackError):
+            os._exit(LOST_STATUS)
 
     def _report_failure(self, request_number: int, stage_number: int, error: Exception) -> None:
         self._statuses.send(RequestError(request=request_number, stage=stage_number, error=report_error(error)))
@@ -120,6 +150,13 @@ class _StageProcess:
     def _send_heartbeats(self) -> None:
         try:
             while not self._is_closed.wait(HEARTBEAT_SECONDS):
-                self._statuses.send(self._worker.status())
+                self._statuses.send(
+                    ProcessStatus(
+                        stages=self._worker.stage_counts,
+                        sequences=self._worker.sequence_count,
+                        sent_bytes=self._group.sent_bytes,
+                        last_number=self._last_number,
+                    )
+                )
         except ConnectionLostError:
             os._exit(LOST_STATUS)

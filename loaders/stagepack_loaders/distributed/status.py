@@ -36,12 +36,14 @@ class ProcessStatus(Struct, frozen=True, kw_only=True, tag="status"):
 
     Attributes:
         stages: the counts of its stages.
-        pending_requests: the number of requests that it has not run yet.
+        last_number: the number of the last request that it has run.
+        pending_requests: the number of requests that it has not run yet. The front knows it.
         sequences: the number of sequences whose state it keeps.
         sent_bytes: the bytes that it has sent to other processes.
     """
 
     stages: tuple[StageCounts, ...] = ()
+    last_number: int = 0
     pending_requests: int = 0
     sequences: int = 0
     sent_bytes: int = 0

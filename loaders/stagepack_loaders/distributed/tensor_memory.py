@@ -4,13 +4,16 @@ A kernel may add in another order for other strides. So a receiver restores them
 process.
 """
 
+import math
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack_loaders.distributed.route_layout import has_overlap, is_dense
 from stagepack_loaders.exchange import to_array
@@ -19,6 +22,10 @@ from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 # Views with more holes than this become row-major, so that strides do not decide how much memory is taken.
 _LARGEST_EXTENT_RATIO = 8
 _SMALL_EXTENT = 1024  # elements
+_SMALLEST_BLOCK = 2**18  # bytes; smaller memory comes from the heap, which is used again anyway
+_LARGEST_KEPT_BYTES = 2**28
+_FREE_REFERENCES = 2  # of the list, and of the call that asks
+_TENSOR_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZE}
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.int64}
 
 
@@ -34,6 +41,20 @@ def to_host_tensor(value: Any, edge: Edge) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_meta:
         raise InputError(f"{edge.name}: expected a dense tensor with data, found {tensor.layout} on {tensor.device}")
     return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
+def is_row_major(value: Any, edge: Edge, shape: tuple[int, ...]) -> bool:
+    """Whether the bytes of a value can be sent as they are: a row-major tensor in the memory of the host."""
+    return (
+        type(value) is torch.Tensor
+        and value.is_cpu
+        and value.layout == torch.strided
+        and value.shape == shape
+        and value.dtype == _TENSOR_DTYPES[edge.dtype]
+        and value.is_contiguous()
+        and not value.is_neg()
+        and not value.is_conj()
+    )
 
 
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +80,7 @@ def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: 
     if edge.dtype in SCALAR_DTYPES:
         scalar = memory.view(_SCALAR_TENSOR_DTYPES[edge.dtype]).item()
         return bool(scalar) if edge.dtype == "symbool" else scalar
-    flat = memory.view(getattr(torch, edge.dtype))
+    flat = memory.view(_TENSOR_DTYPES[edge.dtype])
     if is_dense(shape, strides) or not flat.numel():
         return flat.as_strided(tuple(shape), tuple(strides))
     tensor = flat.view(tuple(shape))
@@ -73,6 +94,59 @@ def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: 
     return distinct_elements.expand(tuple(shape))
 
 
+def from_row_major(memory: Any, offset: int, edge: Edge, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a row-major tensor on bytes.
+
+    Args:
+        memory: a buffer.
+        offset: where the tensor begins in it, in bytes, aligned for its dtype.
+        edge: its dtype.
+        shape: its shape, with at least one element.
+    """
+    return torch.frombuffer(memory, dtype=_TENSOR_DTYPES[edge.dtype], count=math.prod(shape), offset=offset).view(shape)
+
+
 def allocate(byte_count: int) -> torch.Tensor:
-    """Return memory for bytes that arrive, aligned for every dtype."""
+    """Return memory for bytes, aligned for every dtype."""
     return torch.empty(byte_count, dtype=torch.uint8)
+
+
+class ReceiveMemory:
+    """Memory for large values that arrive. It is used again when no tensor is on it any more: fresh memory of the system is slow to touch.
+
+    Its methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        """Begin without memory."""
+        self._blocks: list[Any] = []  # numpy arrays: a tensor made by `from_numpy` counts as a reference of its array
+        self._lock = threading.Lock()
+
+    def take(self, byte_count: int) -> torch.Tensor:
+        """Return memory for bytes, aligned for every dtype."""
+        if byte_count < _SMALLEST_BLOCK:
+            return allocate(byte_count)
+        with self._lock:
+            for index in range(len(self._blocks)):
+                if self._is_free(index) and self._blocks[index].nbytes == byte_count:
+                    self._blocks.append(self._blocks.pop(index))  # the last used one last
+                    return torch.from_numpy(self._blocks[-1])
+            self._drop_free_blocks(byte_count)
+            memory = allocate(byte_count)
+            if self._kept_bytes() + byte_count <= _LARGEST_KEPT_BYTES:
+                self._blocks.append(memory.numpy())
+                del memory
+                return torch.from_numpy(self._blocks[-1])
+            return memory
+
+    def _drop_free_blocks(self, byte_count: int) -> None:
+        """Give the oldest blocks that are free back to the system until there is place for another one."""
+        for index in reversed(range(len(self._blocks))):
+            if self._kept_bytes() + byte_count > _LARGEST_KEPT_BYTES and self._is_free(index):
+                del self._blocks[index]
+
+    def _kept_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+    def _is_free(self, index: int) -> bool:
+        return sys.getrefcount(self._blocks[index]) <= _FREE_REFERENCES
