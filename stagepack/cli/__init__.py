@@ -28,6 +28,7 @@ _COMMAND_GROUPS = {
         "profile": "Measure how long the operators of a bundle take.",
         "serve": "Serve bundles over the Open Inference Protocol.",
         "triton": "Write a bundle into a Triton model repository.",
+        "k8s": "Write a deployment on Kubernetes.",
     },
 }
 

@@ -148,6 +148,7 @@ def limit_option(
     unit: float = 1.0,
     minimum: float = 0,
     maximum: float = _DAY,
+    default: float | None = None,
 ) -> Callable[..., Any]:
     """Return a decorator that adds an option for a field of `ServerLimits`.
 
@@ -159,9 +160,11 @@ def limit_option(
         unit: what a value of 1 is in the unit of the field: 1e-3 for milliseconds, where the field has seconds.
         minimum: the least allowed value.
         maximum: the largest allowed value, unless it is a count.
+        default: another default than that of the field.
     """
     field_default = getattr(ServerLimits(), field)
     is_count = isinstance(field_default, int) and unit == 1
+    shown_default = field_default if is_count else _integer_if_whole(field_default / unit)
     value_type = click.IntRange(min=int(minimum)) if is_count else click.FloatRange(minimum, maximum)
 
     def in_unit_of_field(_context: click.Context, _option: click.Parameter, value: float) -> float:
@@ -174,7 +177,7 @@ def limit_option(
     return click.option(
         flag,
         field,
-        default=field_default if is_count else _integer_if_whole(field_default / unit),
+        default=shown_default if default is None else default,
         show_default=True,
         type=value_type,
         metavar=metavar,

@@ -39,7 +39,7 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         *(
             ([command, "x", "y"], "unexpected extra argument")
             for command in COMMANDS
-            if command not in ("compile", "export", "recut", "report", "serve", "triton")
+            if command not in ("compile", "export", "k8s", "profile", "recut", "report", "serve", "triton")
         ),
         (["export", "x"], "Missing option '-o' / '--out'"),
         (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range 1<=x<=4096"),
@@ -53,6 +53,10 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["serve", "x", "--deadline-s", "inf"], "inf is not in the range"),
         (["serve", "x", "--max-queue", str(2**31)], "is not in the range"),
         (["triton", "x", "-o", "y", "--sequence-idle-s", "1e30"], "1e+30 is not in the range"),
+        (["k8s", "x", "-o", "y", "--volume", "models"], "expected claim:NAME, host:FOLDER or image:REFERENCE"),
+        (["k8s", "x", "-o", "y", "--volume", "host:models"], "expected an absolute path"),
+        (["k8s", "x", "-o", "y", "--memory", "much"], "expected a number of bytes such as 24GiB or 24GB"),
+        (["k8s", "x", "-o", "y", "--image", "a\nb"], "control characters are not allowed"),
     ],
 )
 def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says: str) -> None:

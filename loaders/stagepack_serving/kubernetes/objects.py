@@ -1,0 +1,205 @@
+"""The objects of a deployment: a LeaderWorkerSet, a Service for its leader, and a NetworkPolicy.
+
+Sources: the API of LeaderWorkerSet, https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/, and of Kubernetes,
+https://kubernetes.io/docs/reference/kubernetes-api/.
+"""
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from stagepack.format.reader import Bundle
+from stagepack_serving.kubernetes.options import DeploymentOptions
+from stagepack_serving.kubernetes.quantities import memory_quantity
+from stagepack_serving.kubernetes.sizing import PodSize
+
+HTTP_PORT = 8000
+GRPC_PORT = 8001
+# The port of torchrun. Between the processes, gloo listens at free ports.
+TORCHRUN_PORT = 29500
+_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
+_WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+# How long the pods wait for each other: nodes may have to be started, and images to be pulled.
+_RENDEZVOUS_SECONDS = 900
+_PROBE_SECONDS = 5
+_START_SECONDS = 120
+_SLOWEST_READING = 50_000_000  # bytes a second
+# What torchrun and then Kubernetes wait for longer than the server needs to stop.
+_SPARE_SECONDS = 10
+
+
+def deployment_objects(
+    bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[PodSize]
+) -> tuple[dict[str, Any], ...]:
+    """Return the objects of a deployment, as the data that Kubernetes reads.
+
+    Args:
+        bundle: the bundle.
+        options: the options.
+        pod_sizes: what each pod of a group runs, the leader first.
+    """
+    return (_worker_set(bundle, options, pod_sizes), _service(bundle, options), _network_policy(options))
+
+
+def entry_command(options: DeploymentOptions) -> list[str]:
+    """Return the command of each container. Kubernetes replaces ``$(NAME)`` by the variables of LeaderWorkerSet."""
+    devices: list[str] = []
+    if options.gpu_resource is not None:
+        devices = ["cuda"]
+        if options.processes_per_pod > 1:  # the first process of each pod uses its first GPU
+            devices = [f"cuda:{rank % options.processes_per_pod}" for rank in range(options.process_count)]
+    return [
+        "torchrun",
+        *("--nnodes", "$(LWS_GROUP_SIZE)", "--nproc-per-node", str(options.processes_per_pod)),
+        *("--node-rank", "$(LWS_WORKER_INDEX)", "--master-addr", "$(LWS_LEADER_ADDRESS)"),
+        *("--master-port", str(TORCHRUN_PORT), "--rdzv-conf", f"timeout={_RENDEZVOUS_SECONDS}"),
+        *("-m", "stagepack", "serve", _literal(f"{options.name}={options.bundle_path}")),
+        *("--host", "0.0.0.0", "--http-port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT)),  # noqa: S104 - the pod's
+        *(argument for device in devices for argument in ("--device", device)),
+        *("--max-batch", str(options.max_batch_size), "--max-sequences", str(options.max_sequences)),
+        *("--linger-s", f"{options.linger:g}", "--drain-s", f"{options.drain:g}"),
+        *(argument for namespace in options.allow_ops for argument in ("--allow-ops", _literal(namespace))),
+        *(argument for module_name in options.imports for argument in ("--import", _literal(module_name))),
+    ]
+
+
+def _literal(argument: str) -> str:
+    """An argument in which Kubernetes replaces nothing."""
+    return argument.replace("$(", "$$(")
+
+
+def _worker_set(bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[PodSize]) -> dict[str, Any]:
+    leader, *workers = pod_sizes
+    worker_memory = max((worker.memory for worker in workers), default=leader.memory)
+    leader_container = _container(options, leader.memory) | {
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT},
+            {"name": "grpc", "containerPort": GRPC_PORT},
+            {"name": "torchrun", "containerPort": TORCHRUN_PORT},
+        ],
+        **_probes(bundle),
+    }
+    metrics = {"prometheus.io/scrape": "true", "prometheus.io/port": str(HTTP_PORT), "prometheus.io/path": "/metrics"}
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": options.name},
+        "spec": {
+            "replicas": options.replicas,
+            "leaderWorkerTemplate": {
+                "size": options.pods,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": _pod_template(options, leader_container, metrics),
+                "workerTemplate": _pod_template(options, _container(options, worker_memory), {}),
+            },
+        },
+    }
+
+
+def _pod_template(options: DeploymentOptions, container: dict[str, Any], annotations: dict[str, str]) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"labels": {"app.kubernetes.io/name": options.name}}
+    return {
+        "metadata": metadata | ({"annotations": annotations} if annotations else {}),
+        "spec": {
+            "automountServiceAccountToken": False,
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+            "terminationGracePeriodSeconds": _shutdown_seconds(options) + _SPARE_SECONDS,
+            "containers": [container],
+            "volumes": [*_bundle_volumes(options), {"name": "tmp", "emptyDir": {}}],
+        },
+    }
+
+
+def _container(options: DeploymentOptions, memory: int) -> dict[str, Any]:
+    quantity = memory_quantity(memory)
+    gpus = {} if options.gpu_resource is None else {options.gpu_resource: str(options.processes_per_pod)}
+    bundle_mounts = [
+        {"name": volume["name"], "mountPath": str(PurePosixPath(options.bundle_path).parent), "readOnly": True}
+        for volume in _bundle_volumes(options)
+    ]
+    return {
+        "name": "stagepack",
+        "image": options.image,
+        "command": entry_command(options),
+        "env": [
+            {"name": "OMP_NUM_THREADS", "value": str(options.cpus)},
+            {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(_shutdown_seconds(options))},
+        ],
+        "resources": {
+            "requests": {"cpu": str(options.cpus * options.processes_per_pod), "memory": quantity, **gpus},
+            "limits": {"memory": quantity, **gpus},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": [*bundle_mounts, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - of the container
+    }
+
+
+def _shutdown_seconds(options: DeploymentOptions) -> int:
+    """How long torchrun waits for a process that was told to stop; the server lingers and drains meanwhile."""
+    return int(options.linger + options.drain) + _SPARE_SECONDS
+
+
+def _bundle_volumes(options: DeploymentOptions) -> list[dict[str, Any]]:
+    if options.volume is None:
+        return []
+    source = options.volume.source
+    sources: dict[str, dict[str, Any]] = {
+        "claim": {"persistentVolumeClaim": {"claimName": source, "readOnly": True}},
+        "host": {"hostPath": {"path": source, "type": "Directory"}},
+        "image": {"image": {"reference": source}},
+    }
+    return [{"name": "bundle", **sources[options.volume.kind]}]
+
+
+def _probes(bundle: Bundle) -> dict[str, Any]:
+    """The server listens when all processes have loaded their stages and run the example."""
+    weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
+    start_seconds = _RENDEZVOUS_SECONDS + _START_SECONDS + weight_bytes // _SLOWEST_READING
+    is_live = {"httpGet": {"path": "/v2/health/live", "port": "http"}}
+    is_ready = {"httpGet": {"path": "/v2/health/ready", "port": "http"}}
+    return {
+        "startupProbe": {
+            **is_live,
+            "periodSeconds": _PROBE_SECONDS,
+            "failureThreshold": -(-start_seconds // _PROBE_SECONDS),
+        },
+        "livenessProbe": {**is_live, "periodSeconds": 10, "timeoutSeconds": 5},
+        "readinessProbe": {**is_ready, "periodSeconds": 2, "timeoutSeconds": 5},
+    }
+
+
+def _service(bundle: Bundle, options: DeploymentOptions) -> dict[str, Any]:
+    # LeaderWorkerSet makes a service with the name of the set, by which the pods find each other.
+    spec: dict[str, Any] = {
+        "selector": {_NAME_LABEL: options.name, _WORKER_INDEX_LABEL: "0"},
+        "ports": [
+            {"name": "http", "port": HTTP_PORT, "targetPort": "http"},
+            {"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc"},
+        ],
+    }
+    if any(
+        stage.state for stage in bundle.stages
+    ):  # all requests of a sequence must reach the group that has its state
+        spec["sessionAffinity"] = "ClientIP"
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"{options.name}-leader"}, "spec": spec}
+
+
+def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
+    group = {"matchLabels": {_NAME_LABEL: options.name}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": options.name},
+        "spec": {
+            "podSelector": group,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": group}]},
+                {"ports": [{"protocol": "TCP", "port": HTTP_PORT}, {"protocol": "TCP", "port": GRPC_PORT}]},
+            ],
+        },
+    }

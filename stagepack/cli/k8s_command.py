@@ -1,0 +1,317 @@
+"""`stagepack k8s`."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from stagepack.cli.command import subcommand
+from stagepack.cli.failures import fail
+from stagepack.cli.output import count_of, print_json, print_line, print_table, printable
+from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.quantities import format_bytes
+from stagepack.cli.run_options import default_model_name, json_option, limit_option
+from stagepack.errors import CutError, OutputExistsError, WriteError
+from stagepack.format.reader import Bundle
+from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
+from stagepack_serving.kubernetes.quantities import memory_quantity
+from stagepack_serving.kubernetes.yaml_text import to_yaml
+
+if TYPE_CHECKING:
+    from stagepack_serving.kubernetes.sizing import PodSize
+
+# A name of a service, RFC 1035, short enough for the suffixes of its pods.
+_NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
+_MODELS_FOLDER = PurePosixPath("/models")
+_VOLUME_KINDS = get_args(BundleVolume.__annotations__["kind"])
+
+
+class _VolumeType(click.ParamType):  # type: ignore[type-arg]
+    """A volume as KIND:SOURCE."""
+
+    name = "volume"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BundleVolume:
+        """Return the volume.
+
+        Raises:
+            BadParameter: the kind is unknown, or there is no source.
+        """
+        kind, _, source = value.partition(":")
+        if kind not in _VOLUME_KINDS or not source:
+            self.fail(f"expected claim:NAME, host:FOLDER or image:REFERENCE, found {value!r}.", param, ctx)
+        if kind == "host" and not PurePosixPath(source).is_absolute():
+            self.fail(f"expected an absolute path of a folder, found {source!r}.", param, ctx)
+        return BundleVolume(kind=kind, source=source)
+
+
+def _parse_memory(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    from stagepack.partition.cut_options import parse_byte_size  # noqa: PLC0415 - imports numpy
+
+    try:
+        return None if value is None else parse_byte_size(value)
+    except CutError:
+        raise click.BadParameter(f"expected a number of bytes such as 24GiB or 24GB, found {value!r}.") from None
+
+
+def _check_printable(_context: click.Context, _option: click.Parameter, value: Any) -> Any:
+    """Refuse control characters, which YAML does not hold."""
+    texts = value if isinstance(value, tuple) else [getattr(value, "source", value)]
+    if not all(text is None or text.isprintable() for text in texts):
+        raise click.BadParameter("control characters are not allowed.")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of the command line, named as they are declared below."""
+
+    out: Path
+    deployment_name: str | None
+    image: str
+    volume: BundleVolume | None
+    bundle_path_in_pod: str | None
+    replicas: int
+    pods: int | None
+    processes_per_pod: int
+    cpus: int
+    gpu_resource: str | None
+    pod_memory: int | None
+    max_batch_size: int
+    max_sequences: int
+    linger: float
+    drain: float
+    allow_ops: tuple[str, ...]
+    imports: tuple[str, ...]
+    overwrite: bool
+    as_json: bool
+
+
+@subcommand(
+    "k8s",
+    examples=[
+        "stagepack k8s net.stagepack -o deployment.yaml --volume claim:models",
+        "stagepack k8s net.stagepack -o deployment.yaml --pods 2 --gpu",
+        "kubectl apply -f deployment.yaml",
+    ],
+)
+@bundle_argument
+@click.option("-o", "--out", required=True, type=PathType(Path), metavar="FILE", help="YAML file to write.")
+@click.option(
+    "--name",
+    "deployment_name",
+    metavar="NAME",
+    show_default="name of the bundle's folder without .stagepack",
+    help="Name of the LeaderWorkerSet, and by which clients call the model.",
+)
+@click.option(
+    "--image",
+    default="stagepack",
+    show_default=True,
+    metavar="REFERENCE",
+    callback=_check_printable,
+    help="Container image with stagepack, PyTorch and the extra serve, such as one built from the Dockerfile of the project.",
+)
+@click.option(
+    "--volume",
+    type=_VolumeType(),
+    metavar="KIND:SOURCE",
+    show_default="none: the image has the bundle",
+    callback=_check_printable,
+    help="Volume with the folder of the bundle: claim:NAME of a persistent volume, host:FOLDER of each node, or image:REFERENCE.",
+)
+@click.option(
+    "--path",
+    "bundle_path_in_pod",
+    metavar="PATH",
+    show_default=f"{_MODELS_FOLDER}/ and the name of the bundle's folder",
+    callback=_check_printable,
+    help="Path of the bundle in the containers. The volume is mounted at its parent folder.",
+)
+@click.option(
+    "--replicas", default=1, show_default=True, type=click.IntRange(0), metavar="N", help="Number of groups of pods."
+)
+@click.option(
+    "--pods",
+    type=click.IntRange(1),
+    metavar="N",
+    show_default="as many as make a process for each stage",
+    help="Number of pods of a group.",
+)
+@click.option(
+    "--processes-per-pod",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Number of processes of each pod. All processes of a group run at least one stage.",
+)
+@click.option(
+    "--cpus",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="CPUs and threads of each process.",
+)
+@click.option(
+    "--gpu",
+    "gpu_resource",
+    is_flag=False,
+    flag_value="nvidia.com/gpu",
+    metavar="RESOURCE",
+    show_default="off: the stages run on the CPU",
+    callback=_check_printable,
+    help="Run the stages on GPUs, one for each process. Without a value, RESOURCE is nvidia.com/gpu.",
+)
+@click.option(
+    "--memory",
+    "pod_memory",
+    metavar="SIZE",
+    show_default="estimated from the plan",
+    callback=_parse_memory,
+    help="Memory of each pod, such as 24GiB. The estimate is for the sizes of the example and the batches of --max-batch.",
+)
+@limit_option(
+    "--max-batch",
+    "max_batch_size",
+    minimum=1,
+    metavar="N",
+    description="Largest batch size that requests are combined into; 1 runs each request alone.",
+)
+@limit_option(
+    "--max-sequences",
+    "max_sequences",
+    minimum=1,
+    metavar="N",
+    description="Largest number of sequences whose state a model keeps.",
+)
+@limit_option(
+    "--linger-s",
+    "linger",
+    metavar="SECONDS",
+    default=10,
+    description="How long new requests are still accepted after a pod was told to stop, in seconds.",
+)
+@limit_option(
+    "--drain-s",
+    "drain",
+    metavar="SECONDS",
+    description="How long accepted requests may still take when a pod stops, in seconds.",
+)
+@click.option(
+    "--allow-ops",
+    multiple=True,
+    metavar="NAMESPACE",
+    show_default="none",
+    callback=_check_printable,
+    help="Allow the custom operators of this namespace to run. Repeatable.",
+)
+@click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE",
+    show_default="none",
+    callback=_check_printable,
+    help="Python module that the processes in the pods import first. Repeatable.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+@json_option
+def command(bundle_path: str, **arguments: Any) -> None:
+    """Write a deployment on Kubernetes.
+
+    Writes a LeaderWorkerSet, whose pods run the stages under torchrun, a Service for the pod that has the server, and a NetworkPolicy that
+    keeps other pods away from the processes. Memory is sized from the plan of the bundle. Needs no torch and no cluster.
+    """
+    options = _Options(**arguments)
+    if options.out.exists() and not options.overwrite:
+        raise OutputExistsError(f"{options.out} exists: choose another name, or pass --overwrite")
+    bundle = Bundle(bundle_path)
+    deployment = _deployment_options(bundle, options)
+    from stagepack_serving.kubernetes.objects import deployment_objects  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.kubernetes.sizing import size_pods  # noqa: PLC0415 - the same
+
+    pod_sizes = size_pods(bundle, deployment)
+    text = _header(bundle, deployment, pod_sizes) + to_yaml(deployment_objects(bundle, deployment, pod_sizes))
+    try:
+        options.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WriteError(f"{options.out}: cannot be written: {error.strerror}") from error
+    _print_facts(options, deployment, pod_sizes)
+
+
+def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
+    stage_count = len(bundle.stages)
+    pods = options.pods or max(1, stage_count // options.processes_per_pod)
+    if pods * options.processes_per_pod > stage_count:
+        fail(
+            f"expected at most as many processes as stages, {stage_count}, found {pods * options.processes_per_pod}: "
+            "choose fewer --pods or --processes-per-pod"
+        )
+    folder_name = default_model_name(str(bundle.path))
+    deployment_name = options.deployment_name or re.sub(r"[^a-z0-9]+", "-", folder_name.lower()).strip("-")
+    if not _NAME_PATTERN.fullmatch(deployment_name):
+        fail(
+            "--name: expected at most 48 lowercase letters, digits and hyphens, a letter first and no hyphen last, found "
+            f"{deployment_name!r}"
+        )
+    path_in_pod = PurePosixPath(options.bundle_path_in_pod or _MODELS_FOLDER / bundle.path.resolve().name)
+    if not path_in_pod.is_absolute() or path_in_pod.parent == PurePosixPath("/"):
+        fail(f"--path: expected an absolute path in a folder such as {_MODELS_FOLDER}, found {str(path_in_pod)!r}")
+    return DeploymentOptions(
+        name=deployment_name,
+        image=options.image,
+        bundle_path=str(path_in_pod),
+        volume=options.volume,
+        replicas=options.replicas,
+        pods=pods,
+        processes_per_pod=options.processes_per_pod,
+        cpus=options.cpus,
+        gpu_resource=options.gpu_resource,
+        pod_memory=options.pod_memory,
+        max_batch_size=options.max_batch_size,
+        max_sequences=options.max_sequences,
+        linger=options.linger,
+        drain=options.drain,
+        allow_ops=options.allow_ops,
+        imports=options.imports,
+    )
+
+
+def _header(bundle: Bundle, deployment: DeploymentOptions, pod_sizes: "tuple[PodSize, ...]") -> str:
+    """Comments that say where the numbers come from."""
+    lines = [
+        f"Written by stagepack k8s for {printable(bundle.path.name)}, whose manifest has the digest {bundle.digest}.",
+        f"A group has {count_of('pod', deployment.pods)}. Pod 0 has the server; the others have the memory of the largest of them:",
+        *(
+            f"  pod {pod_index}: {_stages_text(pod)}, {format_bytes(pod.weight_bytes)} of weights, "
+            f"{memory_quantity(pod.memory)} of memory"
+            for pod_index, pod in enumerate(pod_sizes)
+        ),
+        "torch.distributed does not authenticate: keep the NetworkPolicy, with a network plugin that enforces it.",
+    ]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _stages_text(pod: "PodSize") -> str:
+    first_stage, last_stage = pod.stages[0], pod.stages[-1]
+    return f"stage {first_stage}" if first_stage == last_stage else f"stages {first_stage} to {last_stage}"
+
+
+def _print_facts(options: _Options, deployment: DeploymentOptions, pod_sizes: "tuple[PodSize, ...]") -> None:
+    if options.as_json:
+        pods = [
+            {"stages": list(pod.stages), "weight_bytes": pod.weight_bytes, "memory": memory_quantity(pod.memory)}
+            for pod in pod_sizes
+        ]
+        print_json({"out": str(options.out), "name": deployment.name, "path": deployment.bundle_path, "pods": pods})
+        return
+    rows = [
+        [str(pod_index), _stages_text(pod), format_bytes(pod.weight_bytes), memory_quantity(pod.memory)]
+        for pod_index, pod in enumerate(pod_sizes)
+    ]
+    print_table("pods of a group", ["#pod", "stages", "#weights", "#memory"], rows)
+    print_line(f"wrote {options.out}: the server is at the service {deployment.name}-leader")

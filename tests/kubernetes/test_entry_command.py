@@ -1,0 +1,145 @@
+"""The command of the containers, run on this machine as the pods of a group: LeaderWorkerSet's variables in the environment."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.format.reader import Bundle
+from tests.kubernetes.deployment import container_of, templates, write_deployment
+from tests.serve.servers import http_client
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
+IDS = torch.arange(6)
+
+
+def expand(argument: str, variables: Mapping[str, str]) -> str:
+    """Replace references as Kubernetes does: ``$(NAME)`` by the variable, ``$$(NAME)`` by ``$(NAME)``; others stay."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match[0].startswith("$$"):
+            return match[0][1:]
+        return variables.get(match[1], match[0])
+
+    return re.sub(r"\$?\$\(([^)]*)\)", replace, argument)
+
+
+def start_pod(container: dict[str, Any], index: int, group_size: int) -> "subprocess.Popen[str]":
+    variables = {"LWS_LEADER_ADDRESS": "localhost", "LWS_GROUP_SIZE": str(group_size), "LWS_WORKER_INDEX": str(index)}
+    variables |= {variable["name"]: variable["value"] for variable in container["env"]}
+    command = [expand(argument, variables) for argument in container["command"]]
+    environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@contextlib.contextmanager
+def group_of_pods(worker_set: dict[str, Any]) -> Iterator[list["subprocess.Popen[str]"]]:
+    """The pods of a group as processes; the workers begin first, as may happen."""
+    size = worker_set["spec"]["leaderWorkerTemplate"]["size"]
+    leader, worker = map(container_of, templates(worker_set))
+    pods = [start_pod(worker, index, size) for index in range(size - 1, 0, -1)]
+    pods.append(start_pod(leader, 0, size))
+    pods.reverse()
+    try:
+        yield pods
+    finally:
+        for pod in pods:
+            kill_pod(pod)
+            assert pod.stdout is not None
+            pod.stdout.close()
+
+
+def process_ids(pod: "subprocess.Popen[str]") -> list[int]:
+    """Of torchrun, and of the processes that it has started."""
+    try:
+        children = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [pod.pid, *map(int, children)]
+
+
+def kill_pod(pod: "subprocess.Popen[str]") -> None:
+    for process_id in process_ids(pod):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+    pod.wait()
+
+
+def wait_until_listening(leader: "subprocess.Popen[str]") -> None:
+    assert leader.stdout is not None
+    lines: list[str] = []
+    while not lines or "REST on" not in lines[-1]:
+        lines.append(leader.stdout.readline())
+        assert lines[-1], "".join(lines)
+
+
+def resident_bytes(pod: "subprocess.Popen[str]") -> int:
+    """The memory of a pod: of torchrun and its processes."""
+    return sum(
+        int(line.split()[1]) * 1024
+        for process_id in process_ids(pod)
+        for line in Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
+        if line.startswith("Rss:")
+    )
+
+
+def ask(model_name: str) -> torch.Tensor:
+    http = sys.modules["tritonclient.http"]
+    ids = http.InferInput("ids", list(IDS.shape), "INT64").set_data_from_numpy(IDS.numpy())
+    with contextlib.closing(http_client(8000)) as client:
+        assert client.is_server_ready()
+        return torch.from_numpy(client.infer(model_name, [ids]).as_numpy("output").copy())
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(shutil.which("torchrun", path=str(Path(sys.executable).parent)) is None, reason="no torchrun")
+def test_two_pods_answer_and_stop_in_order(layers: Bundle, tmp_path: Path) -> None:
+    pytest.importorskip("tritonclient.http")
+    if not all(map(is_free, (8000, 8001, 29500))):
+        pytest.skip("a port of the deployment is in use on this machine")
+    worker_set, _, _ = write_deployment(layers, tmp_path, "--pods", "2", "--path", str(layers.path), "--name", "net")
+    expected = stagepack.load(layers)(IDS)
+    with group_of_pods(worker_set) as pods:
+        wait_until_listening(pods[0])
+        assert torch.equal(ask("net"), expected)
+        for pod, template in zip(pods, templates(worker_set), strict=True):
+            reserved = int(container_of(template)["resources"]["limits"]["memory"].removesuffix("Mi")) * 2**20
+            assert resident_bytes(pod) < reserved
+        for pod in pods:  # Kubernetes tells all pods at once
+            pod.send_signal(signal.SIGTERM)
+        for pod in pods:
+            pod.wait(timeout=40)
+        assert pods[0].stdout is not None
+        assert "stopped: 1 OK" in pods[0].stdout.read()
+
+
+def test_a_lost_pod_ends_the_group(layers: Bundle, tmp_path: Path) -> None:
+    if not all(map(is_free, (8000, 8001, 29500))):
+        pytest.skip("a port of the deployment is in use on this machine")
+    worker_set, _, _ = write_deployment(layers, tmp_path, "--pods", "2", "--path", str(layers.path), "--linger-s", "1")
+    with group_of_pods(worker_set) as pods:
+        wait_until_listening(pods[0])
+        kill_pod(pods[1])
+        # With another status than 0, Kubernetes starts the container again, and LeaderWorkerSet the group.
+        assert pods[0].wait(timeout=30) != 0
