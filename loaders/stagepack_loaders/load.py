@@ -58,6 +58,7 @@ def load(
     imports: Sequence[str] = ...,
     max_restarts: int = ...,
     in_flight: int = ...,
+    stall_seconds: float | None = ...,
 ) -> "DistributedPipeline": ...
 
 
@@ -75,6 +76,7 @@ def load(
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
+    stall_seconds: float | None = None,
 ) -> "Pipeline | DistributedPipeline":
     """Load all stages of a bundle into this process, or each into a process of its own on this machine.
 
@@ -98,6 +100,8 @@ def load(
         imports: with `processes`, modules that each process imports first, such as those that register custom operators.
         max_restarts: with `processes`, how often all processes are started again after one was lost.
         in_flight: with `processes`, the largest number of calls on their way through the stages.
+        stall_seconds: with `processes`, how long calls may be on their way without an answer to any of them, in seconds; then a process
+            counts as lost. None for no limit.
 
     Returns:
         The loaded stages as one callable; with `processes` a `DistributedPipeline`, whose ``submit`` does not wait for the result.
@@ -140,6 +144,7 @@ def load(
             imports=imports,
             max_restarts=max_restarts,
             in_flight=in_flight,
+            stall_seconds=stall_seconds,
         )
     prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)

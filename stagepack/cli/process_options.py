@@ -34,6 +34,7 @@ def start_processes(
     imports: Sequence[str],
     verify: bool = True,
     max_restarts: int = 0,
+    stall_seconds: float | None = None,
 ) -> "DistributedPipeline | None":
     """Start processes on this machine, or take those that torchrun has started.
 
@@ -46,6 +47,7 @@ def start_processes(
         imports: the modules that each process imports first.
         verify: see `stagepack.load`.
         max_restarts: see `stagepack.load`.
+        stall_seconds: see `stagepack.load`.
 
     Returns:
         The pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
@@ -57,7 +59,9 @@ def start_processes(
     if process_count is None:
         from stagepack_loaders.distributed.connect import connect  # noqa: PLC0415 - imports torch
 
-        return connect(bundle, tuple(devices), runtime=runtimes, allow_ops=allow_ops, verify=verify)
+        return connect(
+            bundle, tuple(devices), runtime=runtimes, allow_ops=allow_ops, verify=verify, stall_seconds=stall_seconds
+        )
     if is_launched_group():
         raise click.UsageError("torchrun has started the processes: leave out --processes")
     from stagepack_loaders.load import load  # noqa: PLC0415 - imports torch
@@ -71,4 +75,5 @@ def start_processes(
         processes=process_count,
         imports=imports,
         max_restarts=max_restarts,
+        stall_seconds=stall_seconds,
     )

@@ -244,14 +244,16 @@ def _load_models(
     with progress("loading") as next_step:
         for model_name, bundle in bundles.items():
             next_step(f"loading {model_name}")
-            pipeline = _load_pipeline(bundle, options, closing)
+            pipeline = _load_pipeline(bundle, options, closing, stall_seconds=limits.deadline)
             if pipeline is None:
                 return None
             models.append(ServedModel(model_name, bundle, pipeline, limits, metrics))
     return models
 
 
-def _load_pipeline(bundle: Bundle, options: _Options, closing: ExitStack) -> "CallablePipeline | None":
+def _load_pipeline(
+    bundle: Bundle, options: _Options, closing: ExitStack, *, stall_seconds: float
+) -> "CallablePipeline | None":
     runtimes = runtime_of_each_stage(options.runtimes, len(bundle.stages))
     if options.processes or is_launched_group():
         pipeline = start_processes(
@@ -262,6 +264,7 @@ def _load_pipeline(bundle: Bundle, options: _Options, closing: ExitStack) -> "Ca
             allow_ops=options.allow_ops,
             imports=options.imports,
             max_restarts=options.max_restarts,
+            stall_seconds=stall_seconds,
         )
         return None if pipeline is None else closing.enter_context(pipeline)
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked

@@ -82,6 +82,7 @@ def in_processes(
     max_restarts: int = 0,
     in_flight: int = 16,
     start_seconds: float = 60.0,
+    stall_seconds: float | None = None,
     runtime: str = "torch",
 ) -> Iterator[DistributedPipeline]:
     """A bundle in forked processes, one for each stage by default."""
@@ -92,6 +93,7 @@ def in_processes(
         runtime=runtime,
         in_flight=in_flight,
         start_seconds=start_seconds,
+        stall_seconds=stall_seconds,
         is_local=True,
     )
     local_processes = launcher(bundle, options, imports=imports)

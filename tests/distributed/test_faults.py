@@ -23,6 +23,7 @@ from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from tests.distributed.bundles import in_processes, process_ids
 from tests.distributed.forked_processes import ForkedProcesses
+from tests.distributed.waiting_operator import Waiting
 
 IDS = torch.arange(6)
 
@@ -217,6 +218,25 @@ def test_a_process_that_ends_before_it_is_ready_is_told(layers: Bundle) -> None:
     with pytest.raises(StageLostError, match="was lost before it was ready: it ended with exit status 1") as caught:
         stagepack.load(layers, processes=True, imports=["no_such_module"])
     assert caught.value.exit_status == 1
+
+
+def test_a_stage_that_hangs_is_found(tmp_path: Path) -> None:
+    bundle = stagepack.export(Waiting(), (torch.zeros(3),), out=tmp_path / "waiting.stagepack", split_at=["second"])
+    imports = [Waiting.__module__]
+    with in_processes(bundle, imports=imports, max_restarts=1, stall_seconds=1.5) as pipeline:
+        hanging_process = process_ids(pipeline)[1]
+        answers = [pipeline.submit(torch.full((3,), 0.4)) for _ in range(5)]  # longer than the limit, but each in time
+        assert all(torch.equal(answer.result(), torch.full((3,), 0.8)) for answer in answers)
+        started = time.monotonic()
+        with pytest.raises(
+            StageLostError, match=r"process 1 on .*, which runs stage 0, is lost: no call was answered"
+        ) as caught:
+            pipeline(torch.full((3,), 60.0))
+        assert time.monotonic() - started < 6.5
+        assert caught.value.stages == (0,)
+        wait_until(partial(has_generation, pipeline, 1))
+        assert torch.equal(pipeline(torch.zeros(3)), torch.zeros(3))
+    assert_gone({1: hanging_process})
 
 
 def test_closing_answers_what_is_in_flight(layers: Bundle) -> None:

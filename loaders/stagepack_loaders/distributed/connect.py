@@ -35,6 +35,7 @@ def connect(
     allow_ops: Collection[str] = (),
     verify: bool = True,
     in_flight: int = DEFAULT_IN_FLIGHT,
+    stall_seconds: float | None = None,
     start_seconds: float = 60.0,
 ) -> DistributedPipeline | None:
     """Run a bundle in the processes that ``torchrun`` has started. Each of them calls this function with the same arguments.
@@ -51,6 +52,7 @@ def connect(
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
+        stall_seconds: as for `stagepack.load`.
         start_seconds: how long to wait for the other processes to come, in seconds.
 
     Returns:
@@ -88,6 +90,7 @@ def connect(
         allow_ops=tuple(allow_ops),
         verify=verify,
         in_flight=in_flight,
+        stall_seconds=stall_seconds,
         start_seconds=start_seconds,
     )
     store = _launched_store(start_seconds)

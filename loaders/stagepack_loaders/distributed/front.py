@@ -1,9 +1,8 @@
 """The process that is called: it sends requests to the processes of the stages and collects their results."""
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -20,31 +19,23 @@ from stagepack_loaders.distributed.control import (
     write_control,
 )
 from stagepack_loaders.distributed.error_report import StageFailedError, rebuild_error
+from stagepack_loaders.distributed.group_watch import GroupWatch
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.membership import Membership
-from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
+from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
-from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
-from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
+from stagepack_loaders.distributed.status import ProcessStatus, RequestError
 from stagepack_loaders.distributed.transfers import PackedValues, RouteReceivers, pack_command, pack_values, send_values
 
-# A process that has sent no heartbeat for so long is lost: it was stopped, or its host is gone.
-_SILENCE_SECONDS = 4.0
-# How long the launcher gets to say with which status a process ended, after its connection broke.
-_EXIT_SECONDS = 1.0
 _REPORT_SECONDS = 5.0
 _CLOSE_SECONDS = 0.01
 
 
 class FrontProcess:
-    """The front of one group of processes. When one of these is lost, it answers nothing more; a new group needs a new front.
-
-    Attributes:
-        lost: why no request can be answered any more; None while all processes live.
-    """
+    """The front of one group of processes. When one of these is lost, it answers nothing more; a new group needs a new front."""
 
     def __init__(
         self,
@@ -65,9 +56,7 @@ class FrontProcess:
         self._bundle = bundle
         self._membership = membership
         self._group = membership.group
-        self._find_end = find_end
         self._report_loss = report_loss
-        self.lost: StageLostError | None = None
         in_flight = membership.options.in_flight
         self._places = threading.BoundedSemaphore(in_flight)  # further requests wait
         self._sent_messages = SentMessages()
@@ -83,8 +72,8 @@ class FrontProcess:
             SimpleQueue() if membership.stages else self._finished_here
         )
         self._statuses: dict[int, ProcessStatus] = {}
-        self._last_heard = dict.fromkeys(range(1, self._group.size), time.monotonic())
-        self._is_closing = False
+        self._last_progress = time.monotonic()
+        self._is_closed = False
         self._symbols = bundle.manifest.symbols
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
         self._layouts = RequestLayouts(membership.routes, self._symbols)
@@ -95,20 +84,26 @@ class FrontProcess:
         self._threads = [
             *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
             threading.Thread(target=self._collect_results, name="results", daemon=True),
-            threading.Thread(target=self._watch_silence, name="silence", daemon=True),
-            *(
-                threading.Thread(target=self._receive_statuses, args=(rank,), name=f"status-{rank}", daemon=True)
-                for rank in self._last_heard
-            ),
         ]
+        self._watch = GroupWatch(
+            membership,
+            find_end=find_end,
+            find_stalled=self._find_stalled,
+            record_status=self._record_status,
+            report_loss=self._fail_all,
+        )
         for thread in self._threads:
             thread.start()
 
     @property
+    def lost(self) -> StageLostError | None:
+        """Why no request can be answered any more; None while all processes live."""
+        return self._watch.lost or (StageLostError("the pipeline is closed") if self._is_closed else None)
+
+    @property
     def stage_facts(self) -> tuple[StageFacts, ...]:
         """What the processes have loaded, in the order of the stages."""
-        facts = (stage for report in self._membership.reports for stage in report.stages)
-        return tuple(sorted(facts, key=lambda stage: stage.stage))
+        return self._membership.stage_facts
 
     def submit(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
@@ -139,10 +134,12 @@ class FrontProcess:
         with self._send_lock:
             message = self._next_message(ControlKind.RUN, sequence=sequence, size_words=size_words)
             with self._state_lock:
-                if self.lost is None:
+                if (lost := self.lost) is None:
+                    if not self._pending:
+                        self._last_progress = time.monotonic()
                     self._pending[message.number] = answer
-            if self.lost is not None:
-                answer.set_exception(self.lost)
+            if lost is not None:
+                answer.set_exception(lost)
                 return answer
             self._send(StageRequest(message=message, layout=layout, values=dict(values)), packed_inputs)
         return answer
@@ -174,22 +171,20 @@ class FrontProcess:
             Whether all of them have ended in order; False if one is lost.
         """
         with self._send_lock:
-            if self.lost is not None or self._is_closing:
+            if self.lost is not None:
                 return False
-            self._is_closing = True
+            self._watch.expect_close()
             try:
                 self._send_command(self._next_message(ControlKind.CLOSE))
                 # A thread that still waits in gloo would abort the interpreter at its end.
-                while self.lost is None and any(thread.is_alive() for thread in self._threads):
+                while self.lost is None and any(thread.is_alive() for thread in self._threads + self._watch.threads):
                     time.sleep(_CLOSE_SECONDS)
                 if self.lost is None:
                     self._sent_messages.finish()
             except ConnectionLostError as error:
-                self._lose_unknown(error)
-            with self._state_lock:
-                has_ended_in_order = self.lost is None
-                self.lost = self.lost or StageLostError("the pipeline is closed")
-            return has_ended_in_order
+                self._watch.lose_unknown(error)
+            self._is_closed = True
+            return self._watch.lost is None
 
     def _next_message(
         self, kind: ControlKind, *, sequence: int = 0, seed: int = 0, size_words: bytes = b""
@@ -208,11 +203,11 @@ class FrontProcess:
                 self._announce(message, work.layout.body_ranks)
                 self._receivers.post_bodies(work.layout)
             elif work.kind == ControlKind.CLOSE:
-                self._announce(message, self._last_heard)
+                self._announce(message, range(self._group.size))
             for route, packed_values in zip(self._input_routes, packed_inputs, strict=True):
                 self._sent_messages.add(message.number, send_values(self._group, route, message, packed_values))
         except ConnectionLostError as error:
-            self._lose_unknown(error)
+            self._watch.lose_unknown(error)
         else:
             self._work.put(work)
 
@@ -225,7 +220,7 @@ class FrontProcess:
 
     def _run_stages(self) -> None:
         """Run the stages of this process."""
-        with self._reported_loss():
+        with self._watch.reported_loss():
             while True:
                 work = self._work.get()
                 if isinstance(work, StageRequest):
@@ -238,7 +233,7 @@ class FrontProcess:
 
     def _collect_results(self) -> None:
         """Answer requests in their order, when the stages here have run and the results of the others have come."""
-        with self._reported_loss():
+        with self._watch.reported_loss():
             while True:
                 work = self._finished_here.get()
                 message = self._receivers.next_message()
@@ -246,16 +241,6 @@ class FrontProcess:
                     self._answer(work, message)
                 elif work.kind == ControlKind.CLOSE:
                     return
-
-    @contextlib.contextmanager
-    def _reported_loss(self) -> Iterator[None]:
-        """Fail all requests if this thread cannot go on."""
-        try:
-            yield
-        except ConnectionLostError as error:
-            self._lose_unknown(error)
-        except Exception as error:  # noqa: BLE001 - without this thread no request would be answered any more
-            self._lose(None, f"{type(error).__name__}: {error}")
 
     def _answer(self, request: StageRequest, message: ControlMessage | None) -> None:
         number = request.message.number
@@ -265,6 +250,7 @@ class FrontProcess:
         error = self._failure(number, wait=has_failed)
         with self._state_lock:
             answer = self._pending.pop(number, None)
+            self._last_progress = time.monotonic()
         if answer is None:
             return  # a process was lost meanwhile
         if error is not None:
@@ -304,88 +290,28 @@ class FrontProcess:
             error.__cause__ = StageFailedError(place, stage_number)
             report.set_result(error)
 
-    def _receive_statuses(self, rank: int) -> None:
-        """Take the heartbeats and errors of one process, until it ends."""
-        try:
-            while True:
-                status = receive_status(self._group, rank)
-                self._last_heard[rank] = time.monotonic()
-                if isinstance(status, ProcessClosed):
-                    del self._last_heard[rank]
-                    return
-                if isinstance(status, RequestError):
-                    self._record_failure(status.request, status.stage, rebuild_error(status.error))
-                else:
-                    self._statuses[rank] = structs.replace(
-                        status, pending_requests=self._last_number - status.last_number
-                    )
-        except ConnectionLostError as error:
-            self._lose(rank, str(error))
+    def _record_status(self, rank: int, status: ProcessStatus | RequestError) -> None:
+        if isinstance(status, RequestError):
+            self._record_failure(status.request, status.stage, rebuild_error(status.error))
+        else:
+            self._statuses[rank] = structs.replace(status, pending_requests=self._last_number - status.last_number)
 
-    def _watch_silence(self) -> None:
-        last_look = time.monotonic()
-        while self._last_heard and self.lost is None:
-            time.sleep(_CLOSE_SECONDS if self._is_closing else HEARTBEAT_SECONDS / 2)
-            now = time.monotonic()
-            if now - last_look > _SILENCE_SECONDS / 2:  # this process itself was stopped: hear the others first
-                self._last_heard.update(dict.fromkeys(list(self._last_heard), now))
-            last_look = now
-            for rank, heard in list(self._last_heard.items()):
-                if now - heard > _SILENCE_SECONDS:
-                    self._lose(rank, f"it has sent no heartbeat for {now - heard:.1f} s")
-
-    def _lose_unknown(self, error: ConnectionLostError) -> None:
-        """Some process is gone. Its own connection says which one; if that says nothing, this is all that is known."""
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while self.lost is None and time.monotonic() < deadline:
-            time.sleep(HEARTBEAT_SECONDS / 10)
-        self._lose(None, str(error))
-
-    def _lose(self, rank: int | None, reason: str) -> None:
-        """Fail all requests, since a process is lost."""
-        if self.lost is not None:
-            return
-        lost = self._lost_error(rank, reason)
+    def _find_stalled(self) -> tuple[int, float] | None:
+        """The oldest request, if no request was answered for too long."""
+        stall_seconds = self._membership.options.stall_seconds
+        seconds = time.monotonic() - self._last_progress
         with self._state_lock:
-            if self.lost is not None:
-                return
-            self.lost = lost
+            if stall_seconds is None or not self._pending or seconds <= stall_seconds:
+                return None
+            return min(self._pending), seconds
+
+    def _fail_all(self, lost: StageLostError) -> None:
+        """Fail all requests, since a process is lost."""
+        with self._state_lock:
             pending, self._pending = list(self._pending.values()), {}
         for answer in pending:
             answer.set_exception(lost)
         self._report_loss(lost)
-
-    def _lost_error(self, rank: int | None, reason: str) -> StageLostError:
-        rank, end = self._find_ended(rank)
-        if rank is None:
-            return StageLostError(f"a process of the pipeline is lost: {reason}")
-        stages = tuple(facts.stage for facts in self.stage_facts if facts.rank == rank)
-        host = self._membership.identities[rank].host
-        if end is not None:
-            reason = end.reason
-        message = f"process {rank} on {host}, which runs {stages_text(stages)}, is lost: {reason}"
-        return StageLostError(message, stages=stages, host=host, exit_status=None if end is None else end.exit_status)
-
-    def _find_ended(self, rank: int | None) -> tuple[int | None, ProcessEnd | None]:
-        """The process that has ended, and how, as far as they are known; the connection breaks a moment before that."""
-        if self._find_end is None:
-            return rank, None
-        ranks = list(self._last_heard) if rank is None else [rank]
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while True:
-            for other_rank in ranks:
-                end = self._find_end(other_rank)
-                # Without a status, a process may have ended because it lost another one.
-                if (
-                    end is not None
-                    and end.exit_status != LOST_STATUS
-                    and (rank is not None or end.exit_status is not None)
-                ):
-                    return other_rank, end
-            is_silent = rank is not None and time.monotonic() - self._last_heard.get(rank, 0.0) > _SILENCE_SECONDS
-            if is_silent or time.monotonic() > deadline:
-                return rank, None
-            time.sleep(HEARTBEAT_SECONDS / 10)
 
 
 def write_array(target: Any, source: Any) -> None:

@@ -69,6 +69,7 @@ def start_local_pipeline(
     imports: Sequence[str],
     max_restarts: int,
     in_flight: int,
+    stall_seconds: float | None,
 ) -> DistributedPipeline:
     """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
     options = options_of_started_processes(
@@ -79,6 +80,7 @@ def start_local_pipeline(
         allow_ops=allow_ops,
         verify=verify,
         in_flight=in_flight,
+        stall_seconds=stall_seconds,
         is_local=True,
     )
     launcher = LocalProcesses(bundle, options, imports=imports)

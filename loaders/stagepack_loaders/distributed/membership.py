@@ -55,6 +55,7 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     verify: bool = True
     in_flight: int = DEFAULT_IN_FLIGHT
     start_seconds: float = 60.0
+    stall_seconds: float | None = None
     is_local: bool = False
     address: str | None = None
 
@@ -78,6 +79,12 @@ class Membership:
     routes: tuple[Route, ...]
     identities: Sequence[Identity]
     reports: Sequence[LoadReport]
+
+    @property
+    def stage_facts(self) -> tuple[StageFacts, ...]:
+        """What the processes have loaded, in the order of the stages."""
+        facts = (stage for report in self.reports for stage in report.stages)
+        return tuple(sorted(facts, key=lambda stage: stage.stage))
 
 
 def join_group(

@@ -84,6 +84,7 @@ class DistributedPipeline(CallablePipeline):
         self._is_state_lost = False
         self._restarts_left = max_restarts
         self._sequence_numbers = itertools.count(1)
+        self._generation_of_sequence: dict[int, int] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         self._failure: StagepackError | None = None
@@ -138,19 +139,23 @@ class DistributedPipeline(CallablePipeline):
 
     def sequence(self) -> "PipelineSequence":
         """Return the pipeline with state of its own, for models that keep state between calls, such as key-value caches."""
-        return PipelineSequence(self, next(self._sequence_numbers), self.generation)
+        return PipelineSequence(self, next(self._sequence_numbers))
 
     def submit_values(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
     ) -> "Future[dict[str, Any]]":
         """Send a request on its way; see `FrontProcess.submit`."""
+        front = self._front  # before the generation is looked at: if it is replaced meanwhile, it answers nothing
         self._check_started()
-        if self._is_state_lost and not sequence:
+        if not sequence and self._is_state_lost:
             raise StageLostError("the state of the pipeline was lost with a process: call reset_state() to begin anew")
-        return self._front.submit(values, sizes, sequence)
+        if sequence and self._generation_of_sequence.setdefault(sequence, self.generation) != self.generation:
+            raise StageLostError("the state of the sequence was lost with a process: begin another one")
+        return front.submit(values, sizes, sequence)
 
     def end_sequence(self, sequence: int) -> None:
         """Free the state of a sequence. That of a lost process is free."""
+        self._generation_of_sequence.pop(sequence, None)
         with suppress(StageLostError):
             self._command(ControlKind.END_SEQUENCE, sequence=sequence)
 
@@ -281,10 +286,9 @@ class PipelineSequence:
         ...     logits = chat(prompt, position)
     """
 
-    def __init__(self, pipeline: DistributedPipeline, number: int, generation: int) -> None:
-        """Name the state that is used, and the processes that keep it."""
+    def __init__(self, pipeline: DistributedPipeline, number: int) -> None:
+        """Name the state that is used."""
         self._pipeline = pipeline
-        self._generation = generation
         self._number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,10 +299,6 @@ class PipelineSequence:
         """Call the pipeline without waiting for the result; see `DistributedPipeline.submit`."""
         if not self._number:
             raise OptionError("the sequence is closed: make another one by pipeline.sequence()")
-        if self._generation != self._pipeline.generation:
-            raise StageLostError(
-                "the state of the sequence was lost with a process: begin another one by pipeline.sequence()"
-            )
         return self._pipeline.submit_call(args, kwargs, self._number)
 
     def close(self) -> None:

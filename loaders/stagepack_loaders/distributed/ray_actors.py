@@ -176,6 +176,7 @@ def launch(
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
+    stall_seconds: float | None = None,
     start_seconds: float = 60.0,
     cpus_per_process: float = 1.0,
     gpus_per_process: float = 1.0,
@@ -199,6 +200,7 @@ def launch(
         imports: modules that each actor imports first, such as those that register custom operators.
         max_restarts: how often all actors are started again after one was lost. They may then be on other nodes.
         in_flight: the largest number of calls on their way through the stages.
+        stall_seconds: as for `stagepack.load`.
         start_seconds: how long to wait for Ray to place the actors, and then for the actors to come, in seconds.
         cpus_per_process: CPUs that Ray reserves for each actor, and, rounded down, threads of each actor, at least 1.
         gpus_per_process: GPUs that Ray reserves for each actor with a stage on another device than the CPU; less than 1 for actors that
@@ -229,6 +231,7 @@ def launch(
         allow_ops=allow_ops,
         verify=verify,
         in_flight=in_flight,
+        stall_seconds=stall_seconds,
         start_seconds=start_seconds,
     )
     if ray_client.is_connected():

@@ -119,6 +119,7 @@ def options_of_started_processes(
     allow_ops: Collection[str],
     verify: bool,
     in_flight: int = DEFAULT_IN_FLIGHT,
+    stall_seconds: float | None = None,
     start_seconds: float = 60.0,
     is_local: bool = False,
 ) -> GroupOptions:
@@ -132,6 +133,7 @@ def options_of_started_processes(
         allow_ops: see `stagepack.load`.
         verify: see `stagepack.load`.
         in_flight: see `GroupOptions`.
+        stall_seconds: see `GroupOptions`.
         start_seconds: see `GroupOptions`.
         is_local: see `GroupOptions`.
 
@@ -150,6 +152,7 @@ def options_of_started_processes(
         allow_ops=tuple(allow_ops),
         verify=verify,
         in_flight=in_flight,
+        stall_seconds=stall_seconds,
         start_seconds=start_seconds,
         is_local=is_local,
     )
