@@ -129,22 +129,22 @@ def load(
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
     if processes is not False:
-        if compile or compiled is not None:
-            raise OptionError("processes excludes compile and compiled: leave them out")
         from stagepack_loaders.distributed.local_processes import start_local_pipeline  # noqa: PLC0415 - imports torch
+        from stagepack_loaders.distributed.membership import GroupOptions  # noqa: PLC0415 - the same
 
-        return start_local_pipeline(
-            opened_bundle,
-            len(opened_bundle.stages) if processes is True else processes,
+        options = GroupOptions(
             devices=tuple(map(str, named)),
             runtime=runtime if isinstance(runtime, str) else tuple(runtime),
-            types=types,
             allow_ops=tuple(allow_ops),
             verify=verify,
-            imports=imports,
-            max_restarts=max_restarts,
+            compile=compile,
+            compiled=None if compiled is None else os.path.abspath(compiled),
             in_flight=in_flight,
             stall_seconds=stall_seconds,
+        )
+        process_count = len(opened_bundle.stages) if processes is True else processes
+        return start_local_pipeline(
+            opened_bundle, process_count, options, types=types, imports=imports, max_restarts=max_restarts
         )
     prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)

@@ -152,8 +152,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         raise click.UsageError("--trace runs the whole pipeline: leave out --stage")
     if options.compile_mode and options.compiled_folder:
         raise click.UsageError("--compile and --compiled cannot be used together")
-    if options.processes and (options.stage_number is not None or options.compile_mode or options.compiled_folder):
-        raise click.UsageError("--processes cannot be used with --stage, --compile or --compiled")
+    if options.processes and options.stage_number is not None:
+        raise click.UsageError("--processes cannot be used with --stage")
     stage_count = len(bundle.stages) if options.stage_number is None else 1
     stage_runtimes = runtime_of_each_stage(options.runtimes, stage_count)
     if options.compile_mode or options.compiled_folder:
@@ -212,6 +212,8 @@ def _load_in_processes(
             allow_ops=options.allow_ops,
             imports=options.imports,
             verify=not options.no_verify,
+            compile_mode=options.compile_mode or False,
+            compiled_folder=options.compiled_folder,
         )
     if pipeline is None:
         return None

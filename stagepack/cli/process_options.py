@@ -33,6 +33,8 @@ def start_processes(
     allow_ops: Sequence[str],
     imports: Sequence[str],
     verify: bool = True,
+    compile_mode: Any = False,
+    compiled_folder: str | None = None,
     max_restarts: int = 0,
     stall_seconds: float | None = None,
 ) -> "DistributedPipeline | None":
@@ -46,6 +48,8 @@ def start_processes(
         allow_ops: see `stagepack.load`.
         imports: the modules that each process imports first.
         verify: see `stagepack.load`.
+        compile_mode: see `stagepack.load`.
+        compiled_folder: see `stagepack.load`.
         max_restarts: see `stagepack.load`.
         stall_seconds: see `stagepack.load`.
 
@@ -60,7 +64,14 @@ def start_processes(
         from stagepack_loaders.distributed.connect import connect  # noqa: PLC0415 - imports torch
 
         return connect(
-            bundle, tuple(devices), runtime=runtimes, allow_ops=allow_ops, verify=verify, stall_seconds=stall_seconds
+            bundle,
+            tuple(devices),
+            runtime=runtimes,
+            allow_ops=allow_ops,
+            verify=verify,
+            compile=compile_mode,
+            compiled=compiled_folder,
+            stall_seconds=stall_seconds,
         )
     if is_launched_group():
         raise click.UsageError("torchrun has started the processes: leave out --processes")
@@ -72,6 +83,8 @@ def start_processes(
         runtime=list(runtimes),
         allow_ops=allow_ops,
         verify=verify,
+        compile=compile_mode,
+        compiled=compiled_folder,
         processes=process_count,
         imports=imports,
         max_restarts=max_restarts,

@@ -186,8 +186,6 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
         check_runtimes_compile("--compiled", options.runtimes)
         if len(bundle_paths) > 1:
             raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
-        if options.processes:
-            raise click.UsageError("--processes cannot be used with --compiled")
     if is_launched_group() and len(bundle_paths) > 1:
         raise click.UsageError("under torchrun the processes are those of one bundle: serve that bundle alone")
     bundles = {model_name: Bundle(path) for model_name, path in bundle_paths.items()}
@@ -263,6 +261,7 @@ def _load_pipeline(
             runtimes=runtimes,
             allow_ops=options.allow_ops,
             imports=options.imports,
+            compiled_folder=options.compiled_folder,
             max_restarts=options.max_restarts,
             stall_seconds=stall_seconds,
         )

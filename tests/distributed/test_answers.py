@@ -135,7 +135,7 @@ def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
         (4, {}, OptionError, "expected 1 to 3 processes for 3 stages, found 4"),
         (0, {}, OptionError, "expected 1 to 3 processes for 3 stages, found 0"),
         (-1, {}, OptionError, "expected 1 to 3 processes for 3 stages, found -1"),
-        (True, {"compile": True}, OptionError, "processes excludes compile"),
+        (True, {"compile": True, "compiled": "x"}, OptionError, "compile and compiled"),
         (True, {"runtime": "x"}, OptionError, "expected the runtime"),
     ],
 )

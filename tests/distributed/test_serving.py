@@ -175,7 +175,7 @@ def test_torchrun_starts_all_processes_again(layers: Bundle, expected: torch.Ten
     ("arguments", "message"),
     [
         (["--processes", "0"], "0 is not in the range"),
-        (["--processes", "2", "--compiled", "x"], "--processes cannot be used with --compiled"),
+        (["--processes", "1", "--runtime", "onnxruntime", "--compiled", "x"], "--compiled"),
     ],
 )
 def test_wrong_usage(arguments: list[str], message: str, layers: Bundle) -> None:

@@ -103,6 +103,15 @@ def test_a_stage_is_compiled_as_a_whole(stack: tuple[Stack, Bundle]) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+def test_stages_in_processes_run_compiled(stack: tuple[Stack, Bundle], compiled: Path) -> None:
+    calls = inputs()
+    with torch.no_grad():
+        expected = [stagepack.load(stack[1], compiled=compiled)(x) for x in calls]
+    with stagepack.load(stack[1], compiled=compiled, processes=True) as pipeline:
+        for x, y in zip(calls, expected, strict=True):
+            assert torch.equal(pipeline(x), y)
+
+
 @torch.no_grad()
 def test_what_was_compiled_ahead_answers_at_all_sizes(stack: tuple[Stack, Bundle], compiled: Path) -> None:
     model, bundle = stack

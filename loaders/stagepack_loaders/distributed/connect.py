@@ -9,6 +9,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.base import Compile
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
@@ -34,6 +35,8 @@ def connect(
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: bool = True,
+    compile: Compile = False,
+    compiled: str | os.PathLike[str] | None = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
     stall_seconds: float | None = None,
     start_seconds: float = 60.0,
@@ -51,6 +54,8 @@ def connect(
         types: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
+        compile: as for `stagepack.load`.
+        compiled: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
         stall_seconds: as for `stagepack.load`.
         start_seconds: how long to wait for the other processes to come, in seconds.
@@ -89,6 +94,8 @@ def connect(
         runtime=runtime if isinstance(runtime, str) else tuple(runtime),
         allow_ops=tuple(allow_ops),
         verify=verify,
+        compile=compile,
+        compiled=None if compiled is None else os.path.abspath(compiled),
         in_flight=in_flight,
         stall_seconds=stall_seconds,
         start_seconds=start_seconds,

@@ -9,15 +9,17 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import local_process
 from stagepack_loaders.distributed.local_process import ProcessDescription
+from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import open_store
 from stagepack_loaders.distributed.stage_process import exit_text
-from stagepack_loaders.distributed.started_processes import StartedProcesses, options_of_started_processes
+from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 
 _END_SECONDS = 5.0
 
@@ -60,28 +62,12 @@ class LocalProcesses(StartedProcesses["subprocess.Popen[bytes]"]):
 def start_local_pipeline(
     bundle: Bundle,
     process_count: int,
+    options: GroupOptions,
     *,
-    devices: tuple[str, ...],
-    runtime: str | tuple[str, ...],
     types: Collection[type],
-    allow_ops: tuple[str, ...],
-    verify: bool,
     imports: Sequence[str],
     max_restarts: int,
-    in_flight: int,
-    stall_seconds: float | None,
 ) -> DistributedPipeline:
     """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
-    options = options_of_started_processes(
-        bundle,
-        process_count,
-        devices=devices,
-        runtime=runtime,
-        allow_ops=allow_ops,
-        verify=verify,
-        in_flight=in_flight,
-        stall_seconds=stall_seconds,
-        is_local=True,
-    )
-    launcher = LocalProcesses(bundle, options, imports=imports)
-    return DistributedPipeline(bundle, launcher, types, max_restarts)
+    local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
+    return DistributedPipeline(bundle, LocalProcesses(bundle, local_options, imports=imports), types, max_restarts)

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
-from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions
+from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.error_report import rebuild_error, report_error
 from stagepack_loaders.distributed.handshake import (
@@ -25,7 +25,7 @@ from stagepack_loaders.distributed.handshake import (
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import Route, find_routes
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import prepare_stage, runtime_of_each_stage
+from stagepack_loaders.preparation import compile_prepared, prepare_stage, runtime_of_each_stage
 from stagepack_loaders.registry import find_runtime
 
 # Weights may take long to read; a process that ends meanwhile is found by the launcher.
@@ -36,11 +36,13 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     """How a pipeline is distributed, alike in all its processes.
 
     Attributes:
-        rank_of_stage: the process that runs each stage.
+        rank_of_stage: the process that runs each stage; empty before it is known, see `over_processes`.
         devices: as for `stagepack.load`.
         runtime: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
+        compile: as for `stagepack.load`.
+        compiled: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
         start_seconds: how long to wait for the other processes to come.
         is_local: all processes are on this machine, and listen on its loopback interface alone.
@@ -48,11 +50,13 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
             of its host. The one option that is not alike in all processes.
     """
 
-    rank_of_stage: tuple[int, ...]
+    rank_of_stage: tuple[int, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     runtime: str | tuple[str, ...] = "torch"
     allow_ops: tuple[str, ...] = ()
     verify: bool = True
+    compile: Compile = False
+    compiled: str | None = None
     in_flight: int = DEFAULT_IN_FLIGHT
     start_seconds: float = 60.0
     stall_seconds: float | None = None
@@ -141,8 +145,9 @@ def _load_stages(
         number: prepare_stage(bundle, number, devices[number], runtimes[number].name, prepare_options)
         for number in stage_numbers
     }
+    ready_stages = compile_prepared(bundle, prepared_stages, options.compile, options.compiled)
     stages, facts = {}, []
-    for number, prepared_stage in prepared_stages.items():
+    for number, prepared_stage in ready_stages.items():
         start_time = time.perf_counter()
         stages[number] = stage = prepared_stage.finish(verify=options.verify)
         seconds = time.perf_counter() - start_time

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from stagepack.errors import GroupError, OptionError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.base import Compile
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.local_process import ProcessDescription, run_process
 from stagepack_loaders.distributed.membership import GroupOptions
@@ -25,7 +26,7 @@ from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
 from stagepack_loaders.distributed.process_memory import estimate_memory
-from stagepack_loaders.distributed.started_processes import StartedProcesses, options_of_started_processes
+from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 from stagepack_loaders.placement import place_stages
 
 _END_SECONDS = 5.0
@@ -173,6 +174,8 @@ def launch(
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: bool = True,
+    compile: Compile = False,
+    compiled: str | os.PathLike[str] | None = None,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
@@ -197,6 +200,8 @@ def launch(
         types: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
+        compile: as for `stagepack.load`.
+        compiled: as for `stagepack.load`.
         imports: modules that each actor imports first, such as those that register custom operators.
         max_restarts: how often all actors are started again after one was lost. They may then be on other nodes.
         in_flight: the largest number of calls on their way through the stages.
@@ -223,17 +228,19 @@ def launch(
         ...     logits = pipeline(input_ids)
     """
     opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
-    options = options_of_started_processes(
-        opened_bundle,
-        len(opened_bundle.stages) if processes is None else processes,
-        devices=devices,
-        runtime=runtime,
-        allow_ops=allow_ops,
+    options = GroupOptions(
+        devices=tuple(map(str, devices)),
+        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
+        allow_ops=tuple(allow_ops),
         verify=verify,
+        compile=compile,
+        compiled=None if compiled is None else os.path.abspath(compiled),
         in_flight=in_flight,
         stall_seconds=stall_seconds,
         start_seconds=start_seconds,
     )
+    process_count = len(opened_bundle.stages) if processes is None else processes
+    options = over_processes(opened_bundle, process_count, options)
     if ray_client.is_connected():
         raise OptionError(
             "expected a process in the Ray cluster, found a Ray client: run the script as a job of the cluster"

@@ -1,12 +1,13 @@
 """What launchers have in common that start the processes of a pipeline from the process that calls it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
+
+from msgspec import structs
 
 from stagepack.errors import OptionError, StageLostError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
@@ -110,32 +111,13 @@ class StartedProcesses(ABC, Generic[Handle]):
         )
 
 
-def options_of_started_processes(
-    bundle: Bundle,
-    process_count: int,
-    *,
-    devices: Sequence[Any],
-    runtime: str | Sequence[str],
-    allow_ops: Collection[str],
-    verify: bool,
-    in_flight: int = DEFAULT_IN_FLIGHT,
-    stall_seconds: float | None = None,
-    start_seconds: float = 60.0,
-    is_local: bool = False,
-) -> GroupOptions:
-    """Return how a bundle is distributed over processes that a front without stages starts.
+def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) -> GroupOptions:
+    """Return the options for a bundle over processes that a front without stages starts.
 
     Args:
         bundle: the bundle.
         process_count: the number of processes besides the front.
-        devices: see `stagepack.load`.
-        runtime: see `stagepack.load`.
-        allow_ops: see `stagepack.load`.
-        verify: see `stagepack.load`.
-        in_flight: see `GroupOptions`.
-        stall_seconds: see `GroupOptions`.
-        start_seconds: see `GroupOptions`.
-        is_local: see `GroupOptions`.
+        options: how else the pipeline is distributed.
 
     Raises:
         OptionError: there are more processes than stages, or none.
@@ -145,14 +127,4 @@ def options_of_started_processes(
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"
         )
     ranks = range(FRONT_RANK + 1, FRONT_RANK + 1 + process_count)
-    return GroupOptions(
-        rank_of_stage=assign_stages(bundle.manifest, ranks),
-        devices=tuple(map(str, devices)),
-        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
-        allow_ops=tuple(allow_ops),
-        verify=verify,
-        in_flight=in_flight,
-        stall_seconds=stall_seconds,
-        start_seconds=start_seconds,
-        is_local=is_local,
-    )
+    return structs.replace(options, rank_of_stage=assign_stages(bundle.manifest, ranks))
