@@ -3,9 +3,10 @@
 import itertools
 import os
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
@@ -14,17 +15,22 @@ from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
+    has_store_of_launcher,
+    launched_address,
+    launched_port,
     launched_rank,
     launched_size,
     restart_count,
 )
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
+from stagepack_loaders.distributed.network_address import chosen_address
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
 from stagepack_loaders.distributed.stage_process import run_stage_process
 
 _CONNECTIONS = itertools.count()
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def connect(
@@ -99,20 +105,33 @@ def connect(
         in_flight=in_flight,
         stall_seconds=stall_seconds,
         start_seconds=start_seconds,
+        address=chosen_address(launched_address()),
     )
-    store = _launched_store(start_seconds)
+    store = _launched_store(rank, start_seconds)
     if rank == FRONT_RANK:
         return DistributedPipeline(opened_bundle, _LaunchedGroup(opened_bundle, store, size, options), types)
     run_stage_process(opened_bundle, store, rank, size, options)
     return None
 
 
-def _launched_store(seconds: float) -> Store:
-    """The store of the launcher, with names of its own for each start of the processes and for each pipeline."""
+def _launched_store(rank: int, seconds: float) -> Store:
+    """The store of the launcher, or of process 0, with names of its own for each start of the processes and for each pipeline."""
+    host, port = launched_address(), launched_port()
     try:
-        store, _, _ = next(rendezvous("env://"))
+        store = TCPStore(
+            host,
+            port,
+            is_master=rank == FRONT_RANK and not has_store_of_launcher(),
+            wait_for_workers=False,  # the handshake does, and says which one is missing
+            timeout=timedelta(seconds=seconds),
+            multi_tenant=True,  # the application may have its own process group
+        )
     except (RuntimeError, ValueError) as error:
-        raise GroupError(f"the store of the launcher was not reached: {error}") from None
+        raise GroupError(
+            f"expected the store of process 0 at {host}:{port}, by MASTER_ADDR and MASTER_PORT, within {seconds:g} s: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from None
+    store.set_timeout(_STORE_TIMEOUT)
     return PrefixStore(f"stagepack/{restart_count()}/{next(_CONNECTIONS)}", store)
 
 

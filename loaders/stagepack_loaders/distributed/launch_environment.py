@@ -25,6 +25,21 @@ def launched_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def launched_address() -> str:
+    """The name or address of the machine of process 0."""
+    return os.environ["MASTER_ADDR"]
+
+
+def launched_port() -> int:
+    """The port of the store of the group, on the machine of process 0."""
+    return int(os.environ["MASTER_PORT"])
+
+
+def has_store_of_launcher() -> bool:
+    """Whether the launcher itself has opened the store of the group; otherwise process 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def restart_count() -> int:
     """How often the launcher has started the processes again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

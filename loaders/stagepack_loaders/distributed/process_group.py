@@ -14,11 +14,15 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from stagepack.errors import GroupError
 from stagepack.torch_internals import gloo_process_group
+from stagepack_loaders.distributed.network_address import reachable_address
 
 # Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
 _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
+# Gloo waits five times as long for a connection.
+_GLOO_TIMEOUT = _CONNECT_TIMEOUT / 5
 LOOPBACK = "127.0.0.1"
 
 
@@ -125,19 +129,29 @@ class ProcessGroup:
             store: where the processes find each other's addresses.
             rank: the number of this process.
             size: the number of processes.
-            address: an address of this machine that the others reach; the process listens on its interface. None for the interface of
-                the name of the host, or of the variable ``GLOO_SOCKET_IFNAME``.
+            address: an address of this machine, on whose interface the process listens. If it is a loopback address and that of another
+                process is not, the process listens on the interface that leads to the other one. None for the interface of the variable
+                ``GLOO_SOCKET_IFNAME``, or of the name of the host.
 
         Raises:
-            ConnectionLostError: they did not connect within a minute.
+            GroupError: processes on several machines did not connect within a minute.
+            ConnectionLostError: those on one machine did not.
         """
         self.rank = rank
         self.size = size
         self.sent_bytes = 0
         try:
-            self._backend = gloo_process_group(PrefixStore("gloo", store), rank, size, _CONNECT_TIMEOUT, address)
+            address = reachable_address(store, rank, size, address)
+            self._backend = gloo_process_group(PrefixStore("gloo", store), rank, size, _GLOO_TIMEOUT, address)
         except RuntimeError as error:
-            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+            reason = str(error).partition("\n")[0]
+            if address == LOOPBACK:  # a process has ended
+                raise ConnectionLostError(reason) from None
+            raise GroupError(
+                f"process {rank} on {host_name()} has no connection with all others, which look for it at "
+                f"{address or 'the address of its name'}: {reason}; look for processes that have ended and for firewalls, or name the "
+                "interface by GLOO_SOCKET_IFNAME"
+            ) from None
 
     def send(self, memory: torch.Tensor, target_rank: int, tag: int) -> Transfer:
         """Send bytes, without waiting until they arrive. The memory must not change before.

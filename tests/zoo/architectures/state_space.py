@@ -65,4 +65,5 @@ CASES = table(
             FIXED,
         ),
     },
+    operators="transformers.integrations.moe",  # of Jamba
 )
