@@ -12,6 +12,7 @@ from tools.docs.folded_block import folded_block
 RESULTS_FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 SECTION_TITLES = {
     "balance": "Balance of the stages",
+    "profile": "Cuts by measured times",
     "traffic": "Bytes between stages",
     "graph_load": "Loading a graph",
     "compile": "Compiling",
