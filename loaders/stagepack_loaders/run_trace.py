@@ -78,12 +78,14 @@ class SpanRecorder:
         self.is_on = False
         self.dropped = 0
         self._process = process
+        self._start = 0
         self._spans: list[Span] = []
 
     def start(self) -> None:
         """Forget the spans so far, and record from now on."""
         self._spans = []
         self.dropped = 0
+        self._start = trace_clock()
         self.is_on = True
 
     def stop(self) -> list[Span]:
@@ -109,8 +111,16 @@ class SpanRecorder:
         """
         return _OpenSpan(self, kind, request, stage, byte_count) if self.is_on else _OFF
 
-    def add(self, kind: SpanKind, request: int, start: int, stage: int | None = None, byte_count: int = 0) -> None:
-        """Record a span that ends now; nothing while the recorder is off.
+    def add(
+        self,
+        kind: SpanKind,
+        request: int,
+        start: int,
+        stage: int | None = None,
+        byte_count: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Record a span; nothing while the recorder is off. What began before the recorder was on begins with it.
 
         Args:
             kind: what happened.
@@ -118,9 +128,11 @@ class SpanRecorder:
             start: when it began; of `trace_clock`.
             stage: see `Span`.
             byte_count: how much was transferred.
+            end: when it was over; now by default.
         """
         if not self.is_on:
             return
+        start = max(start, self._start)
         if len(self._spans) >= _MOST_SPANS:
             self.dropped += 1
             return
@@ -132,7 +144,7 @@ class SpanRecorder:
                 request=request,
                 stage=stage,
                 start=start,
-                duration=trace_clock() - start,
+                duration=max((trace_clock() if end is None else end) - start, 0),
                 bytes=byte_count,
             )
         )

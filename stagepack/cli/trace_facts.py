@@ -12,7 +12,7 @@ _SECOND = 1e9  # nanoseconds
 def trace_facts(trace: "RunTrace") -> dict[str, Any]:
     """Return how long a traced run took, and what share of it each process computed, waited and transferred.
 
-    `idle` is the share of the time of all processes in which they computed nothing, which the pipeline bubble estimates.
+    `idle` is the share of the time of all processes with stages in which they computed nothing, which the pipeline bubble estimates.
     """
     start, end = window(trace.spans)
     seconds = (end - start) / _SECOND
@@ -27,10 +27,11 @@ def trace_facts(trace: "RunTrace") -> dict[str, Any]:
         }
         for process, process_name in sorted(trace.processes.items())
     ]
+    compute_shares = [process["compute_share"] for process in processes if process["compute_share"]]
     return {
         "requests": len({span.request for span in trace.spans}),
         "seconds": seconds,
-        "idle": 1 - sum(process["compute_share"] for process in processes) / max(len(processes), 1),
+        "idle": 1 - sum(compute_shares) / len(compute_shares) if compute_shares else 0.0,
         "processes": processes,
         "spans": len(trace.spans),
         "dropped": trace.dropped,

@@ -81,6 +81,7 @@ def trace_requests(
 def print_trace(facts: Mapping[str, Any]) -> None:
     """Print for people what was traced; `facts` are those of `trace_facts`."""
     requests = count_of("request", facts["requests"])
-    busy = ", ".join(f"{process['name']} {process['compute_share']:.0%}" for process in facts["processes"])
+    computing = [process for process in facts["processes"] if process["compute_share"]]
+    busy = "; ".join(f"{process['name']}: {process['compute_share']:.0%}" for process in computing)
     print_line(f"traced {requests} in {facts['seconds']:.3f} s: wrote {facts['file']}")
-    print_line(f"computing: {busy}; all processes idle {facts['idle']:.0%} of the time")
+    print_line(f"computing: {busy}; without work {facts['idle']:.0%} of the time")

@@ -100,12 +100,6 @@ def test_what_the_cluster_lacks_is_told(layers: Bundle) -> None:
         launch(layers, 4)
 
 
-def test_a_ray_client_is_told_to_run_in_the_cluster(layers: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.util.client.ray.is_connected", lambda: True)
-    with pytest.raises(OptionError, match="expected a process in the Ray cluster, found a Ray client"):
-        launch(layers)
-
-
 @pytest.mark.slow
 def test_errors_of_actors_are_typed(layers: Bundle, tmp_path: Path) -> None:
     with pytest.raises(StageLostError, match=r"runs stages 0, 1, 2, was lost .*: its actor raised ModuleNotFoundError"):

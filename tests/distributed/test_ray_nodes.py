@@ -10,15 +10,14 @@ from stagepack.format.reader import Bundle
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'stagepack[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
-# Nodes of Ray on this machine, with room for one actor each, so that not all actors are on the node of the front. In a process of its own:
-# `ray.init` of another test would be in its way.
+# Two nodes of Ray on this machine, in a process of its own: `Cluster` and `ray.init` of one process exclude each other.
 SCRIPT = """
 import sys, time
 import ray, torch, stagepack
 from ray.cluster_utils import Cluster
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-nodes = [cluster.add_node(num_cpus=1), cluster.add_node(num_cpus=1)]
+node = cluster.add_node(num_cpus=2)
 ray.init(cluster.address, log_to_driver=False)
 ids = torch.arange(6)
 expected = stagepack.load(sys.argv[1])(ids)
@@ -27,14 +26,13 @@ with stagepack.ray.launch(sys.argv[1], 2, max_restarts=1) as pipeline:
     options = pipeline._front._membership.options
     assert not options.is_local
     assert options.address == ray.util.get_node_ip_address()
-    own_node = ray.get_runtime_context().get_node_id()
-    cluster.remove_node(next(node for node in nodes if node.node_id != own_node))
+    cluster.remove_node(node)
     try:
         while True:
             pipeline(ids)
     except stagepack.errors.StageLostError as error:
         print(error)
-    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=2)
     deadline = time.monotonic() + 60
     while pipeline.generation == 0:
         assert time.monotonic() < deadline, pipeline.lost

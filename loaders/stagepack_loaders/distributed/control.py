@@ -24,6 +24,8 @@ class ControlKind(IntEnum):
     RESET_STATE = 4
     SEED = 5
     CLOSE = 6
+    START_TRACE = 7
+    STOP_TRACE = 8
 
 
 _KINDS = {kind.value: kind for kind in ControlKind}

@@ -19,23 +19,29 @@ from stagepack_loaders.distributed.control import (
     write_control,
 )
 from stagepack_loaders.distributed.error_report import StageFailedError, rebuild_error
+from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.group_watch import GroupWatch
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.membership import Membership
-from stagepack_loaders.distributed.process_end import ProcessEnd
+from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError
 from stagepack_loaders.distributed.transfers import PackedValues, RouteReceivers, pack_command, pack_values, send_values
+from stagepack_loaders.run_trace import trace_clock
 
 _REPORT_SECONDS = 5.0
 _CLOSE_SECONDS = 0.01
 
 
 class FrontProcess:
-    """The front of one group of processes. When one of these is lost, it answers nothing more; a new group needs a new front."""
+    """The front of one group of processes. When one of these is lost, it answers nothing more; a new group needs a new front.
+
+    Attributes:
+        trace: records what all processes do, while it is on.
+    """
 
     def __init__(
         self,
@@ -78,8 +84,9 @@ class FrontProcess:
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
         self._layouts = RequestLayouts(membership.routes, self._symbols)
         self._receivers = RouteReceivers(self._group, membership.routes, self._symbols)
+        self.trace = GroupTrace(range(self._group.size), self.command)
         self._worker = StageWorker(
-            self._group, bundle.manifest, membership.stages, membership.routes, self._record_failure
+            self._group, bundle.manifest, membership.stages, membership.routes, self._record_failure, self.trace.spans
         )
         self._threads = [
             *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
@@ -105,6 +112,18 @@ class FrontProcess:
         """What the processes have loaded, in the order of the stages."""
         return self._membership.stage_facts
 
+    @property
+    def process_names(self) -> dict[int, str]:
+        """The rank, host and stages of each process for people, by rank."""
+        stages_of_rank: dict[int, list[int]] = {rank: [] for rank in range(self._group.size)}
+        for facts in self.stage_facts:
+            stages_of_rank[facts.rank].append(facts.stage)
+        identities = self._membership.identities
+        return {
+            rank: f"process {rank} on {identities[rank].host}, {stages_text(stages) if stages else 'the caller'}"
+            for rank, stages in stages_of_rank.items()
+        }
+
     def submit(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
     ) -> "Future[dict[str, Any]]":
@@ -122,13 +141,16 @@ class FrontProcess:
             StageLostError: a process is lost.
             InputError: an input is not a dense tensor, or a tensor would have more elements than the format allows.
         """
+        start = trace_clock()
         size_words = encode_sizes(sizes, self._symbols)
         layout = self._layouts.find(size_words)
         # Before anything is sent: what cannot be packed fails this request alone.
         packed_inputs = [
             pack_values(layout.of_route[route], values, self._symbols, copies=False) for route in self._input_routes
         ]
+        packed = trace_clock()
         self._places.acquire()
+        admitted = trace_clock()
         answer: Future[dict[str, Any]] = Future()
         answer.add_done_callback(lambda _: self._places.release())
         with self._send_lock:
@@ -142,10 +164,17 @@ class FrontProcess:
                 answer.set_exception(lost)
                 return answer
             self._send(StageRequest(message=message, layout=layout, values=dict(values)), packed_inputs)
+        self.trace.spans.add("transfer", message.number, start, end=packed)
+        self.trace.spans.add("wait", message.number, packed, end=admitted)
+        byte_count = sum(values.byte_count for values in packed_inputs) if self.trace.spans.is_on else 0
+        self.trace.spans.add("transfer", message.number, admitted, byte_count=byte_count)
         return answer
 
-    def command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> None:
+    def command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> int:
         """Have all processes execute a command after the requests before it.
+
+        Returns:
+            Its number.
 
         Raises:
             StageLostError: a process is lost.
@@ -153,7 +182,9 @@ class FrontProcess:
         with self._send_lock:
             if self.lost is not None:
                 raise self.lost
-            self._send_command(self._next_message(kind, sequence=sequence, seed=seed))
+            message = self._next_message(kind, sequence=sequence, seed=seed)
+            self._send_command(message)
+            return message.number
 
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return what each process has told last, by rank."""
@@ -236,16 +267,21 @@ class FrontProcess:
         with self._watch.reported_loss():
             while True:
                 work = self._finished_here.get()
+                start = trace_clock()
                 message = self._receivers.next_message()
                 if isinstance(work, StageRequest):
+                    self.trace.spans.add("wait", work.message.number, start)
                     self._answer(work, message)
+                elif work.kind == ControlKind.STOP_TRACE:
+                    self.trace.add_own()
                 elif work.kind == ControlKind.CLOSE:
                     return
 
     def _answer(self, request: StageRequest, message: ControlMessage | None) -> None:
         number = request.message.number
-        received_values = self._receivers.values(request.layout)
-        self._sent_messages.finish(number)
+        with self.trace.spans.span("transfer", number):
+            received_values = self._receivers.values(request.layout)
+            self._sent_messages.finish(number)
         has_failed = ControlKind.FAIL in (request.message.kind, message.kind if message else None)
         error = self._failure(number, wait=has_failed)
         with self._state_lock:
@@ -290,9 +326,11 @@ class FrontProcess:
             error.__cause__ = StageFailedError(place, stage_number)
             report.set_result(error)
 
-    def _record_status(self, rank: int, status: ProcessStatus | RequestError) -> None:
+    def _record_status(self, rank: int, status: ProcessStatus | RequestError | SpanReport) -> None:
         if isinstance(status, RequestError):
             self._record_failure(status.request, status.stage, rebuild_error(status.error))
+        elif isinstance(status, SpanReport):
+            self.trace.add(rank, status)
         else:
             self._statuses[rank] = structs.replace(status, pending_requests=self._last_number - status.last_number)
 
@@ -311,6 +349,7 @@ class FrontProcess:
             pending, self._pending = list(self._pending.values()), {}
         for answer in pending:
             answer.set_exception(lost)
+        self.trace.fail(lost)
         self._report_loss(lost)
 
 

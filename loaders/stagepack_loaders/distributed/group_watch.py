@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from stagepack.errors import StageLostError
+from stagepack_loaders.distributed.group_trace import SpanReport
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError
@@ -34,7 +35,7 @@ class GroupWatch:
         *,
         find_end: Callable[[int], ProcessEnd | None] | None,
         find_stalled: Callable[[], tuple[int, float] | None],
-        record_status: Callable[[int, ProcessStatus | RequestError], None],
+        record_status: Callable[[int, ProcessStatus | RequestError | SpanReport], None],
         report_loss: Callable[[StageLostError], None],
     ) -> None:
         """Start the threads.

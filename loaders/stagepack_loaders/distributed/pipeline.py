@@ -2,9 +2,9 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -167,13 +167,25 @@ class DistributedPipeline(CallablePipeline):
         """See `CallablePipeline`. Calls never compute gradients."""
         return nullcontext()
 
-    def trace(self) -> AbstractContextManager[RunTrace]:
-        """See `CallablePipeline`.
+    @contextmanager
+    def trace(self) -> Iterator[RunTrace]:
+        """See `CallablePipeline`. Requests that are in flight at its begin are not in it.
 
         Raises:
-            OptionError: always; processes do not record yet.
+            OptionError: a trace is on.
+            StageLostError: a process is lost.
         """
-        raise OptionError("the processes of a distributed pipeline do not record traces yet: leave out processes")
+        self._check_started()
+        front = self._front
+        run_trace = RunTrace(bundle=self.bundle.digest, processes=front.process_names)
+        front.trace.start()
+        try:
+            yield run_trace
+        except BaseException:
+            with suppress(StageLostError):
+                run_trace.spans, run_trace.dropped = front.trace.stop()
+            raise
+        run_trace.spans, run_trace.dropped = front.trace.stop()
 
     def seed(self, seed: int) -> None:
         """See `CallablePipeline`. The generators of all processes get the same seed."""

@@ -18,6 +18,7 @@ from stagepack_loaders.distributed.control import (
     read_control,
 )
 from stagepack_loaders.distributed.error_report import report_error
+from stagepack_loaders.distributed.group_trace import report_spans
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.route_layout import RequestLayouts
@@ -25,6 +26,7 @@ from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender
 from stagepack_loaders.distributed.transfers import MessageHead, RouteReceivers
+from stagepack_loaders.run_trace import SpanRecorder, trace_clock
 
 HEARTBEAT_SECONDS = 0.5
 # The exit status of a process that has lost another one; the launcher starts it again.
@@ -92,8 +94,10 @@ class _StageProcess:
         self._layouts = RequestLayouts(membership.routes, self._symbols)
         self._receivers = RouteReceivers(membership.group, membership.routes, self._symbols)
         self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
+        self._spans = SpanRecorder(membership.group.rank)
+        self._first_stage = min(membership.stages, default=None)
         self._worker = StageWorker(
-            membership.group, bundle.manifest, membership.stages, membership.routes, self._report_failure
+            membership.group, bundle.manifest, membership.stages, membership.routes, self._report_failure, self._spans
         )
         self._threads = [
             threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
@@ -109,6 +113,7 @@ class _StageProcess:
                 self._run(message)
             else:
                 self._worker.execute(message)
+                self._trace(message.kind)
         self._worker.execute(message)
         self._is_closed.set()
         for thread in self._threads:  # one that waits in gloo would abort the interpreter at its end
@@ -116,18 +121,31 @@ class _StageProcess:
         self._statuses.close()
 
     def _next_message(self) -> ControlMessage:
+        start = trace_clock()
         message = self._receivers.next_message()
         if message is None:
             raise ConnectionLostError("no route ends at this process")
+        if message.kind in (ControlKind.RUN, ControlKind.FAIL):
+            self._spans.add("wait", message.number, start, self._first_stage)
         return message
 
     def _run(self, message: ControlMessage) -> None:
         layout = self._layouts.find(message.size_words)
-        request = StageRequest(message=message, layout=layout, values=self._receivers.values(layout))
+        with self._spans.span("transfer", message.number, self._first_stage):
+            values = self._receivers.values(layout)
+        request = StageRequest(message=message, layout=layout, values=values)
         if self._group.rank in layout.body_ranks:
             self._posting_places.release()
         self._worker.run_request(request)
         self._last_number = message.number
+
+    def _trace(self, kind: ControlKind) -> None:
+        """Begin to record spans, or send them to the front."""
+        if kind == ControlKind.START_TRACE:
+            self._spans.start()
+        elif kind == ControlKind.STOP_TRACE:
+            for report in report_spans(self._spans):
+                self._statuses.send(report)
 
     def _post_bodies(self) -> None:
         """Post the receives of the large values of requests, which the front announces."""

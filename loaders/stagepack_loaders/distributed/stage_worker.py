@@ -23,6 +23,7 @@ from stagepack_loaders.distributed.transfers import (
 )
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.run_trace import SpanRecorder, trace_clock
 
 # What was sent for the request so many before has arrived before another one is run: a slow process holds up those before it.
 _REQUESTS_SENT_AHEAD = 4
@@ -53,6 +54,7 @@ class StageWorker:
         stages: Mapping[int, LoadedStage],
         routes: Sequence[Route],
         report_failure: Callable[[int, int, Exception], None],
+        spans: SpanRecorder,
     ) -> None:
         """Keep what the stages need.
 
@@ -62,6 +64,7 @@ class StageWorker:
             stages: the stages of this process, by stage number.
             routes: all routes of the pipeline.
             report_failure: called with the number of a request and of a stage, and the error of the stage.
+            spans: records what the stages do.
         """
         self._group = group
         self._symbols = manifest.symbols
@@ -75,6 +78,7 @@ class StageWorker:
             if route.source_rank == group.rank and route.source_stage is not None:
                 self._outgoing[route.source_stage].append(route)
         self._report_failure = report_failure
+        self._spans = spans
         self._sequence_states: dict[int, dict[int, Any]] = {}
         self._run_counts = dict.fromkeys(stages, 0)
         self._busy_seconds = dict.fromkeys(stages, 0.0)
@@ -102,7 +106,8 @@ class StageWorker:
             self._attempt(request, stage_number, partial(self._run_stage, stage_number, request))
             for route in self._outgoing[stage_number]:
                 self._send_values(stage_number, route, request)
-        self._sent_messages.finish(request.message.number - _REQUESTS_SENT_AHEAD)
+        with self._spans.span("wait", request.message.number, max(self._stages, default=None)):
+            self._sent_messages.finish(request.message.number - _REQUESTS_SENT_AHEAD)
 
     def execute(self, command: ControlMessage) -> None:
         """Send on a command, and do what it says.
@@ -124,11 +129,13 @@ class StageWorker:
             self._sent_messages.finish()
 
     def _send_values(self, stage_number: int, route: Route, request: StageRequest) -> None:
+        start = trace_clock()
         packed_values: list[PackedValues] = []
         self._attempt(request, stage_number, lambda: packed_values.append(self._pack(route, request)))
         if not packed_values:
             packed_values.append(pack_failure(request.layout.of_route[route]))
         self._send(route, request.message, packed_values[0])
+        self._spans.add("transfer", request.message.number, start, stage_number, packed_values[0].byte_count)
 
     def _send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> None:
         self._sent_messages.add(message.number, send_values(self._group, route, message, packed_values))
@@ -146,11 +153,12 @@ class StageWorker:
     def _run_stage(self, stage_number: int, request: StageRequest) -> None:
         stage, runtime = self._stages[stage_number], self._runtimes[stage_number]
         entry, values = self._entries[stage_number], request.values
-        for edge_name in entry.inputs:
-            values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
+        with self._spans.span("transfer", request.message.number, stage_number):
+            for edge_name in entry.inputs:
+                values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
         inputs = [values[edge_name] for edge_name in entry.inputs]
         start_time = time.perf_counter()
-        with runtime.inference():
+        with self._spans.span("compute", request.message.number, stage_number), runtime.inference():
             outputs = self._run_in_sequence(stage_number, stage, inputs, request.message.sequence)
             runtime.wait(stage.device)
         self._busy_seconds[stage_number] += time.perf_counter() - start_time

@@ -1,4 +1,4 @@
-"""What the processes of the stages tell the front: that they live, what they have done, and errors."""
+"""What the processes of the stages tell the front: that they live, what they have done, errors, and spans of a trace."""
 
 import threading
 
@@ -7,6 +7,7 @@ import torch
 from msgspec import Struct, structs
 
 from stagepack_loaders.distributed.error_report import ErrorReport
+from stagepack_loaders.distributed.group_trace import SpanReport
 from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup, SentMessages
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.tensor_memory import allocate
@@ -67,7 +68,7 @@ class ProcessClosed(Struct, frozen=True, kw_only=True, tag="closed"):
     """The last status of a process, which has run all requests and ends."""
 
 
-Status = ProcessStatus | RequestError | ProcessClosed
+Status = ProcessStatus | RequestError | SpanReport | ProcessClosed
 _DECODER = msgspec.json.Decoder(Status)
 
 

@@ -88,6 +88,11 @@ class PackedValues:
     bodies: list[torch.Tensor] = field(default_factory=list)
     late_bodies: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def byte_count(self) -> int:
+        """The bytes of all messages."""
+        return sum(memory.nbytes for memory in (self.head.memory, *self.bodies, *self.late_bodies))
+
 
 def pack_values(
     layout: RouteLayout, values: Mapping[str, Any], symbols: Sequence[Symbol], *, copies: bool

@@ -78,7 +78,8 @@ def _measured_drawing(trace: "RunTrace", drawn_requests: Sequence[int], facts: M
             for span in sorted(spans, key=lambda span: (span.start, -span.duration))
             if span.process == process["process"]
         ]
-        rows.append(Row(label=f"{process['name']}: {process['compute_share']:.0%} computing", bars=bars))
+        share = f": {process['compute_share']:.0%} computing" if process["compute_share"] else ""
+        rows.append(Row(label=f"{process['name']}{share}", bars=bars))
     return timeline_drawing(rows, max(end - start, 1), "when each process computed, waited and transferred")
 
 
