@@ -17,7 +17,7 @@ from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
-from stagepack_loaders.distributed.process_group import open_store
+from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.stage_process import exit_text
 from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 
@@ -42,6 +42,7 @@ class LocalProcesses(StartedProcesses["subprocess.Popen[bytes]"]):
         store = open_store()
         for rank in self._started_ranks:
             self._processes[rank] = self._launch(self._describe(rank, store))
+            self._hosts[rank] = host_name()
         return store
 
     def _launch(self, description: ProcessDescription) -> "subprocess.Popen[bytes]":

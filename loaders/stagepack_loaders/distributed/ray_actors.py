@@ -24,7 +24,7 @@ from stagepack_loaders.distributed.local_process import ProcessDescription, run_
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
-from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
+from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, open_store
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 from stagepack_loaders.placement import place_stages
@@ -37,9 +37,9 @@ _EXIT_CODE = re.compile(r"exit code (\d+)")
 class StageActor:
     """What each actor does. Ray makes the actor of this class by its name, and passes it nothing but text."""
 
-    def locate(self) -> tuple[str, str]:
-        """Return the number of the node of this actor at Ray, and its address."""
-        return ray.get_runtime_context().get_node_id(), get_node_ip_address()
+    def locate(self) -> tuple[str, str, str]:
+        """Return the number of the node of this actor at Ray, its address, and its name."""
+        return ray.get_runtime_context().get_node_id(), get_node_ip_address(), host_name()
 
     def run(self, description: str) -> None:
         """Run stages until the front closes the pipeline.
@@ -87,6 +87,7 @@ class RayActors(StartedProcesses[_StartedActor]):
         super().__init__(bundle, options, imports=imports)
         self._resources = resources
         self._placement: Any = None
+        self._addresses: dict[int, str] = {}
 
     def stop(self, *, wait: bool) -> None:
         """See `GroupLauncher`."""
@@ -103,7 +104,6 @@ class RayActors(StartedProcesses[_StartedActor]):
             remove_placement_group(placement)
 
     def _start_processes(self) -> Any:
-        deadline = time.monotonic() + self._options.start_seconds
         self._placement = placement = placement_group(list(self._resources), strategy="PACK")
         if not placement.wait(self._options.start_seconds):
             raise GroupError(
@@ -112,7 +112,7 @@ class RayActors(StartedProcesses[_StartedActor]):
             )
         for rank in self._started_ranks:
             self._processes[rank] = _StartedActor(self._make_actor(rank))
-        store = self._open_store(self._locate_nodes(deadline))
+        store = self._open_store(self._locate_nodes())
         for rank, started in self._processes.items():
             started.result = started.actor.run.remote(msgspec.json.encode(self._describe(rank, store)).decode())
         return store
@@ -133,27 +133,30 @@ class RayActors(StartedProcesses[_StartedActor]):
             .remote()
         )
 
-    def _locate_nodes(self, deadline: float) -> dict[int, tuple[str, str]]:
-        """The node of each process but the front, and its address, by rank."""
+    def _locate_nodes(self) -> set[str]:
+        """Find out where the actors are; return the numbers of their nodes at Ray."""
+        deadline = time.monotonic() + self._options.start_seconds
         results = {rank: started.actor.locate.remote() for rank, started in self._processes.items()}
-        nodes = {}
+        nodes = set()
         for rank, result in results.items():
             try:
-                nodes[rank] = ray.get(result, timeout=max(0.0, deadline - time.monotonic()))
+                node, self._addresses[rank], self._hosts[rank] = ray.get(
+                    result, timeout=max(0.0, deadline - time.monotonic())
+                )
             except GetTimeoutError:
                 raise GroupError(
                     f"expected {len(results)} actors within {self._options.start_seconds:g} s, that of rank {rank} has not started"
                 ) from None
             except RayError as error:
                 raise self._early_end(rank, _actor_end(error)) from None
+            nodes.add(node)
         return nodes
 
-    def _open_store(self, nodes: dict[int, tuple[str, str]]) -> Any:
-        """Open the store of the group where the actors reach it, and have all processes listen at addresses of their nodes."""
-        is_local = {node for node, _ in nodes.values()} == {ray.get_runtime_context().get_node_id()}
+    def _open_store(self, nodes: set[str]) -> Any:
+        """Open the store of the group where the actors reach it."""
+        is_local = nodes == {ray.get_runtime_context().get_node_id()}
         address = LOOPBACK if is_local else get_node_ip_address()
         self._options = msgspec.structs.replace(self._options, is_local=is_local, address=address)
-        self._addresses = {rank: LOOPBACK if is_local else node_address for rank, (_, node_address) in nodes.items()}
         return open_store(address)
 
     def _describe(self, rank: int, store: Any) -> ProcessDescription:

@@ -35,6 +35,7 @@ class StartedProcesses(ABC, Generic[Handle]):
         self._imports = tuple(imports)
         self._size = max(options.rank_of_stage) + 1
         self._processes: dict[int, Handle] = {}
+        self._hosts: dict[int, str] = {}
 
     def start(self, report_loss: Callable[[StageLostError], None]) -> FrontProcess:
         """Start the processes, and return their front when all have loaded their stages.
@@ -71,7 +72,7 @@ class StartedProcesses(ABC, Generic[Handle]):
 
     @abstractmethod
     def _start_processes(self) -> Any:
-        """Start a process for each rank but the front, add it to `_processes`, and return the store of the group."""
+        """Start a process for each rank but the front, add it to `_processes` and its host to `_hosts`; return the store of the group."""
 
     @abstractmethod
     def _find_end(self, process: Handle) -> ProcessEnd | None:
@@ -101,10 +102,11 @@ class StartedProcesses(ABC, Generic[Handle]):
             if (end := self._find_end(process)) is not None:
                 raise self._early_end(rank, end)
 
-    def _early_end(self, rank: int, end: ProcessEnd, host: str = "") -> StageLostError:
-        stages = self._stages_of(rank)
+    def _early_end(self, rank: int, end: ProcessEnd) -> StageLostError:
+        stages, host = self._stages_of(rank), self._hosts.get(rank, "")
+        on_host = f" on {host}" if host else ""
         return StageLostError(
-            f"process {rank}, which runs {stages_text(stages)}, was lost before it was ready: {end.reason}",
+            f"process {rank}{on_host}, which runs {stages_text(stages)}, was lost before it was ready: {end.reason}",
             stages=stages,
             host=host,
             exit_status=end.exit_status,
