@@ -1,23 +1,29 @@
-"""Stages in processes of their own: the time of a hop against bare gloo, throughput against one process, time to start, memory.
+"""Stages in processes of their own: throughput against one process, hand-written torch.distributed code and Triton; time to start; memory.
 
-A hop is the slope of the latency over the number of stages that compute nothing. Bare gloo sends the same bytes around a ring of three
-processes. Throughput is that of a model of two equal stages in two processes with one thread each, against one process with one thread
-and with two; the limit of its pipeline is twice one process.
+The model has two equal stages; each process has one thread. `CALLS` calls are submitted at once, so the bubble limits the throughput to
+twice `CALLS / (CALLS + 1)` times that of one process. The hand-written code sends tensors of one fixed shape through the same modules,
+with two receives posted ahead. Triton runs the ensemble that ``stagepack triton`` writes, whose stages are in processes of their own,
+against ``stagepack serve --processes 2`` with the same client.
 """
 
 import argparse
+import asyncio
 import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import numpy
 import torch
+import tritonclient.grpc
+import tritonclient.grpc.aio
 
 import stagepack
 from stagepack.format.reader import Bundle
@@ -25,27 +31,14 @@ from stagepack.torch_internals import gloo_process_group
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
+from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_no_triton
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
-RING_SIZE = 3
-HOP_STAGES = (2, 6)
-HOP_BYTES = (64, 2**20, 2**25)
 LAYERS, WIDTH, BATCH_SIZE = 12, 1024, 128
 CALLS = 60
-
-
-class Views(torch.nn.Module):
-    """Stages that compute nothing."""
-
-    def __init__(self, stage_count: int) -> None:
-        super().__init__()
-        self.steps = torch.nn.ModuleList(torch.nn.Unflatten(0, (1, -1)) for _ in range(stage_count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a view of the input."""
-        for step in self.steps:
-            x = step(x).squeeze(0)
-        return x
+REPETITIONS = 3
+CLIENTS = 8
+SERVER_SECONDS = 10.0
 
 
 class Layers(torch.nn.Module):
@@ -69,31 +62,22 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with benchmark_results(options.json) as results, tempfile.TemporaryDirectory() as folder:
-        measure_hops(results, Path(folder))
-        measure_throughput(results, Path(folder))
+        bundle = export_layers(Path(folder))
+        measure_throughput(results, bundle)
+        measure_servers(results, bundle, Path(folder))
 
 
-def measure_hops(results: BenchmarkResults, folder: Path) -> None:
-    """The time that a tensor takes from process to process."""
-    table = results.table("one hop", "size, bytes", "bare gloo, us", "stagepack, us", "ratio")
-    for byte_count in HOP_BYTES:
-        rounds = 20 if byte_count > 2**20 else 300
-        bare_seconds = ring_hop_seconds(byte_count, rounds)
-        latencies = []
-        for stage_count in HOP_STAGES:
-            bundle = export_views(folder / f"views-{stage_count}-{byte_count}.stagepack", stage_count, byte_count)
-            with processes(bundle) as pipeline:
-                latencies.append(call_seconds(pipeline, torch.zeros(byte_count // 4), rounds))
-        seconds = (latencies[1] - latencies[0]) / (HOP_STAGES[1] - HOP_STAGES[0])
-        table.add(str(byte_count), bare_seconds * 1e6, seconds * 1e6, seconds / bare_seconds)
-
-
-def measure_throughput(results: BenchmarkResults, folder: Path) -> None:
-    """How many calls a second a compute-bound model answers."""
+def export_layers(folder: Path) -> Bundle:
+    """`Layers` in two equal stages."""
     torch.manual_seed(0)
     x = torch.randn(BATCH_SIZE, WIDTH)
     out = folder / "layers.stagepack"
-    bundle = stagepack.export(Layers().eval(), (x,), out=out, split_at=[f"layers.{LAYERS // 2}"])
+    return stagepack.export(Layers().eval(), (x,), out=out, split_at=[f"layers.{LAYERS // 2}"])
+
+
+def measure_throughput(results: BenchmarkResults, bundle: Bundle) -> None:
+    """How many calls a second a compute-bound model answers, how long its processes take to start, and their memory."""
+    x = torch.randn(BATCH_SIZE, WIDTH)
     one = stagepack.load(bundle)
     start_time = time.perf_counter()
     with processes(bundle) as pipeline:
@@ -102,19 +86,109 @@ def measure_throughput(results: BenchmarkResults, folder: Path) -> None:
             facts.stage: private_memory(facts.process_id) - bundle.stages[facts.stage].weight_bytes
             for facts in pipeline.stage_facts
         }
-        rates = [throughput(one, pipeline, x) for _ in range(3)]
-    table = results.table("throughput", "pipeline", "calls/s", "over one process")
-    one_rate = statistics.median(rate for rate, _ in rates)
-    two_rate = statistics.median(rate for _, rate in rates)
-    table.add("one process, one thread", one_rate, 1.0)
-    table.add("two processes, one thread each", two_rate, statistics.median(two / alone for alone, two in rates))
+        rates = [(*throughput(one, pipeline, x), hand_written_rate()) for _ in range(REPETITIONS)]
+    one_rate = statistics.median(alone for alone, _, _ in rates)
+    limit = 2 * CALLS / (CALLS + 1)
+    table = results.table("throughput", "pipeline", "calls/s", "over one process", "over the bubble limit")
+    table.add("one process, one thread", one_rate, 1.0, "")
+    for title, column in (("two processes, one thread each", 1), ("hand-written, one thread each", 2)):
+        ratio = statistics.median(rate[column] / rate[0] for rate in rates)
+        table.add(title, statistics.median(rate[column] for rate in rates), ratio, ratio / limit)
     torch.set_num_threads(2)
-    table.add("one process, two threads", call_rate(one, x), call_rate(one, x) / one_rate)
+    table.add("one process, two threads", call_rate(one, x), call_rate(one, x) / one_rate, "")
     torch.set_num_threads(1)
     start_table = results.table("start", "what", "value")
     start_table.add("from start to ready, s", start_seconds)
+    start_table.add("an empty process with torch, private memory, MB", empty_memory() / 1e6)
     for stage_number, overhead in private_bytes.items():
         start_table.add(f"private memory of stage {stage_number} beside its weights, MB", overhead / 1e6)
+
+
+def measure_servers(results: BenchmarkResults, bundle: Bundle, folder: Path) -> None:
+    """How many requests a second servers answer that run each stage in a process of its own."""
+    table = results.table("servers, 8 clients over gRPC", "server", "answers/s, best of 2")
+    if reason := why_no_triton():
+        print(reason)
+        return
+    repository = folder / "repository"
+    subprocess.run([STAGEPACK, "triton", str(bundle.path), "-o", str(repository)], check=True, capture_output=True)
+    scratch = folder / "triton"
+    scratch.mkdir()
+    rates: dict[str, list[float]] = {"stagepack serve --processes 2": [], "Triton, ensemble": []}
+    for _ in range(2):
+        with stagepack_server([bundle.path], "--processes", "2", "--max-batch", "1") as server:
+            rates["stagepack serve --processes 2"].append(asyncio.run(answer_rate(server.grpc)))
+        with triton_server(repository, scratch) as server:
+            rates["Triton, ensemble"].append(asyncio.run(answer_rate(server.grpc)))
+    for title, runs in rates.items():
+        table.add(title, max(runs))
+    table.add("stagepack over Triton", max(rates["stagepack serve --processes 2"]) / max(rates["Triton, ensemble"]))
+
+
+async def answer_rate(port: int) -> float:
+    """The answers a second of the model `layers`, over gRPC."""
+    client = tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}")
+    x = numpy.ones((BATCH_SIZE, WIDTH), dtype=numpy.float32)
+    inputs = [tritonclient.grpc.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)]
+    await client.infer("layers", inputs)
+    end_time, answer_count = time.perf_counter() + SERVER_SECONDS, 0
+
+    async def ask() -> None:
+        nonlocal answer_count
+        while time.perf_counter() < end_time:
+            await client.infer("layers", inputs)
+            answer_count += 1
+
+    await asyncio.gather(*(ask() for _ in range(CLIENTS)))
+    await client.close()
+    return answer_count / SERVER_SECONDS
+
+
+def hand_written_rate() -> float:
+    """Calls a second of the same layers in two processes, by code that sends tensors of one shape."""
+    store = open_store(LOOPBACK)
+    context = multiprocessing.get_context("spawn")
+    members = [context.Process(target=run_hand_written_stage, args=(store.port, rank)) for rank in (1, 2)]
+    for member in members:
+        member.start()
+    group = gloo_process_group(store, 0, 3, timedelta(seconds=60), LOOPBACK)
+    x = torch.randn(BATCH_SIZE, WIDTH)
+    results = [torch.empty(BATCH_SIZE, WIDTH) for _ in range(CALLS + 1)]
+    receives = [group.recv([result], 2, 1) for result in results]
+    group.send([x], 1, 1).wait()
+    receives[0].wait()
+    start_time = time.perf_counter()
+    sends = [group.send([x], 1, 1) for _ in range(CALLS)]
+    for receive in receives[1:]:
+        receive.wait()
+    seconds = time.perf_counter() - start_time
+    for send in sends:
+        send.wait()
+    for member in members:
+        member.join()
+    return CALLS / seconds
+
+
+@torch.no_grad()
+def run_hand_written_stage(port: int, rank: int) -> None:
+    """Half of the layers, in a process of its own."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = Layers().eval().layers[(rank - 1) * LAYERS // 2 : rank * LAYERS // 2]
+    group = gloo_process_group(open_store(LOOPBACK, port), rank, 3, timedelta(seconds=60), LOOPBACK)
+    buffers = [torch.empty(BATCH_SIZE, WIDTH) for _ in range(2)]
+    receives = [group.recv([buffer], rank - 1, 1) for buffer in buffers]
+    sends = []
+    for number in range(CALLS + 1):
+        receives[number % 2].wait()
+        x = buffers[number % 2]
+        for layer in layers:
+            x = layer(x).relu()
+        sends.append(group.send([x], (rank + 1) % 3, 1))
+        if number + 2 <= CALLS:
+            receives[number % 2] = group.recv([buffers[number % 2]], rank - 1, 1)
+    for send in sends:
+        send.wait()
 
 
 def throughput(one: CallablePipeline, pipeline: DistributedPipeline, x: torch.Tensor) -> tuple[float, float]:
@@ -143,12 +217,6 @@ def call_seconds(pipeline: CallablePipeline, x: torch.Tensor, rounds: int) -> fl
     return statistics.median(durations)
 
 
-def export_views(out: Path, stage_count: int, byte_count: int) -> Bundle:
-    """`Views` with as many stages as steps."""
-    split_at = [f"steps.{number}" for number in range(1, stage_count)]
-    return stagepack.export(Views(stage_count), (torch.zeros(byte_count // 4),), out=out, split_at=split_at)
-
-
 @contextmanager
 def processes(bundle: Bundle) -> Iterator[DistributedPipeline]:
     """A bundle with a process of one thread for each stage."""
@@ -157,41 +225,13 @@ def processes(bundle: Bundle) -> Iterator[DistributedPipeline]:
         yield pipeline
 
 
-def ring_hop_seconds(byte_count: int, rounds: int) -> float:
-    """The time of a hop of bare gloo: tensors go around a ring."""
-    store = open_store()
-    context = multiprocessing.get_context("spawn")
-    members = [
-        context.Process(target=run_ring, args=(store.port, rank, byte_count, rounds)) for rank in range(1, RING_SIZE)
-    ]
-    for member in members:
-        member.start()
-    seconds = _ring_seconds(store, 0, byte_count, rounds)
-    for member in members:
-        member.join()
-    return seconds
-
-
-def run_ring(port: int, rank: int, byte_count: int, rounds: int) -> None:
-    """Pass tensors on."""
-    torch.set_num_threads(1)
-    _ring_seconds(open_store(LOOPBACK, port), rank, byte_count, rounds)
-
-
-def _ring_seconds(store: Any, rank: int, byte_count: int, rounds: int) -> float:
-    group = gloo_process_group(store, rank, RING_SIZE, timedelta(seconds=60), "127.0.0.1")
-    memory = torch.zeros(byte_count, dtype=torch.uint8)
-    next_rank, previous_rank = (rank + 1) % RING_SIZE, (rank - 1) % RING_SIZE
-    durations = []
-    for _ in range(rounds + 1):
-        start_time = time.perf_counter()
-        if rank == 0:
-            group.send([memory], next_rank, 1).wait()
-        group.recv([memory], previous_rank, 1).wait()
-        if rank:
-            group.send([memory], next_rank, 1).wait()
-        durations.append((time.perf_counter() - start_time) / RING_SIZE)
-    return statistics.median(durations[1:])
+def empty_memory() -> int:
+    """The private memory of a process that has imported torch, in bytes."""
+    program = "import sys, torch; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        return private_memory(process.pid)
 
 
 def private_memory(process_id: int) -> int:
