@@ -82,8 +82,8 @@ def captured_answers(capture: Capture, calls: list[Inputs]) -> list[list[Any]]:
         return answers(module, calls)
 
 
-def other_size(program: ExportedProgram, inputs: Inputs) -> Inputs:
-    """Inputs like the example's, with another size for every dynamic dimension; the example itself where there is none."""
+def other_size(program: ExportedProgram, inputs: Inputs, growth: int = 3) -> Inputs:
+    """Inputs like the example's, with each dynamic dimension larger by at least `growth`; the example itself where there is none."""
     leaves, spec = pytree.tree_flatten((tuple(inputs.args), dict(inputs.kwargs)))
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"][-len(leaves) :] if leaves else []
     sizes: dict[Any, int] = {}
@@ -92,7 +92,7 @@ def other_size(program: ExportedProgram, inputs: Inputs) -> Inputs:
         if isinstance(dim, int):
             return dim
         for symbol in dim.node.expr.free_symbols:
-            sizes.setdefault(symbol, int(dim.node.shape_env.backed_var_to_val[symbol]) + 3 + len(sizes))
+            sizes.setdefault(symbol, int(dim.node.shape_env.backed_var_to_val[symbol]) + growth + len(sizes))
         return int(dim.node.expr.subs(sizes))
 
     def like(given: Any, node: torch.fx.Node) -> Any:

@@ -1,0 +1,137 @@
+"""Models of every kind, with 16 requests of changing sizes in flight, answer as in one process: values, containers and strides."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+import stagepack
+from stagepack.capture.inputs import Inputs
+from stagepack.distributed import PipelineSequence
+from stagepack.exporter import export_capture
+from stagepack.format.reader import Bundle
+from stagepack.partition.cut_options import CutOptions
+from tests.distributed.bundles import in_processes
+from tests.serve.bundles import minilm_folder
+from tests.zoo.case import Case, answers, assert_equal, other_size
+from tests.zoo.cases import named
+from tests.zoo.test_zoo import name_of, namespaces
+
+REQUESTS = 16
+NEW_TOKENS = 24
+MODELS = named(
+    "decoders-llama",
+    "decoders-llama-tied",
+    "encoder-decoders-t5",
+    "operators-custom-operators",
+    "operators-custom-operator-that-writes",
+    "shapes-nonzero",
+    "shapes-sizes-from-data",
+    "values-u-net",
+    "weights-tied-at-both-ends",
+)
+IN_CI = ("values-u-net", 3)
+
+
+@pytest.mark.parametrize(
+    ("case", "processes"),
+    [
+        pytest.param(
+            case,
+            processes,
+            marks=() if (case.name, processes) == IN_CI else pytest.mark.slow,
+            id=f"{name_of(case)}-{processes}",
+        )
+        for case in MODELS
+        for processes in (2, 3, 4)
+    ],
+)
+def test_requests_in_flight(case: Case, processes: int, tmp_path: Path) -> None:
+    capture = case.capture()
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=processes))
+    calls = [
+        other_size(capture.program, capture.inputs, growth=number % 5) if number % 3 else capture.inputs
+        for number in range(REQUESTS)
+    ]
+    check_in_flight(bundle, calls, [case.operators] if case.operators else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_published_weights(processes: int, tmp_path: Path) -> None:
+    bundle = stagepack.export(str(minilm_folder()), out=tmp_path / "minilm.stagepack", stages=processes)
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for number in range(REQUESTS):
+        ids = torch.randint(1, 3000, (1 + number % 3, 4 + 29 * number % 50), generator=generator)
+        calls.append(Inputs(kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
+    check_in_flight(bundle, calls, [])
+
+
+def check_in_flight(bundle: Bundle, calls: Sequence[Inputs], imports: Sequence[str]) -> None:
+    """Check that requests which are in flight at once get the answers of one process, which gets them one after the other."""
+    calls = [copy.deepcopy(call) for call in calls]
+    expected = answers(stagepack.load(bundle, allow_ops=namespaces(bundle)), calls)
+    with in_processes(bundle, imports=imports, in_flight=REQUESTS) as pipeline:
+        futures = [pipeline.submit(*call.args, **call.kwargs) for call in calls]
+        found = [
+            pytree.tree_leaves((future.result(), tuple(call.args), dict(call.kwargs)))
+            for future, call in zip(futures, calls, strict=True)
+        ]
+    assert_equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_sequences_write_the_greedy_tokens_of_transformers(processes: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2)).eval()
+    prompts = [torch.randint(3, 500, (1, length)) for length in (3, 1, 7, 4)]
+    expected = [
+        model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        for prompt in prompts
+    ]
+    cache = {"batch_size": 1, "max_cache_len": 48, "device": "cpu"}
+    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    example = {"input_ids": prompts[0][:, :1], "cache_position": torch.tensor([0])}
+    bundle = stagepack.export(
+        TorchExportableModuleWithStaticCache(model), kwargs=example, out=tmp_path / "m.stagepack", stages=processes
+    )
+    assert all(any("_cache_" in name for name in stage.state) for stage in bundle.stages)
+    with in_processes(bundle) as pipeline, ExitStack() as sequences:
+        texts = [GreedyText(sequences.enter_context(pipeline.sequence()), prompt) for prompt in prompts]
+        while unfinished := [text for text in texts if text.tokens.shape[1] < text.final_length]:
+            for text in unfinished:
+                text.begin_step()
+            for text in unfinished:  # all of them are in flight
+                text.end_step()
+        assert all(torch.equal(text.tokens, tokens) for text, tokens in zip(texts, expected, strict=True))
+
+
+class GreedyText:
+    """A text that grows by its most likely token, one a call."""
+
+    def __init__(self, sequence: PipelineSequence, prompt: torch.Tensor) -> None:
+        self.tokens = prompt
+        self.final_length = prompt.shape[1] + NEW_TOKENS
+        self._sequence = sequence
+        self._position = 0
+
+    def begin_step(self) -> None:
+        self._logits = self._sequence.submit(
+            input_ids=self.tokens[:, self._position : self._position + 1], cache_position=torch.tensor([self._position])
+        )
+
+    def end_step(self) -> None:
+        logits = self._logits.result()
+        self._position += 1
+        if self._position == self.tokens.shape[1]:
+            self.tokens = torch.cat([self.tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
