@@ -101,7 +101,7 @@ class SpanRecorder:
     def span(
         self, kind: SpanKind, request: int, stage: int | None = None, byte_count: int = 0
     ) -> AbstractContextManager[object]:
-        """Return a context whose duration is recorded. While the recorder is off, it costs 0.2 µs.
+        """Return a context whose duration is recorded. While the recorder is off, it costs 0.4 µs, and `add` 0.1 µs.
 
         Args:
             kind: what happens in the context.

@@ -279,9 +279,10 @@ class FrontProcess:
 
     def _answer(self, request: StageRequest, message: ControlMessage | None) -> None:
         number = request.message.number
-        with self.trace.spans.span("transfer", number):
-            received_values = self._receivers.values(request.layout)
-            self._sent_messages.finish(number)
+        start = trace_clock()
+        received_values = self._receivers.values(request.layout)
+        self._sent_messages.finish(number)
+        self.trace.spans.add("transfer", number, start)
         has_failed = ControlKind.FAIL in (request.message.kind, message.kind if message else None)
         error = self._failure(number, wait=has_failed)
         with self._state_lock:

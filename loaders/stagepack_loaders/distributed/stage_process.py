@@ -131,8 +131,9 @@ class _StageProcess:
 
     def _run(self, message: ControlMessage) -> None:
         layout = self._layouts.find(message.size_words)
-        with self._spans.span("transfer", message.number, self._first_stage):
-            values = self._receivers.values(layout)
+        start = trace_clock()
+        values = self._receivers.values(layout)
+        self._spans.add("transfer", message.number, start, self._first_stage)
         request = StageRequest(message=message, layout=layout, values=values)
         if self._group.rank in layout.body_ranks:
             self._posting_places.release()

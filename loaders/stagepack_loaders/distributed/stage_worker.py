@@ -1,7 +1,6 @@
 """Runs the stages of one process on requests, one after another, and sends on what they return."""
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from stagepack_loaders.run_trace import SpanRecorder, trace_clock
 
 # What was sent for the request so many before has arrived before another one is run: a slow process holds up those before it.
 _REQUESTS_SENT_AHEAD = 4
+_NANOSECONDS = 1e9  # in a second
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -79,6 +79,7 @@ class StageWorker:
                 self._outgoing[route.source_stage].append(route)
         self._report_failure = report_failure
         self._spans = spans
+        self._last_stage = max(stages, default=None)
         self._sequence_states: dict[int, dict[int, Any]] = {}
         self._run_counts = dict.fromkeys(stages, 0)
         self._busy_seconds = dict.fromkeys(stages, 0.0)
@@ -106,8 +107,9 @@ class StageWorker:
             self._attempt(request, stage_number, partial(self._run_stage, stage_number, request))
             for route in self._outgoing[stage_number]:
                 self._send_values(stage_number, route, request)
-        with self._spans.span("wait", request.message.number, max(self._stages, default=None)):
-            self._sent_messages.finish(request.message.number - _REQUESTS_SENT_AHEAD)
+        start = trace_clock()
+        self._sent_messages.finish(request.message.number - _REQUESTS_SENT_AHEAD)
+        self._spans.add("wait", request.message.number, start, self._last_stage)
 
     def execute(self, command: ControlMessage) -> None:
         """Send on a command, and do what it says.
@@ -135,7 +137,8 @@ class StageWorker:
         if not packed_values:
             packed_values.append(pack_failure(request.layout.of_route[route]))
         self._send(route, request.message, packed_values[0])
-        self._spans.add("transfer", request.message.number, start, stage_number, packed_values[0].byte_count)
+        byte_count = packed_values[0].byte_count if self._spans.is_on else 0
+        self._spans.add("transfer", request.message.number, start, stage_number, byte_count)
 
     def _send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> None:
         self._sent_messages.add(message.number, send_values(self._group, route, message, packed_values))
@@ -153,15 +156,19 @@ class StageWorker:
     def _run_stage(self, stage_number: int, request: StageRequest) -> None:
         stage, runtime = self._stages[stage_number], self._runtimes[stage_number]
         entry, values = self._entries[stage_number], request.values
-        with self._spans.span("transfer", request.message.number, stage_number):
-            for edge_name in entry.inputs:
-                values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
+        conversion_start = trace_clock()
+        for edge_name in entry.inputs:
+            values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
         inputs = [values[edge_name] for edge_name in entry.inputs]
-        start_time = time.perf_counter()
-        with self._spans.span("compute", request.message.number, stage_number), runtime.inference():
-            outputs = self._run_in_sequence(stage_number, stage, inputs, request.message.sequence)
-            runtime.wait(stage.device)
-        self._busy_seconds[stage_number] += time.perf_counter() - start_time
+        start = trace_clock()
+        self._spans.add("transfer", request.message.number, conversion_start, stage_number, end=start)
+        try:
+            with runtime.inference():
+                outputs = self._run_in_sequence(stage_number, stage, inputs, request.message.sequence)
+                runtime.wait(stage.device)
+        finally:
+            self._spans.add("compute", request.message.number, start, stage_number)
+        self._busy_seconds[stage_number] += (trace_clock() - start) / _NANOSECONDS
         self._run_counts[stage_number] += 1
         values.update(zip(entry.outputs, outputs, strict=True))
 
