@@ -59,6 +59,7 @@ def load(
     max_restarts: int = ...,
     in_flight: int = ...,
     stall_seconds: float | None = ...,
+    microbatch_size: int | None = ...,
 ) -> "DistributedPipeline": ...
 
 
@@ -77,6 +78,7 @@ def load(
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
     stall_seconds: float | None = None,
+    microbatch_size: int | None = None,
 ) -> "Pipeline | DistributedPipeline":
     """Load all stages of a bundle into this process, or each into a process of its own on this machine.
 
@@ -102,6 +104,8 @@ def load(
         in_flight: with `processes`, the largest number of calls on their way through the stages.
         stall_seconds: with `processes`, how long calls may be on their way without an answer to any of them, in seconds; then a process
             counts as lost. None for no limit.
+        microbatch_size: with `processes`, the largest number of rows of a batch on its way: larger ones go in parts, on which the stages
+            work at the same time. Their kernels may then round otherwise than for the whole batch. None to leave batches whole.
 
     Returns:
         The loaded stages as one callable; with `processes` a `DistributedPipeline`, whose ``submit`` does not wait for the result.
@@ -144,7 +148,13 @@ def load(
         )
         process_count = len(opened_bundle.stages) if processes is True else processes
         return start_local_pipeline(
-            opened_bundle, process_count, options, types=types, imports=imports, max_restarts=max_restarts
+            opened_bundle,
+            process_count,
+            options,
+            types=types,
+            imports=imports,
+            max_restarts=max_restarts,
+            microbatch_size=microbatch_size,
         )
     prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)

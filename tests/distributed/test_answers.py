@@ -95,6 +95,26 @@ def test_results_of_requests_in_flight_are_not_views_of_state(counting: Bundle) 
     assert [int(count[0]) for count in counts] == list(range(1, 21))
 
 
+def test_large_batches_go_in_parts(layers: Bundle) -> None:
+    one = stagepack.load(layers)
+    with stagepack.load(layers, processes=True, microbatch_size=4) as pipeline:
+        for rows in (1, 4, 5, 10):
+            ids = torch.arange(rows) % 7
+            torch.testing.assert_close(pipeline(ids), one(ids))
+        with pytest.raises(IndexError):
+            pipeline(torch.arange(11))  # the last part has a number beyond the table
+        with pipeline.trace() as trace:
+            pipeline(torch.zeros(10, dtype=torch.int64))
+    assert len({span.request for span in trace.spans if span.kind == "compute"}) == 3
+
+
+def test_batches_whose_rows_depend_on_each_other_are_not_cut(counting: Bundle, layers: Bundle) -> None:
+    with pytest.raises(OptionError, match="cannot be cut: the model keeps state between calls"):
+        stagepack.load(counting, processes=True, microbatch_size=2)
+    with pytest.raises(OptionError, match="expected at least 1, so that each part has 1 rows, found 0"):
+        stagepack.load(layers, processes=True, microbatch_size=0)
+
+
 def test_wrong_inputs_are_refused_before_they_are_sent(layers: Bundle) -> None:
     with in_processes(layers) as pipeline:
         with pytest.raises(InputError, match="ids: expected dtype int64"):

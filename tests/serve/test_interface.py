@@ -11,7 +11,7 @@ import stagepack
 from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack_serving.protocol.batching import batch_limit
+from stagepack_loaders.batching import batch_limit
 from stagepack_serving.protocol.interface import Interface
 
 pytestmark = pytest.mark.xdist_group("serve")

@@ -45,6 +45,7 @@ def connect(
     compiled: str | os.PathLike[str] | None = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
     stall_seconds: float | None = None,
+    microbatch_size: int | None = None,
     start_seconds: float = 60.0,
 ) -> DistributedPipeline | None:
     """Run a bundle in the processes that ``torchrun`` has started. Each of them calls this function with the same arguments.
@@ -64,6 +65,7 @@ def connect(
         compiled: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
         stall_seconds: as for `stagepack.load`.
+        microbatch_size: as for `stagepack.load`.
         start_seconds: how long to wait for the other processes to come, in seconds.
 
     Returns:
@@ -109,7 +111,8 @@ def connect(
     )
     store = _launched_store(rank, start_seconds)
     if rank == FRONT_RANK:
-        return DistributedPipeline(opened_bundle, _LaunchedGroup(opened_bundle, store, size, options), types)
+        group = _LaunchedGroup(opened_bundle, store, size, options)
+        return DistributedPipeline(opened_bundle, group, types, microbatch_size=microbatch_size)
     run_stage_process(opened_bundle, store, rank, size, options)
     return None
 

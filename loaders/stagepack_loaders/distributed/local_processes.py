@@ -68,7 +68,9 @@ def start_local_pipeline(
     types: Collection[type],
     imports: Sequence[str],
     max_restarts: int,
+    microbatch_size: int | None,
 ) -> DistributedPipeline:
     """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
-    return DistributedPipeline(bundle, LocalProcesses(bundle, local_options, imports=imports), types, max_restarts)
+    launcher = LocalProcesses(bundle, local_options, imports=imports)
+    return DistributedPipeline(bundle, launcher, types, max_restarts, microbatch_size)

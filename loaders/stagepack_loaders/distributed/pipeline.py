@@ -16,6 +16,7 @@ from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.distributed.control import ControlKind
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.handshake import StageFacts
+from stagepack_loaders.distributed.microbatches import Microbatches
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.exchange import array_ops_of_call
 from stagepack_loaders.run_trace import RunTrace
@@ -63,7 +64,12 @@ class DistributedPipeline(CallablePipeline):
     """
 
     def __init__(
-        self, bundle: Bundle, launcher: GroupLauncher, types: Collection[type] = (), max_restarts: int = 0
+        self,
+        bundle: Bundle,
+        launcher: GroupLauncher,
+        types: Collection[type] = (),
+        max_restarts: int = 0,
+        microbatch_size: int | None = None,
     ) -> None:
         """Start the processes, and run the recorded example in them.
 
@@ -72,8 +78,10 @@ class DistributedPipeline(CallablePipeline):
             launcher: starts the processes.
             types: classes that results may be built of, where the bundle names them.
             max_restarts: how often the processes are started again after one was lost.
+            microbatch_size: batches of more rows are cut into parts of at most so many; None to leave them whole.
 
         Raises:
+            OptionError: the rows of a batch depend on each other, so that it cannot be cut.
             StagepackError: the processes could not be started, or could not load their stages.
         """
         super().__init__(bundle.manifest, types)
@@ -89,9 +97,12 @@ class DistributedPipeline(CallablePipeline):
         self._is_closed = False
         self._failure: StagepackError | None = None
         self._starting_thread: int | None = None
+        self._microbatches: Microbatches | None = None
         with self._lock:  # a process that is lost meanwhile is not started again: the caller gets the error
             try:
                 self._start()
+                if microbatch_size is not None:
+                    self._microbatches = Microbatches(bundle, self, microbatch_size)
             except BaseException:
                 self._is_closed = True
                 launcher.stop(wait=False)
@@ -144,7 +155,14 @@ class DistributedPipeline(CallablePipeline):
     def submit_values(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
     ) -> "Future[dict[str, Any]]":
-        """Send a request on its way; see `FrontProcess.submit`."""
+        """Send a request on its way; see `FrontProcess.submit`. A large batch goes in parts, if it may be cut."""
+        if self._microbatches is not None and not sequence:
+            return self._microbatches.submit(values, sizes, self._submit_values)
+        return self._submit_values(values, sizes, sequence)
+
+    def _submit_values(
+        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
+    ) -> "Future[dict[str, Any]]":
         front = self._front  # before the generation is looked at: if it is replaced meanwhile, it answers nothing
         self._check_started()
         if not sequence and self._is_state_lost:

@@ -183,6 +183,7 @@ def launch(
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
     stall_seconds: float | None = None,
+    microbatch_size: int | None = None,
     start_seconds: float = 60.0,
     cpus_per_process: float = 1.0,
     gpus_per_process: float = 1.0,
@@ -209,6 +210,7 @@ def launch(
         max_restarts: how often all actors are started again after one was lost. They may then be on other nodes.
         in_flight: the largest number of calls on their way through the stages.
         stall_seconds: as for `stagepack.load`.
+        microbatch_size: as for `stagepack.load`.
         start_seconds: how long to wait for Ray to place the actors, and then for the actors to come, in seconds.
         cpus_per_process: CPUs that Ray reserves for each actor, and, rounded down, threads of each actor, at least 1.
         gpus_per_process: GPUs that Ray reserves for each actor with a stage on another device than the CPU; less than 1 for actors that
@@ -255,7 +257,7 @@ def launch(
         for rank in sorted(set(options.rank_of_stage))
     ]
     launcher = RayActors(opened_bundle, options, resources, imports=imports)
-    return DistributedPipeline(opened_bundle, launcher, types, max_restarts)
+    return DistributedPipeline(opened_bundle, launcher, types, max_restarts, microbatch_size=microbatch_size)
 
 
 def _resources_of_process(

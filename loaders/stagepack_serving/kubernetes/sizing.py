@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from stagepack.format.example_sizes import example_sizes
 from stagepack.format.reader import Bundle
+from stagepack_loaders.batching import batch_dimension
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from stagepack_loaders.distributed.routes import assign_stages
 from stagepack_serving.kubernetes.options import DeploymentOptions
-from stagepack_serving.protocol.batching import batch_dimension
 
 # The server in the first process: its libraries, and requests that wait.
 _SERVER_BYTES = 512 * 2**20

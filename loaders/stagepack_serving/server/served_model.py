@@ -13,10 +13,10 @@ from stagepack.errors import InputError, StageLostError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
+from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_serving.protocol.batching import batch_limit
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.protocol.stage_errors import failure_message
 from stagepack_serving.server.deadlines import shorten_deadline
