@@ -1,9 +1,12 @@
 """Bundles for these tests, and the same pipeline in one process and in several."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 import stagepack
@@ -116,3 +119,23 @@ def check_case(case: Case, folder: Path, *, processes: int) -> None:
     imports = [case.operators] if case.operators else []
     with in_processes(bundle, types=case.classes(), imports=imports) as pipeline:
         assert_equal(answers(pipeline, calls), expected)
+
+
+def assert_gone(process_numbers: dict[int, int]) -> None:
+    """Check that no process is left."""
+    for number in process_numbers.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+def has_generation(pipeline: DistributedPipeline, generation: int) -> bool:
+    """Whether the processes were started again so often."""
+    return pipeline.generation == generation
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for a condition, which must hold in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

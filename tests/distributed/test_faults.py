@@ -1,10 +1,8 @@
 """A process that is lost, stopped, late or wrong: typed errors within seconds, nothing hangs, nothing is left behind."""
 
 import os
-import random
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +19,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.error_report import StageFailedError
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from tests.distributed.bundles import in_processes, process_ids
+from tests.distributed.bundles import assert_gone, has_generation, in_processes, process_ids, wait_until
 from tests.distributed.forked_processes import ForkedProcesses
 from tests.distributed.waiting_operator import Waiting
 
@@ -37,12 +35,6 @@ def lost_error(pipeline: DistributedPipeline, *, within: float = 5.0) -> StageLo
         except StageLostError as error:
             return error
     raise AssertionError(f"no call failed within {within} s")
-
-
-def assert_gone(process_numbers: dict[int, int]) -> None:
-    for number in process_numbers.values():
-        with pytest.raises(ProcessLookupError):
-            os.kill(number, 0)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -68,37 +60,6 @@ def test_a_stopped_process_is_told_by_its_silence(layers: Bundle) -> None:
             answer.result(timeout=5.5)
         assert caught.value.stages == (1,)
     assert_gone(numbers)
-
-
-def test_killed_at_random_moments_and_started_again(layers: Bundle) -> None:
-    expected = stagepack.load(layers)(IDS)
-    moments = random.Random(0)  # noqa: S311 - the same moments in each run
-    rounds = 5
-    with in_processes(layers, max_restarts=rounds) as pipeline:
-        for number in range(rounds):
-            rank, delay = moments.choice([1, 2, 3]), moments.random() * 0.05
-            killed = process_ids(pipeline)[rank]
-            timer = threading.Timer(delay, os.kill, (killed, signal.SIGKILL))
-            timer.start()
-            lost_error(pipeline, within=6)
-            wait_until(partial(has_generation, pipeline, number + 1))
-            assert torch.equal(pipeline(IDS), expected)
-        numbers = process_ids(pipeline)
-        os.kill(numbers[1], signal.SIGKILL)
-        lost_error(pipeline)
-        wait_until(lambda: pipeline.has_ended)
-    assert_gone(numbers)
-
-
-def has_generation(pipeline: DistributedPipeline, generation: int) -> bool:
-    return pipeline.generation == generation
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 class FailsOnce(ForkedProcesses):
