@@ -8,7 +8,7 @@ from stagepack.errors import DeviceError
 from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.manifest import Manifest
 from stagepack.partition.cost_sequence import CostSequence, SharedCost
-from stagepack.partition.costs import sending_time
+from stagepack.partition.costs import REFERENCE_LINK
 from stagepack.partition.solver import split_sequence
 
 Device = TypeVar("Device")
@@ -46,7 +46,7 @@ def _cost_sequence(manifest: Manifest) -> CostSequence:
         times=[max(1, time) for time in times],
         transfers=[
             SharedCost(
-                cost=sending_time(value_bytes(edge, sizes)),
+                cost=REFERENCE_LINK.sending_time(value_bytes(edge, sizes)),
                 users=edge.consumers,
                 producer=-1 if edge.producer is None else edge.producer,
             )

@@ -1,6 +1,7 @@
 """`stagepack profile`."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, bundle_argument
-from stagepack.cli.profile_facts import machine_text, profile_facts
+from stagepack.cli.profile_facts import link_text, machine_text, profile_facts
 from stagepack.cli.quantities import format_time
 from stagepack.cli.run_options import device_option, json_option, operator_options
 from stagepack.errors import OutputExistsError
@@ -17,7 +18,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import DEFAULT_RUNTIME, import_runtime
 
 if TYPE_CHECKING:
-    from stagepack.partition.profile import Profile
+    from stagepack.partition.profile import LinkTime, Profile
     from stagepack_loaders.torch.measurement import BundleMeasurement
 
 _DEFAULT_RUNS = 10
@@ -53,6 +54,12 @@ _PICOSECONDS = 1e12  # in a second
     show_default=True,
     help="How many runs of each stage are measured, after some that do not count.",
 )
+@click.option(
+    "--links",
+    "measures_links",
+    is_flag=True,
+    help="Also measure how long values take between two processes of this machine, in the place of estimates.",
+)
 @operator_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option
@@ -62,6 +69,7 @@ def command(
     devices: tuple[str, ...],
     inputs_file: Path | None,
     runs: int,
+    measures_links: bool,
     allow_ops: tuple[str, ...],
     overwrite: bool,
     as_json: bool,
@@ -83,7 +91,7 @@ def command(
         measurement = measure_bundle(
             bundle, devices, inputs_file=inputs_file, allow_ops=allow_ops, runs=runs, progress=next_step
         )
-        profile = make_profile(bundle, measurement, runs)
+        profile = make_profile(bundle, measurement, runs, _measure_link(next_step) if measures_links else None)
         write_profile(profile, out)
     facts = profile_facts(profile) | {
         "file": str(out),
@@ -99,7 +107,18 @@ def command(
         _print_profile(facts)
 
 
-def make_profile(bundle: Bundle, measurement: "BundleMeasurement", runs: int) -> "Profile":
+def _measure_link(next_step: Callable[[str], None]) -> "LinkTime":
+    from stagepack.partition.profile import LinkTime  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.distributed.link_measurement import measure_link  # noqa: PLC0415 - the same
+
+    next_step("measuring transfers")
+    times = measure_link()
+    return LinkTime(seconds_per_value=times.seconds_per_value, seconds_per_byte=times.seconds_per_byte)
+
+
+def make_profile(
+    bundle: Bundle, measurement: "BundleMeasurement", runs: int, link: "LinkTime | None" = None
+) -> "Profile":
     """Return the profile of measured times. A node that several stages compute has the mean of its times."""
     import torch  # noqa: PLC0415 - imported by now
 
@@ -120,6 +139,7 @@ def make_profile(bundle: Bundle, measurement: "BundleMeasurement", runs: int) ->
         threads=measurement.threads,
         runs=runs,
         sizes=measurement.sizes,
+        link=link,
         stages=tuple(
             StageTime(stage=stage.stage, device=stage.device, seconds=stage.seconds) for stage in measurement.stages
         ),
@@ -159,6 +179,8 @@ def _print_profile(facts: dict[str, Any]) -> None:
     if facts["sizes"]:
         print_line("sizes: " + ", ".join(f"{symbol} = {size}" for symbol, size in facts["sizes"].items()))
     print_line(f"measured: {machine_text(facts)}, medians of {count_of('run', facts['runs'])}")
+    if facts["link"] is not None:
+        print_line(f"measured between two processes: {link_text(facts['link'])}")
     print_line(
         f"wrote {facts['file']}: {count_of('node', facts['measured_nodes'])}, {format_time(total_seconds * _PICOSECONDS)} in all"
     )

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from stagepack.cli.cut_facts import ASSUMED_DEVICES, ASSUMED_LINKS
 from stagepack.cli.output import count_of
+from stagepack.cli.quantities import format_time
 
 if TYPE_CHECKING:
     from stagepack.partition.measured_costs import MeasuredCosts
@@ -20,6 +23,7 @@ def profile_facts(profile: "Profile") -> dict[str, Any]:
         "threads": profile.threads,
         "runs": profile.runs,
         "sizes": profile.sizes,
+        "link": None if profile.link is None else msgspec.to_builtins(profile.link),
     }
 
 
@@ -38,6 +42,13 @@ def machine_text(facts: Mapping[str, Any]) -> str:
     return f"{devices} of {facts['machine']}, torch {facts['torch']}, {count_of('thread', facts['threads'])}"
 
 
+def link_text(link: Mapping[str, float]) -> str:
+    """Describe how fast values are sent."""
+    latency = format_time(link["seconds_per_value"] * 1e12)
+    speed = f"{1e-9 / link['seconds_per_byte']:.3g} GB/s" if link["seconds_per_byte"] else "any speed"
+    return f"links of {speed}, {latency} for each value"
+
+
 def assumption_lines(facts: Mapping[str, Any] | None) -> list[str]:
     """Return lines that say where the times of a cut come from.
 
@@ -54,4 +65,5 @@ def assumption_lines(facts: Mapping[str, Any] | None) -> list[str]:
             f"not measured: {missing_count} of {count_of('node', facts['nodes'])}; "
             f"their times are estimates times {facts['scale']:.4g}, as the others took"
         )
-    return [*lines, f"assumed: {ASSUMED_LINKS}"]
+    link = facts["link"]
+    return [*lines, f"assumed: {ASSUMED_LINKS}" if link is None else f"measured: {link_text(link)}"]

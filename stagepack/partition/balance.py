@@ -8,7 +8,6 @@ from stagepack.errors import CutError
 from stagepack.partition.activation_memory import activation_bytes
 from stagepack.partition.cost_sequence import CostSequence, PartCost, SharedCost, part_cost
 from stagepack.partition.costed_graph import CostedGraph
-from stagepack.partition.costs import sending_time
 from stagepack.partition.node_order import NodeOrder, execution_order
 from stagepack.partition.solver import split_sequence, split_with_least_excess
 
@@ -132,7 +131,7 @@ def cost_sequence(costed: CostedGraph, order: NodeOrder) -> CostSequence:
     }
     transfers = [
         SharedCost(
-            cost=sending_time(costs.value_bytes[value_name]),
+            cost=costs.link.sending_time(costs.value_bytes[value_name]),
             users=users[value_name],
             producer=positions[analysis.producers[value_name]] if value_name in analysis.producers else -1,
         )

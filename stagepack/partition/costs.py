@@ -20,6 +20,33 @@ _PICOSECONDS_PER_VALUE_SENT = 5_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCosts:
+    """What it costs to send a value from one device to another, in picoseconds; by default between reference devices.
+
+    Attributes:
+        per_value: the latency of a value.
+        per_byte: the time of each byte.
+    """
+
+    per_value: int = _PICOSECONDS_PER_VALUE_SENT
+    per_byte: float = _PICOSECONDS_PER_BYTE_SENT
+
+    def sending_time(self, byte_count: int) -> int:
+        """Return the time to send one value.
+
+        Args:
+            byte_count: bytes of the value.
+
+        Returns:
+            Picoseconds, latency included.
+        """
+        return round(self.per_value + byte_count * self.per_byte)
+
+
+REFERENCE_LINK = LinkCosts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCosts:
     """The costs of a graph.
 
@@ -27,11 +54,13 @@ class GraphCosts:
         node_times: time of each node in picoseconds, at least 1.
         value_bytes: bytes of each input of the graph and of each value that a node defines, by name.
         weight_bytes: bytes of the stored tensor of each weight, by the name of its value.
+        link: the cost of sending values between stages.
     """
 
     node_times: tuple[int, ...]
     value_bytes: Mapping[str, int]
     weight_bytes: Mapping[str, int]
+    link: LinkCosts = REFERENCE_LINK
 
 
 def graph_costs(graph: Graph, stored_bytes: Mapping[str, int]) -> GraphCosts:
@@ -88,15 +117,3 @@ def transfer_time(byte_count: int) -> int:
         Picoseconds.
     """
     return byte_count * _PICOSECONDS_PER_BYTE_SENT
-
-
-def sending_time(byte_count: int) -> int:
-    """Estimate the time to send one value from one device to another.
-
-    Args:
-        byte_count: bytes of the value.
-
-    Returns:
-        Picoseconds, latency included.
-    """
-    return _PICOSECONDS_PER_VALUE_SENT + transfer_time(byte_count)

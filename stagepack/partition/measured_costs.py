@@ -4,11 +4,10 @@ from dataclasses import dataclass, replace
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
-from stagepack.partition.costs import GraphCosts
+from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts
 from stagepack.partition.profile import Profile, model_digest
 
 _PICOSECONDS = 10**12  # in a second
-_LONGEST_TIME = 2**62  # picoseconds, so that sums of a few stay integers of 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class MeasuredCosts:
 
 
 def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> MeasuredCosts:
-    """Replace estimated times of nodes by measured ones. All other costs stay: values cross between devices as before.
+    """Replace estimated times of nodes by measured ones, and that of sending values if the profile has it. All other costs stay.
 
     Args:
         graph: the graph of a whole model, of `canonical_graph`.
@@ -47,7 +46,7 @@ def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> Measure
             "measure this model with 'stagepack profile'"
         )
     measured_times = {
-        node_time.node: min(max(round(node_time.seconds * _PICOSECONDS), 1), _LONGEST_TIME)
+        node_time.node: max(round(node_time.seconds * _PICOSECONDS), 1)
         for node_time in profile.nodes
         if 0 <= node_time.node < len(graph.nodes)
     }
@@ -59,4 +58,17 @@ def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> Measure
         measured_times.get(node_number, max(round(estimate * scale), 1))
         for node_number, estimate in enumerate(costs.node_times)
     )
-    return MeasuredCosts(costs=replace(costs, node_times=node_times), measured_count=len(measured_times), scale=scale)
+    return MeasuredCosts(
+        costs=replace(costs, node_times=node_times, link=_link_costs(profile)),
+        measured_count=len(measured_times),
+        scale=scale,
+    )
+
+
+def _link_costs(profile: Profile) -> LinkCosts:
+    if profile.link is None:
+        return REFERENCE_LINK
+    return LinkCosts(
+        per_value=round(profile.link.seconds_per_value * _PICOSECONDS),
+        per_byte=profile.link.seconds_per_byte * _PICOSECONDS,
+    )

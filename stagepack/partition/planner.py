@@ -6,7 +6,6 @@ from stagepack.format.plan import Plan, PlannedStage, to_runs
 from stagepack.partition.activation_memory import activation_bytes
 from stagepack.partition.assignment import StageAssignment
 from stagepack.partition.costed_graph import CostedGraph
-from stagepack.partition.costs import sending_time
 from stagepack.partition.node_order import execution_order
 
 
@@ -62,7 +61,7 @@ def _planned_stage(
         nodes=to_runs(node_numbers),
         module=graph.scopes[nodes[0].scope].path if nodes else "",
         picoseconds=sum(costs.node_times[node_number] for node_number in node_numbers),
-        receiving=sum(map(sending_time, received_bytes)),
+        receiving=sum(map(costs.link.sending_time, received_bytes)),
         flops=sum(node.cost.flops for node in nodes),
         bytes=sum(node.cost.bytes for node in nodes),
         weight_bytes=weight_bytes,

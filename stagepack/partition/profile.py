@@ -2,16 +2,18 @@
 
 import hashlib
 import json
-import math
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from stagepack.errors import CutError, WriteError
 from stagepack.format.graph import Graph
+
+# Finite, so that sums of times are numbers of 64 bits.
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class NodeTime(Struct, frozen=True, kw_only=True):
@@ -27,7 +29,7 @@ class NodeTime(Struct, frozen=True, kw_only=True):
     node: int
     op: str
     module: str
-    seconds: float
+    seconds: Seconds
 
 
 class StageTime(Struct, frozen=True, kw_only=True):
@@ -41,7 +43,19 @@ class StageTime(Struct, frozen=True, kw_only=True):
 
     stage: int
     device: str
-    seconds: float
+    seconds: Seconds
+
+
+class LinkTime(Struct, frozen=True, kw_only=True):
+    """The time of sending a value from one process to another.
+
+    Attributes:
+        seconds_per_value: the time of a small value.
+        seconds_per_byte: the further time of each byte.
+    """
+
+    seconds_per_value: Seconds
+    seconds_per_byte: Seconds
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -57,6 +71,7 @@ class Profile(Struct, frozen=True, kw_only=True):
         runs: how often each stage ran for a median.
         sizes: the size of each symbol in the inputs that were run.
         stages: the stages of the bundle.
+        link: the time of sending values between stages, if it was measured.
         nodes: the nodes. Nodes that are not here have estimated times.
     """
 
@@ -69,6 +84,7 @@ class Profile(Struct, frozen=True, kw_only=True):
     runs: int
     sizes: dict[str, int]
     stages: tuple[StageTime, ...]
+    link: LinkTime | None = None
     nodes: tuple[NodeTime, ...]
 
 
@@ -113,15 +129,11 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
             stagepack.recut("m.stagepack", out="m4.stagepack", stages=4, profile=profile)
     """
     try:
-        profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
+        return msgspec.json.decode(Path(path).read_bytes(), type=Profile)
     except OSError as error:
         raise CutError(f"{path}: the profile cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CutError(f"{path}: expected a profile, as written by 'stagepack profile': {error}") from None
-    for node_time in profile.nodes:
-        if not (node_time.seconds >= 0 and math.isfinite(node_time.seconds)):
-            raise CutError(f"{path}: node {node_time.node}: expected a time, found {node_time.seconds} seconds")
-    return profile
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:

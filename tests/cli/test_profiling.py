@@ -65,6 +65,13 @@ def test_a_plan_says_which_times_are_estimates(sound: Path, times: Path, tmp_pat
     assert f"not measured: 2 of {count} nodes; their times are estimates times " in shown
 
 
+def test_a_plan_says_that_links_were_measured(sound: Path, times: Path, tmp_path: Path) -> None:
+    content = json.loads(times.read_text()) | {"link": {"seconds_per_value": 95e-6, "seconds_per_byte": 5e-10}}
+    (tmp_path / "times.json").write_text(json.dumps(content))
+    shown = run("plan", str(sound), "--stages", "2", "--profile", str(tmp_path / "times.json")).stdout
+    assert shown.endswith("measured: links of 2 GB/s, 95.0 µs for each value\n")
+
+
 def test_recut_and_export_take_a_profile(sound: Path, times: Path, tmp_path: Path) -> None:
     out = tmp_path / "two.stagepack"
     result = run("recut", str(sound), "-o", str(out), "--stages", "2", "--profile", str(times))

@@ -17,10 +17,10 @@ from stagepack.cli.run_options import custom_namespaces
 from stagepack.errors import CutError, InputError, WriteError
 from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
-from stagepack.partition.costs import graph_costs
+from stagepack.partition.costs import REFERENCE_LINK, graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.measured_costs import measured_costs
-from stagepack.partition.profile import Profile, model_digest, read_profile, write_profile
+from stagepack.partition.profile import LinkTime, Profile, model_digest, read_profile, write_profile
 from stagepack.recutter import plan_bundle, whole_graph
 from stagepack_loaders.torch.measurement import measure_bundle
 from tests.unit.test_recut import files
@@ -130,6 +130,15 @@ def test_nodes_without_a_time_get_a_scaled_estimate(napping: Bundle, profile: Pr
         measured_costs(graph, estimates, msgspec.structs.replace(profile, nodes=()))
 
 
+def test_a_measured_link_takes_the_place_of_the_reference(napping: Bundle, profile: Profile) -> None:
+    link = LinkTime(seconds_per_value=1e-3, seconds_per_byte=1e-6)
+    partition = plan_bundle(napping, CutOptions(stages=2, profile=msgspec.structs.replace(profile, link=link)))
+    received = partition.measured_plan.stages[1]
+    assert received.received == 16
+    assert received.receiving == pytest.approx((1e-3 + 16e-6) * 1e12)
+    assert partition.plan.stages[1].receiving == REFERENCE_LINK.sending_time(16)
+
+
 def test_a_profile_of_another_model_is_refused(profile: Profile, tmp_path: Path) -> None:
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "m.stagepack")
     with pytest.raises(CutError, match=r"profile: expected times of this model .*, found those of another one"):
@@ -141,7 +150,7 @@ def test_a_profile_is_written_and_read(profile: Profile, tmp_path: Path) -> None
     path = tmp_path / "times.json"
     write_profile(profile, path)
     assert read_profile(path) == stagepack.read_profile(path) == profile
-    assert len(path.read_text().splitlines()) == len(profile.nodes) + len(profile.stages) + 14
+    assert len(path.read_text().splitlines()) == len(profile.nodes) + len(profile.stages) + 15
     with pytest.raises(WriteError, match="cannot be written"):
         write_profile(profile, tmp_path)
 
@@ -153,9 +162,9 @@ def test_a_profile_is_written_and_read(profile: Profile, tmp_path: Path) -> None
         ({"model": None}, "expected a profile"),
         (
             {"nodes": [{"node": 0, "op": "", "module": "", "seconds": -1.0}]},
-            "node 0: expected a time, found -1.0 seconds",
+            r"expected a profile.*>= 0",
         ),
-        ({"nodes": [{"node": 0, "op": "", "module": "", "seconds": 1e999}]}, "expected a profile|expected a time"),
+        ({"nodes": [{"node": 0, "op": "", "module": "", "seconds": 1e999}]}, "expected a profile"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused(
