@@ -98,7 +98,7 @@ def test_each_dtype_at_each_size(groups: tuple[ProcessGroup, ProcessGroup], dtyp
 
 
 def test_strides_conjugates_and_numbers(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    values = {
+    values: dict[str, Any] = {
         "transposed": torch.arange(12.0).reshape(4, 3).T,
         "repeated": torch.arange(3.0).expand(4, 3),
         "conjugate": torch.view_as_complex(torch.arange(8.0).reshape(4, 2)).conj(),
