@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 from stagepack.errors import StageLostError
 from stagepack_loaders.distributed.group_trace import SpanReport
+from stagepack_loaders.distributed.handshake import is_follower
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError
-from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS, LOST_STATUS
+from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS
 from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
 
 # A process that has sent no heartbeat for so long is lost: it was stopped, or its host is gone.
@@ -83,10 +84,14 @@ class GroupWatch:
 
     def lose_unknown(self, error: ConnectionLostError) -> None:
         """Some process is gone. Its own connection says which one; if that says nothing, this is all that is known."""
+        self._await_loss()
+        self._lose(None, str(error))
+
+    def _await_loss(self) -> None:
+        """Wait a moment for another thread to find out which process is lost."""
         deadline = time.monotonic() + _EXIT_SECONDS
         while self.lost is None and time.monotonic() < deadline:
             time.sleep(HEARTBEAT_SECONDS / 10)
-        self._lose(None, str(error))
 
     def _receive_statuses(self, rank: int) -> None:
         """Take the heartbeats and errors of one process, until it ends."""
@@ -120,6 +125,9 @@ class GroupWatch:
                 self._lose(next(behind, None), f"no call was answered for {seconds:.1f} s")
 
     def _lose(self, rank: int | None, reason: str) -> None:
+        if rank is not None and is_follower(self._membership.store, rank):
+            reason = "it has lost its connection to another process"
+            self._await_loss()
         if self.lost is not None:
             return
         lost = self._lost_error(rank, reason)
@@ -149,12 +157,7 @@ class GroupWatch:
         while True:
             for other_rank in ranks:
                 end = self._find_end(other_rank)
-                # Without a status, a process may have ended because it lost another one.
-                if (
-                    end is not None
-                    and end.exit_status != LOST_STATUS
-                    and (rank is not None or end.exit_status is not None)
-                ):
+                if end is not None and not is_follower(self._membership.store, other_rank):
                     return other_rank, end
             is_silent = rank is not None and time.monotonic() - self._last_heard.get(rank, 0.0) > _SILENCE_SECONDS
             if is_silent or time.monotonic() > deadline:

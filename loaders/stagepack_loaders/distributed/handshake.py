@@ -1,6 +1,8 @@
 """How the processes of a pipeline find each other and agree that they fit together, by a store of torch.distributed."""
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -17,6 +19,8 @@ from stagepack_loaders.distributed.error_report import ErrorReport
 from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name
 
 _POLL_SECONDS = 0.02
+_TELL_SECONDS = 0.5
+_FOLLOWER_TOPIC = "ends after another one"
 Report = TypeVar("Report", bound=Struct)
 
 
@@ -157,6 +161,29 @@ def exchange_reports(
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         raise ConnectionLostError(f"the store of the group has gone: {str(error).partition(chr(10))[0]}") from None
     return [msgspec.json.decode(content, type=type(report)) for content in contents]
+
+
+def tell_follower(store: Store, rank: int) -> None:
+    """Tell the front that this process ends because it has lost another one. Its own connections break too, and look the same.
+
+    Waits a moment only, since the store may have gone.
+    """
+    thread = threading.Thread(target=_set_quietly, args=(store, f"{_FOLLOWER_TOPIC}/{rank}"), daemon=True)
+    thread.start()
+    thread.join(_TELL_SECONDS)
+
+
+def is_follower(store: Store, rank: int) -> bool:
+    """Whether a process has told that it ends because it has lost another one."""
+    try:
+        return bool(store.check([f"{_FOLLOWER_TOPIC}/{rank}"]))
+    except RuntimeError:
+        return False
+
+
+def _set_quietly(store: Store, key: str) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.set(key, "")
 
 
 def _missing_text(topic: str, missing: Sequence[int], size: int, seconds: float) -> str:

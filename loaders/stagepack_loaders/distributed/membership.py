@@ -70,6 +70,7 @@ class Membership:
 
     Attributes:
         options: how the pipeline is distributed.
+        store: where the processes found each other.
         group: the connections.
         stages: the loaded stages of this process, by stage number.
         routes: the routes of the pipeline.
@@ -78,6 +79,7 @@ class Membership:
     """
 
     options: GroupOptions
+    store: Store
     group: ProcessGroup
     stages: Mapping[int, LoadedStage]
     routes: tuple[Route, ...]
@@ -126,6 +128,7 @@ def join_group(
     written_inputs = {facts.stage: facts.written_inputs for other in reports for facts in other.stages}
     return Membership(
         options=options,
+        store=store,
         group=ProcessGroup(store, rank, size, address=LOOPBACK if options.is_local else options.address),
         stages=stages,
         routes=find_routes(bundle.manifest, options.rank_of_stage, written_inputs),

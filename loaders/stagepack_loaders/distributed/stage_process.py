@@ -19,6 +19,7 @@ from stagepack_loaders.distributed.control import (
 )
 from stagepack_loaders.distributed.error_report import report_error
 from stagepack_loaders.distributed.group_trace import report_spans
+from stagepack_loaders.distributed.handshake import tell_follower
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.route_layout import RequestLayouts
@@ -43,7 +44,7 @@ def exit_text(exit_status: int) -> str:
 def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions) -> None:
     """Run the stages of this process until the front closes the pipeline.
 
-    The process ends with the status `LOST_STATUS` if another one is lost: threads may wait for its data for ever.
+    The process ends with the status `LOST_STATUS` if another one is lost.
 
     Args:
         bundle: the bundle.
@@ -61,7 +62,13 @@ def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, option
         with _ignored_stop_signals():
             _StageProcess(bundle, membership).serve()
     except ConnectionLostError:
-        os._exit(LOST_STATUS)
+        _end_after_loss(store, rank)
+
+
+def _end_after_loss(store: Store, rank: int) -> None:
+    """End this process because another one is lost, at once: threads may wait for its data for ever."""
+    tell_follower(store, rank)
+    os._exit(LOST_STATUS)
 
 
 @contextlib.contextmanager
@@ -86,6 +93,7 @@ class _StageProcess:
     """The threads of a process of stages: this one runs them, one posts receives of large values ahead, one sends heartbeats."""
 
     def __init__(self, bundle: Bundle, membership: Membership) -> None:
+        self._store = membership.store
         self._group = membership.group
         self._symbols = bundle.manifest.symbols
         self._statuses = StatusSender(membership.group)
@@ -160,7 +168,9 @@ class _StageProcess:
                 layout = self._layouts.find(message.size_words)
                 self._posting_places.acquire()
                 self._receivers.post_bodies(layout)
-        except (ConnectionLostError, StagepackError):
+        except ConnectionLostError:
+            _end_after_loss(self._store, self._group.rank)
+        except StagepackError:  # no size that the contract allows
             os._exit(LOST_STATUS)
 
     def _report_failure(self, request_number: int, stage_number: int, error: Exception) -> None:
@@ -178,4 +188,4 @@ class _StageProcess:
                     )
                 )
         except ConnectionLostError:
-            os._exit(LOST_STATUS)
+            _end_after_loss(self._store, self._group.rank)
