@@ -15,6 +15,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, progress
+from stagepack.cli.path_options import PathType
 from stagepack.cli.process_options import processes_option, start_processes
 from stagepack.cli.run_options import (
     batching_text,
@@ -28,6 +29,7 @@ from stagepack.cli.run_options import (
     runtime_of_each_stage,
     runtime_option,
 )
+from stagepack.cli.trace_option import trace_until_closed
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_serving.server.limits import ServerLimits
@@ -49,6 +51,7 @@ class _Options:
     compiled_folder: str | None
     processes: int | None
     max_restarts: int
+    trace_file: Path | None
     imports: tuple[str, ...]
     host: str
     http_port: int
@@ -100,6 +103,15 @@ class _Options:
     type=click.IntRange(0, 65535),
     metavar="PORT",
     help="Port for gRPC; 0 chooses a free port.",
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    type=PathType(Path),
+    metavar="FILE",
+    show_default="not written",
+    help="With --processes or under torchrun: when the server stops, write what each process did for each batch, from its start on, as "
+    "'stagepack load --trace' does.",
 )
 @limit_option(
     "--max-batch",
@@ -188,6 +200,11 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
     if is_launched_group() and len(bundle_paths) > 1:
         raise click.UsageError("under torchrun the processes are those of one bundle: serve that bundle alone")
+    if options.trace_file is not None:
+        if not options.processes and not is_launched_group():
+            raise click.UsageError("--trace requires --processes, or torchrun")
+        if len(bundle_paths) > 1:
+            raise click.UsageError("--trace is of one bundle: serve that bundle alone")
     bundles = {model_name: Bundle(path) for model_name, path in bundle_paths.items()}
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
@@ -265,7 +282,12 @@ def _load_pipeline(
             max_restarts=options.max_restarts,
             stall_seconds=stall_seconds,
         )
-        return None if pipeline is None else closing.enter_context(pipeline)
+        if pipeline is None:
+            return None
+        closing.enter_context(pipeline)
+        if options.trace_file is not None:
+            trace_until_closed(pipeline, options.trace_file, closing, quiet=options.as_json)
+        return pipeline
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
 
     return load(

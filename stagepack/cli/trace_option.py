@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 from stagepack.cli.output import count_of, print_line, progress
 from stagepack.cli.path_options import PathType
 from stagepack.cli.trace_facts import trace_facts
+from stagepack.errors import StageLostError
 
 if TYPE_CHECKING:
     from stagepack_loaders.callable_pipeline import CallablePipeline
@@ -76,6 +78,33 @@ def trace_requests(
                 list(executor.map(run_request, range(request_count)))
     write_trace(run_trace, trace_file)
     return {"file": str(trace_file)} | trace_facts(run_trace)
+
+
+def trace_until_closed(pipeline: "CallablePipeline", trace_file: Path, closing: ExitStack, *, quiet: bool) -> None:
+    """Trace a pipeline from now on, and write the trace when `closing` is closed, or say why there is none.
+
+    Args:
+        pipeline: the pipeline.
+        trace_file: the file to write.
+        closing: closed before the pipeline is.
+        quiet: print nothing about a trace that is written.
+    """
+    from stagepack_loaders.trace_file import write_trace  # noqa: PLC0415 - after the arguments are checked
+
+    traced = ExitStack()
+    run_trace = traced.enter_context(pipeline.trace())
+
+    def finish() -> None:
+        try:
+            traced.close()
+        except StageLostError as error:
+            click.echo(f"{trace_file}: not written: {error}", err=True)
+            return
+        write_trace(run_trace, trace_file)
+        if not quiet:
+            print_trace({"file": str(trace_file)} | trace_facts(run_trace))
+
+    closing.callback(finish)
 
 
 def print_trace(facts: Mapping[str, Any]) -> None:

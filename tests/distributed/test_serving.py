@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
+from stagepack_loaders.trace_file import read_trace
 from tests.serve.servers import STAGEPACK, Server, http_client, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -184,3 +186,20 @@ def test_wrong_usage(arguments: list[str], message: str, layers: Bundle) -> None
     )
     assert finished.returncode == 2
     assert message in finished.stderr
+
+
+@pytest.mark.slow  # 10 s: its processes begin without torch
+def test_a_server_writes_a_trace_when_it_stops(layers: Bundle, tmp_path: Path) -> None:
+    trace_file = tmp_path / "trace.json"
+    with stagepack_server([layers.path], "--processes", "3", "--trace", str(trace_file)) as server:
+        with contextlib.closing(http_client(server.http)) as client:
+            for _ in range(5):
+                ask(client)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=20) == 0
+    trace = read_trace(trace_file)
+    assert trace.bundle == layers.digest
+    counts = Counter(span.stage for span in trace.spans if span.kind == "compute")
+    assert counts.keys() == {0, 1, 2}
+    assert len(set(counts.values())) == 1
+    assert counts[0] >= 5  # and what warms up
