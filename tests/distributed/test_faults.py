@@ -62,6 +62,24 @@ def test_a_stopped_process_is_told_by_its_silence(layers: Bundle) -> None:
     assert_gone(numbers)
 
 
+class WithoutStatuses(ForkedProcesses):
+    """Does not know how its processes end, as on other hosts."""
+
+    def _find_end(self, process: Any) -> None:
+        return None
+
+
+@pytest.mark.slow
+def test_the_first_of_several_lost_processes_is_named(layers: Bundle) -> None:
+    rounds = 6
+    with in_processes(layers, launcher=WithoutStatuses, max_restarts=rounds) as pipeline:
+        for number in range(rounds):
+            rank = number % 3 + 1
+            os.kill(process_ids(pipeline)[rank], signal.SIGKILL)
+            assert lost_error(pipeline).stages == (rank - 1,)
+            wait_until(partial(has_generation, pipeline, number + 1))
+
+
 class FailsOnce(ForkedProcesses):
     """The second start fails."""
 
