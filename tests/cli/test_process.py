@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+import stagepack
+from stagepack_loaders.run_trace import RunTrace
+from stagepack_loaders.trace_file import write_trace
+
 STAGEPACK = str(Path(sys.executable).with_name("stagepack"))
 
 
@@ -140,14 +144,23 @@ print(json.dumps(outcomes))
 
 
 def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_path: Path) -> None:
+    trace_file = tmp_path / "run.json"
+    write_trace(RunTrace(bundle=stagepack.open(sound).digest, processes={0: "process 0"}), trace_file)
     works = [
+        f"report BUNDLE -o {tmp_path}/page.html --trace {trace_file}",
         "inspect BUNDLE",
         "inspect BUNDLE --json",
         "inspect BUNDLE --stage 1",
         "verify BUNDLE",
         "verify BUNDLE --json",
     ]
-    lacks = ["load BUNDLE", "load BUNDLE --stage 1", "verify --run BUNDLE", f"export x.py:f -o {tmp_path}/m.stagepack"]
+    lacks = [
+        "load BUNDLE",
+        "load BUNDLE --stage 1",
+        f"profile BUNDLE -o {tmp_path}/times.json",
+        "verify --run BUNDLE",
+        f"export x.py:f -o {tmp_path}/m.stagepack",
+    ]
     helps = ["--help", "export --help", "load --help", "--version"]
     arguments = json.dumps([line.split() for line in [*works, *lacks, *helps]])
     result = subprocess.run(
