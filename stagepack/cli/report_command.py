@@ -81,6 +81,8 @@ def _read_trace(trace_file: str | None, bundle: Bundle) -> "RunTrace | None":
         fail(
             f"{trace_file}: expected a run of {bundle.path} ({bundle.digest[:12]}), found one of {trace.bundle[:12] or 'another bundle'}"
         )
+    if all(span.kind != "compute" or span.stage is None for span in trace.spans):
+        fail(f"{trace_file}: expected a run of at least one stage, found none")
     if any(span.stage is not None and span.stage >= len(bundle.stages) for span in trace.spans):
         fail(f"{trace_file}: expected the stages 0 to {len(bundle.stages) - 1}, found others")
     return trace

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import stagepack
-from stagepack_loaders.run_trace import RunTrace
+from stagepack_loaders.run_trace import RunTrace, Span
 from stagepack_loaders.trace_file import write_trace
 
 STAGEPACK = str(Path(sys.executable).with_name("stagepack"))
@@ -145,7 +145,8 @@ print(json.dumps(outcomes))
 
 def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_path: Path) -> None:
     trace_file = tmp_path / "run.json"
-    write_trace(RunTrace(bundle=stagepack.open(sound).digest, processes={0: "process 0"}), trace_file)
+    span = Span(kind="compute", process=0, thread="stages", request=1, stage=0, start=0, duration=1)
+    write_trace(RunTrace(bundle=stagepack.open(sound).digest, processes={0: "process 0"}, spans=[span]), trace_file)
     works = [
         f"report BUNDLE -o {tmp_path}/page.html --trace {trace_file}",
         "inspect BUNDLE",

@@ -172,6 +172,8 @@ def test_a_trace_of_another_bundle_is_refused(sound: Path, tmp_path: Path) -> No
     trace_file = traced(sound, tmp_path)
     command_fails("report", str(out), "-o", page, "--trace", str(trace_file), says="expected a run of .*, found one of")
     command_fails("report", str(sound), "-o", page, "--trace", str(out / "manifest.json"), says="expected a trace")
+    write_trace(RunTrace(bundle=stagepack.open(sound).digest, processes={0: "process 0"}), tmp_path / "empty.json")
+    command_fails("report", str(sound), "-o", page, "--trace", str(tmp_path / "empty.json"), says="found none")
     content = trace_file.read_text()
     trace_file.write_text(content.replace('"stage":2', '"stage":3'))
     command_fails("report", str(sound), "-o", page, "--trace", str(trace_file), says="expected the stages 0 to 2")
