@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from stagepack.distributed import DistributedPipeline, connect
 from stagepack.errors import StageLostError, StagepackError
 
+_LOST_STATUS = 3
+
 
 def main(bundle: str, calls_file: str, answers_file: str, *flags: str) -> None:
     torch.set_num_threads(1)
@@ -28,6 +30,7 @@ def main(bundle: str, calls_file: str, answers_file: str, *flags: str) -> None:
         _print_line(facts)
         if flags:
             _print_line(_call_until_lost(pipeline, calls[0]))
+            sys.exit(_LOST_STATUS)  # torchrun starts all processes again
 
 
 def _print_line(facts: object) -> None:

@@ -34,6 +34,8 @@ from stagepack_loaders.run_trace import trace_clock
 
 _REPORT_SECONDS = 5.0
 _CLOSE_SECONDS = 0.01
+# How long threads get to end after their connections were closed; one may still run a stage.
+_ABORT_SECONDS = 1.0
 
 
 class FrontProcess:
@@ -202,20 +204,27 @@ class FrontProcess:
             Whether all of them have ended in order; False if one is lost.
         """
         with self._send_lock:
-            if self.lost is not None:
+            if self._is_closed:
                 return False
-            self._watch.expect_close()
-            try:
-                self._send_command(self._next_message(ControlKind.CLOSE))
-                # A thread that still waits in gloo would abort the interpreter at its end.
-                while self.lost is None and any(thread.is_alive() for thread in self._threads + self._watch.threads):
-                    time.sleep(_CLOSE_SECONDS)
-                if self.lost is None:
-                    self._sent_messages.finish()
-            except ConnectionLostError as error:
-                self._watch.lose_unknown(error)
+            if self._watch.lost is None:
+                self._close_in_order()
             self._is_closed = True
+            # A thread that still waits in gloo would abort the interpreter at its end.
+            for thread in set(self._threads + self._watch.threads) - {threading.current_thread()}:
+                thread.join(_ABORT_SECONDS)
             return self._watch.lost is None
+
+    def _close_in_order(self) -> None:
+        """Wait until all calls are answered and all other processes have closed, or one is lost."""
+        self._watch.expect_close()
+        try:
+            self._send_command(self._next_message(ControlKind.CLOSE))
+            while self._watch.lost is None and any(thread.is_alive() for thread in self._threads + self._watch.threads):
+                time.sleep(_CLOSE_SECONDS)
+            if self._watch.lost is None:
+                self._sent_messages.finish()
+        except ConnectionLostError as error:
+            self._watch.lose_unknown(error)
 
     def _next_message(
         self, kind: ControlKind, *, sequence: int = 0, seed: int = 0, size_words: bytes = b""
@@ -351,6 +360,9 @@ class FrontProcess:
         for answer in pending:
             answer.set_exception(lost)
         self.trace.fail(lost)
+        self._group.abort()
+        for queue in (self._work, self._finished_here):  # whose threads wait for work, not for another process
+            queue.put(ControlMessage(kind=ControlKind.CLOSE, number=0))
         self._report_loss(lost)
 
 

@@ -3,6 +3,7 @@
 An application may have a process group of its own, and several pipelines; none of them sees the others.
 """
 
+import contextlib
 import socket
 import threading
 from collections import deque
@@ -23,6 +24,8 @@ _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 # Gloo waits five times as long for a connection.
 _GLOO_TIMEOUT = _CONNECT_TIMEOUT / 5
+_SHORTEST_TIMEOUT = timedelta(milliseconds=1)
+_ABORT_TAG = 2**30  # of messages that are never sent
 LOOPBACK = "127.0.0.1"
 
 
@@ -186,6 +189,13 @@ class ProcessGroup:
             return _GlooTransfer(self._backend.recv([memory], source_rank, tag), memory)
         except RuntimeError as error:
             raise ConnectionLostError(str(error).partition("\n")[0]) from None
+
+    def abort(self) -> None:
+        """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
+        for other_rank in set(range(self.size)) - {self.rank}:
+            # Gloo has no call for it, but closes them when a wait times out.
+            with contextlib.suppress(RuntimeError):
+                self._backend.recv([torch.empty(1, dtype=torch.uint8)], other_rank, _ABORT_TAG).wait(_SHORTEST_TIMEOUT)
 
 
 def host_name() -> str:
