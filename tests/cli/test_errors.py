@@ -17,7 +17,7 @@ from tests.cli.test_process import STAGEPACK
 from tests.hostile.attack import command_fails, run
 
 COMMANDS = main.list_commands(click.Context(main))
-OUT = {"compile": "-o", "export": "-o", "recut": "-o", "report": "-o", "triton": "-o"}
+OUT = {"compile": "-o", "export": "-o", "k8s": "-o", "profile": "-o", "recut": "-o", "report": "-o", "triton": "-o"}
 
 
 @pytest.fixture
@@ -66,6 +66,19 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path
         (["recut", "BUNDLE", "--stages", "2", "-o", "file.txt"], "file.txt: already exists"),
         (["recut", "BUNDLE", "--stages", "2", "-o", "empty", "--overwrite"], "exists and is not a bundle"),
         (["recut", "BUNDLE", "--stages", "2", "-o", "nowhere/out"], "expected the folder .*nowhere to exist"),
+        (["plan", "BUNDLE", "--profile", "nowhere"], "nowhere: the profile cannot be read: No such file or directory$"),
+        (["recut", "BUNDLE", "-o", "out", "--stages", "2", "--profile", "bad.json"], "bad.json: expected a profile"),
+        (
+            ["profile", "BUNDLE", "-o", "nowhere/times.json"],
+            "nowhere/times.json: cannot be written: .*nowhere is no folder",
+        ),
+        (
+            ["profile", "BUNDLE", "-o", "empty", "--overwrite", "--runs", "1"],
+            "empty: cannot be written: Is a directory$",
+        ),
+        (["load", "BUNDLE", "--trace", "nowhere/run.json"], "run.json: cannot be written: No such file or directory$"),
+        (["report", "BUNDLE", "-o", "out", "--trace", "bad.json"], "bad.json: expected a trace"),
+        (["report", "BUNDLE", "-o", "out", "--trace", "nowhere"], "nowhere: the trace cannot be read: No such file"),
         (["report", "BUNDLE", "-o", "empty", "--overwrite"], "empty: cannot be written: Is a directory"),
         (["serve", "BUNDLE", "BUNDLE"], "expected a distinct name for each model, found 'tiny': pass NAME=BUNDLE"),
         (["serve", "=BUNDLE"], "expected a distinct name for each model, found ''"),
