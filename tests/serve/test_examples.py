@@ -62,6 +62,7 @@ def test_embeddings(bundles: Mapping[str, Path]) -> None:
     assert numpy.allclose(similarities, (means @ means.T).numpy(), atol=0.006)
 
 
+@pytest.mark.slow
 def test_images(tmp_path: Path) -> None:
     bundle = export("resnet", tmp_path / "resnet.stagepack", 2)
     picture = EXAMPLES.parent / "docs" / "report.png"

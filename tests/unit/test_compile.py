@@ -103,6 +103,7 @@ def test_a_stage_is_compiled_as_a_whole(stack: tuple[Stack, Bundle]) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_stages_in_processes_run_compiled(stack: tuple[Stack, Bundle], compiled: Path) -> None:
     calls = inputs()
     with torch.no_grad():

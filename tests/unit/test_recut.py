@@ -20,8 +20,7 @@ from tests.zoo.test_zoo import name_of, slow
 
 CASES = [
     *ROWS[::16],
-    *named("decoders-llama-tied"),
-    *slow([*ROWS[8::16], *named("encoder-decoders-t5")]),
+    *slow([*ROWS[8::16], *named("decoders-llama-tied", "encoder-decoders-t5")]),
 ]
 
 

@@ -10,12 +10,7 @@ from tests.zoo.in_onnxruntime import DRAWS, RIGHT, cut, whole
 from tests.zoo.test_zoo import name_of
 
 # Several kinds; `make test-zoo` runs all.
-QUICK = named(
-    "aliasing-einsum-that-is-a-view",
-    "regions-while-loop",
-    "state-caches-of-several-layers",
-    "values-u-net",
-)
+QUICK = named("aliasing-einsum-that-is-a-view", "regions-while-loop")
 
 
 @pytest.mark.parametrize(
