@@ -1,7 +1,7 @@
 """Measure `stagepack serve`: what it adds to a call, what batching gains, and whether it stands a load and a rolling stop.
 
 Each part runs servers as processes of their own and `tritonclient` here; both sides of a ratio are measured in one run.
-Usage: ``python -m tools.bench_serve [overhead] [batching] [load]``, or all three without a name.
+Usage: ``python -m tools.bench_serve [overhead] [batching] [load] [--processes N]``, or all three without a name.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,19 @@ class AddOne(torch.nn.Module):
 
 def main() -> None:
     """Measure what the command line names."""
-    parts: Mapping[str, Callable[[Path, BenchmarkResults], None]] = {
-        "overhead": overhead,
-        "batching": batching,
+    parts: Mapping[str, Callable[[Path, BenchmarkResults, int], None]] = {
+        "overhead": lambda folder, results, _: overhead(folder, results),
+        "batching": lambda folder, results, _: batching(folder, results),
         "load": load,
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help="all of them by default")
+    parser.add_argument("--processes", type=int, default=1, help="under load, the processes of each server's stages")
     add_json_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, benchmark_results(options.json) as results:
         for part_name in options.parts or parts:
-            parts[part_name](Path(folder), results)
+            parts[part_name](Path(folder), results, options.processes)
 
 
 def overhead(folder: Path, results: BenchmarkResults) -> None:
@@ -133,19 +134,22 @@ def _inputs(module: Any) -> list[Any]:
     ]
 
 
-def _minilm(folder: Path) -> Path:
-    """The published MiniLM in two stages."""
-    bundle = folder / "minilm.stagepack"
+def _minilm(folder: Path, stages: int = 2) -> Path:
+    """The published MiniLM, in two stages by default."""
+    bundle = folder / f"{stages}-stages" / "minilm.stagepack"
     if not bundle.exists():
-        stagepack.export(str(minilm_folder()), out=bundle, stages=2)
+        bundle.parent.mkdir()
+        stagepack.export(str(minilm_folder()), out=bundle, stages=stages)
     return bundle
 
 
-def load(folder: Path, results: BenchmarkResults) -> None:
+def load(folder: Path, results: BenchmarkResults, processes: int) -> None:
     """A minute of requests on 32 connections, half of them REST, of one size and of many; then a rolling stop under such a load."""
-    bundle = _minilm(folder)
+    bundle = _minilm(folder, max(2, processes))
+    options = ("--processes", str(processes)) if processes > 1 else ()
+    suffix = f", {processes} processes" if processes > 1 else ""
     table = results.table(
-        f"{SECONDS} s on {CONNECTIONS} connections",
+        f"{SECONDS} s on {CONNECTIONS} connections{suffix}",
         "requests",
         "answers",
         "errors",
@@ -155,22 +159,22 @@ def load(folder: Path, results: BenchmarkResults) -> None:
     )
     for request_kind, sizes in (("one size", [SENTENCE.shape]), ("many sizes", MANY)):
         memory: list[int] = []
-        with stagepack_server([bundle]) as server:
+        with stagepack_server([bundle], *options) as server:
             tally = asyncio.run(_storm([server], sizes, SECONDS, lambda: memory.append(server.memory())))  # noqa: B023 - called at once
         after, end = memory[10], statistics.median(memory[-5:])
         table.add(request_kind, tally.answered[0], len(tally.errors), after / 1e6, end / 1e6, 100 * (end / after - 1))
-    _rolling_stop(bundle, results)
+    _rolling_stop(bundle, options, suffix, results)
 
 
-def _rolling_stop(bundle: Path, results: BenchmarkResults) -> None:
+def _rolling_stop(bundle: Path, options: Sequence[str], suffix: str, results: BenchmarkResults) -> None:
     """Stop one of two servers under load, and count what became of the requests."""
-    with stagepack_server([bundle]) as old, stagepack_server([bundle]) as new:
+    with stagepack_server([bundle], *options) as old, stagepack_server([bundle], *options) as new:
         stop = threading.Timer(5, lambda: old.process.send_signal(signal.SIGTERM))
         stop.start()
         tally = asyncio.run(_storm([old, new], MANY, 15, lambda: None))
         assert old.process.wait(timeout=30) == 0
         counted = old.answers()
-    table = results.table("Rolling stop under load", "measure", "requests")
+    table = results.table(f"Rolling stop under load{suffix}", "measure", "requests")
     table.add("answered by the old server", counted.get("OK", 0))
     table.add("of these, arrived", tally.answered[0])
     table.add("answered by the new server", tally.answered[1])

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -89,33 +90,91 @@ def server_errors() -> type[Any]:
     return error_class
 
 
-def test_it_stops_under_load_without_losing_an_answer(layers: Bundle, expected: torch.Tensor) -> None:
-    server_errors()
-    counts = {"answers": 0, "wrong": 0}
+class Load:
+    """Clients that ask without a pause, each on a connection of its own, until the server is gone.
 
-    def keep_asking() -> None:
-        with contextlib.closing(http_client(server.http)) as client, contextlib.suppress(OSError, HTTPException):
-            while True:
-                if torch.equal(ask(client), expected):
-                    counts["answers"] += 1
-                else:
-                    counts["wrong"] += 1
+    Attributes:
+        outcomes: the number of right and of wrong answers, and of errors by status.
+    """
 
-    with stagepack_server([layers.path], "--processes", "3", "--linger-s", "0.2") as server:
-        threads = [threading.Thread(target=keep_asking) for _ in range(8)]
-        for thread in threads:
+    def __init__(self, port: int, expected: torch.Tensor, clients: int = 8) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._port = port
+        self._expected = expected
+        self._server_error = server_errors()
+        self._threads = [threading.Thread(target=self._keep_asking) for _ in range(clients)]
+        for thread in self._threads:
             thread.start()
+
+    def wait(self) -> None:
+        """Wait until the server is gone."""
+        for thread in self._threads:
+            thread.join()
+
+    def _keep_asking(self) -> None:
+        with contextlib.closing(http_client(self._port)) as client, contextlib.suppress(OSError, HTTPException):
+            while True:
+                self.outcomes[self._ask(client)] += 1
+
+    def _ask(self, client: Any) -> str:
+        try:
+            return "right" if torch.equal(ask(client), self._expected) else "wrong"
+        except self._server_error as error:
+            time.sleep(0.02)
+            return str(error.status())
+
+
+def test_it_stops_under_load_without_losing_an_answer(layers: Bundle, expected: torch.Tensor) -> None:
+    with stagepack_server([layers.path], "--processes", "3", "--linger-s", "0.2") as server:
+        load = Load(server.http, expected)
         time.sleep(1.5)
         children = stage_process_ids(server)
         metrics = http_get(server.http, "/metrics")
         assert 'stagepack_stage_busy_seconds_total{model="layers",stage="2"}' in metrics
         assert 'stagepack_process_sent_bytes_total{model="layers",process="1"}' in metrics
         assert server.stop() == 0
-        for thread in threads:
-            thread.join()
-        assert counts["wrong"] == 0
-        assert server.answers() == {"OK": counts["answers"]}
-        assert counts["answers"] > 50
+        load.wait()
+        assert set(load.outcomes) == {"right"}
+        assert server.answers() == {"OK": load.outcomes["right"]}
+        assert load.outcomes["right"] > 50
+    assert not any(map(is_alive, children))
+
+
+@pytest.mark.slow
+def test_torchrun_stops_under_load_without_losing_an_answer(layers: Bundle, expected: torch.Tensor) -> None:
+    with torchrun_server(layers) as (process, port):
+        load = Load(port, expected)
+        time.sleep(1.5)
+        children = list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+        load.wait()
+        assert process.stdout is not None
+        assert set(load.outcomes) == {"right"}
+        assert json.loads(process.stdout.read())["answers"] == {"OK": load.outcomes["right"]}
+    assert not any(map(is_alive, children))
+
+
+@pytest.mark.slow
+def test_processes_killed_and_stopped_under_load(layers: Bundle, expected: torch.Tensor) -> None:
+    moments = random.Random(0)  # noqa: S311 - the same moments in each run
+    rounds = 6
+    with stagepack_server([layers.path], "--processes", "3", "--max-restarts", str(rounds)) as server:
+        load = Load(server.http, expected)
+        with contextlib.closing(http_client(server.http)) as client:
+            for _ in range(rounds):
+                wait_for(client.is_server_ready)
+                time.sleep(moments.random())
+                lost_process = moments.choice(stage_process_ids(server))
+                os.kill(lost_process, moments.choice([signal.SIGKILL, signal.SIGSTOP]))
+                wait_for(lambda: not client.is_server_ready(), 5)
+            wait_for(client.is_server_ready)
+            assert torch.equal(ask(client), expected)
+        children = stage_process_ids(server)
+        assert server.stop() == 0
+        load.wait()
+        assert set(load.outcomes) == {"right", "503"}
+        assert load.outcomes["right"] > 100
     assert not any(map(is_alive, children))
 
 

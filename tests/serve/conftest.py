@@ -44,9 +44,14 @@ def triton(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def process_server(bundles: Mapping[str, Path]) -> Iterator[Server]:
-    """Two processes for each bundle."""
-    with stagepack_server([bundles[bundle_name] for bundle_name in SERVED], "--processes", "2") as server:
+def process_server(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Three processes for each bundle, which is cut again for them."""
+    folder = tmp_path_factory.mktemp("recut")
+    recut = [
+        stagepack.recut(bundles[bundle_name], out=folder / bundles[bundle_name].name, stages=3)
+        for bundle_name in SERVED
+    ]
+    with stagepack_server([bundle.path for bundle in recut], "--processes", "3") as server:
         yield server
 
 

@@ -165,8 +165,9 @@ def test_deadlines(slow: Path) -> None:
                 assert ask_when_free(server).shape == (256, 512)
 
 
-def test_a_full_queue(slow: Path) -> None:
-    with stagepack_server([slow], "--max-queue", "2") as server:
+@pytest.mark.parametrize("options", [(), pytest.param(("--processes", "1"), marks=pytest.mark.slow)])
+def test_a_full_queue(slow: Path, options: tuple[str, ...]) -> None:
+    with stagepack_server([slow], "--max-queue", "2", *options) as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             futures = [
                 pool.submit(ask_slow, server, 300, ("http", "grpc")[request_number % 2]) for request_number in range(6)
