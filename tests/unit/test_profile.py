@@ -29,7 +29,7 @@ from tests.zoo.cases import named
 from tests.zoo.test_zoo import name_of
 
 # How long the blocks of the model take. Estimates see eight blocks that do the same.
-MILLISECONDS = [20, 2, 2, 2, 2, 2, 2, 2]
+MILLISECONDS = [30, 10, 10, 10, 1, 1, 1, 1]
 
 
 @torch.library.custom_op("naps::nap", mutates_args=())
@@ -81,9 +81,9 @@ def test_measured_times_choose_a_better_cut(napping: Bundle, profile: Profile, t
     by_profile = stagepack.recut(napping, out=tmp_path / "profile.stagepack", stages=2, profile=profile)
     assert [stage.nodes for stage in by_estimate.stages] == [4, 4]
     assert [stage.nodes for stage in by_profile.stages] == [1, 7]
-    # As the stages run: 26 and 8 ms, against 20 and 14 ms.
+    # As the stages run: 60 and 4 ms, against 30 and 34 ms.
     slowest = [max(stage.seconds for stage in measured(cut, runs=3).stages) for cut in (by_estimate, by_profile)]
-    assert slowest[1] < 0.9 * slowest[0]
+    assert slowest[1] < 0.8 * slowest[0]
 
 
 def test_a_bundle_does_not_depend_on_what_chose_its_cut(napping: Bundle, profile: Profile, tmp_path: Path) -> None:
