@@ -208,6 +208,18 @@ def test_a_lost_host_is_told(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cut_rank", [0, 2])
+def test_no_process_stays_on_hosts_that_are_cut_off(
+    cut_rank: int, hosts: list[NetworkHost], layers: Bundle, script: Script
+) -> None:
+    with launched(hosts, [script.command(layers, "--until-lost")] * 3) as processes:
+        read_line(processes[0])
+        hosts[cut_rank].cut_link()
+        statuses = [status for status, _ in wait(processes, 20)]
+        assert statuses == [3, 75, 75]
+
+
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_named(hosts: list[NetworkHost], layers: Bundle, script: Script) -> None:
     commands = [script.command(layers), script.command(layers), NO_COMMAND]
     with launched(hosts, commands, environment={"START_SECONDS": "4"}) as processes:

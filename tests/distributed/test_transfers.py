@@ -37,7 +37,8 @@ def groups() -> tuple[ProcessGroup, ProcessGroup]:
     """Two ends of one connection."""
     store = open_store(LOOPBACK)
     found: list[ProcessGroup] = []
-    other_end = threading.Thread(target=lambda: found.append(ProcessGroup(store, 1, 2, address=LOOPBACK)))
+    other_store = open_store(LOOPBACK, store.port)  # a client of its own: one that waits lets no other thread in
+    other_end = threading.Thread(target=lambda: found.append(ProcessGroup(other_store, 1, 2, address=LOOPBACK)))
     other_end.start()
     first = ProcessGroup(store, 0, 2, address=LOOPBACK)
     other_end.join()

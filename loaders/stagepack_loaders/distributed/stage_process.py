@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 from torch.distributed.distributed_c10d import Store
@@ -32,6 +33,7 @@ from stagepack_loaders.run_trace import SpanRecorder, trace_clock
 HEARTBEAT_SECONDS = 0.5
 # The exit status of a process that has lost another one; the launcher starts it again.
 LOST_STATUS = 75
+_FRONT_SILENCE_SECONDS = 10.0
 _REQUESTS_POSTED_AHEAD = 3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -90,7 +92,7 @@ def _ignored_stop_signals() -> Iterator[None]:
 
 
 class _StageProcess:
-    """The threads of a process of stages: this one runs them, one posts receives of large values ahead, one sends heartbeats."""
+    """The threads of a process of stages: this one runs them, others post receives of large values ahead and exchange heartbeats."""
 
     def __init__(self, bundle: Bundle, membership: Membership) -> None:
         self._store = membership.store
@@ -110,7 +112,9 @@ class _StageProcess:
         self._threads = [
             threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
             threading.Thread(target=self._post_bodies, name="receives", daemon=True),
+            threading.Thread(target=self._watch_front, name="silence", daemon=True),
         ]
+        self._last_heartbeat = time.monotonic()
         for thread in self._threads:
             thread.start()
 
@@ -187,5 +191,17 @@ class _StageProcess:
                         last_number=self._last_number,
                     )
                 )
+                self._last_heartbeat = time.monotonic()
         except ConnectionLostError:
             _end_after_loss(self._store, self._group.rank)
+
+    def _watch_front(self) -> None:
+        """End this process when the front takes no heartbeats: its host may be gone without a word."""
+        last_look = time.monotonic()
+        while not self._is_closed.wait(HEARTBEAT_SECONDS):
+            now = time.monotonic()
+            if now - last_look > _FRONT_SILENCE_SECONDS / 2:  # this process itself was stopped
+                self._last_heartbeat = now
+            last_look = now
+            if now - self._last_heartbeat > _FRONT_SILENCE_SECONDS:
+                os._exit(LOST_STATUS)
