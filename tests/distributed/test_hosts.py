@@ -20,7 +20,7 @@ import stagepack
 from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.distributed.routes import assign_stages
-from tests.distributed import host_program
+from tests.distributed import host_client, host_program
 from tests.distributed.network_hosts import NetworkHost, network_hosts
 
 pytestmark = pytest.mark.xdist_group("hosts")
@@ -291,3 +291,33 @@ def test_torchrun_on_each_host_starts_all_again(hosts: list[NetworkHost], layers
             os.kill(worker, signal.SIGKILL)
             assert read_line(processes[0])["stages"] == [1]
         assert all(status != 0 for status, _ in wait(processes))
+
+
+@pytest.mark.slow
+def test_a_server_over_hosts_comes_back_after_a_loss(hosts: list[NetworkHost], layers: Bundle, tmp_path: Path) -> None:
+    with torch.no_grad():
+        expected = stagepack.load(layers)(torch.arange(3)).flatten().tolist()
+    copies = [copy_for_rank(layers, rank, 3, tmp_path) for rank in range(3)]
+    options = ["--host", hosts[0].address, "--http-port", "8000", "--grpc-port", "0"]
+    commands: list[list[str | Path]] = [["python", "-m", "stagepack", "serve", copy, *options] for copy in copies]
+
+    def ask() -> Any:
+        client = hosts[1].start([sys.executable, host_client.__file__, f"{hosts[0].address}:8000", "0", "1", "2"])
+        return json.loads(client.communicate(timeout=20)[0])
+
+    def wait_for(is_answered: bool, seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        while ((outcome := ask())["status"] == 200) != is_answered:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        return outcome
+
+    with torchrun(hosts, commands, "--max-restarts", "1") as processes:
+        assert wait_for(is_answered=True, seconds=60)["data"] == expected
+        (worker,) = set(hosts[2].process_ids()) - {processes[2].pid}
+        os.kill(worker, signal.SIGKILL)
+        assert wait_for(is_answered=False, seconds=_LOST_SECONDS)["status"] in (0, 503)
+        assert wait_for(is_answered=True, seconds=60)["data"] == expected
+        processes[0].send_signal(signal.SIGTERM)
+        wait(processes, 30)
+        assert not any(host.process_ids() for host in hosts)
