@@ -132,7 +132,19 @@ def load(
     opened_bundle = _open(bundle)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-    if processes is not False:
+    if processes is False:
+        _refuse_process_options(
+            imports=imports,
+            max_restarts=max_restarts,
+            in_flight=in_flight != DEFAULT_IN_FLIGHT,
+            stall_seconds=stall_seconds,
+            microbatch_size=microbatch_size,
+        )
+    else:
+        if not isinstance(processes, int):
+            raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
+        if isinstance(imports, str):
+            raise OptionError(f"imports: expected a sequence of modules, found {imports!r}")
         from stagepack_loaders.distributed.local_processes import start_local_pipeline  # noqa: PLC0415 - imports torch
         from stagepack_loaders.distributed.membership import GroupOptions  # noqa: PLC0415 - the same
 
@@ -159,6 +171,13 @@ def load(
     prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
     return Pipeline(opened_bundle.manifest, [stage.finish(verify=verify) for stage in ready_stages.values()], types)
+
+
+def _refuse_process_options(**options: Any) -> None:
+    """Refuse options that only stages in processes of their own have."""
+    for option_name, value in options.items():
+        if value:
+            raise OptionError(f"{option_name}: only stages in processes of their own have it: give processes=True")
 
 
 @overload

@@ -85,11 +85,11 @@ class FailsOnce(ForkedProcesses):
 
     starts = 0
 
-    def start(self, report_loss: Callable[[StageLostError], None]) -> Any:
+    def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> Any:
         self.starts += 1
         if self.starts == 2:
             raise OSError("no process can be started")
-        return super().start(report_loss)
+        return super().start(report_loss, check)
 
 
 def test_a_start_that_fails_is_tried_again(layers: Bundle) -> None:
@@ -194,9 +194,9 @@ def test_a_process_that_does_not_come_is_named(layers: Bundle) -> None:
 
 
 def test_a_process_that_ends_before_it_is_ready_is_told(layers: Bundle) -> None:
-    with pytest.raises(StageLostError, match="was lost before it was ready: it ended with exit status 1") as caught:
-        stagepack.load(layers, processes=True, imports=["no_such_module"])
-    assert caught.value.exit_status == 1
+    with pytest.raises(StageLostError, match="was lost before it was ready: it ended with exit status 7") as caught:
+        stagepack.load(layers, processes=True, imports=["tests.distributed.ends_early"])
+    assert caught.value.exit_status == 7
 
 
 def test_a_stage_that_hangs_is_found(tmp_path: Path) -> None:

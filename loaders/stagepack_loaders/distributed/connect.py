@@ -22,7 +22,7 @@ from stagepack_loaders.distributed.launch_environment import (
     launched_size,
     restart_count,
 )
-from stagepack_loaders.distributed.membership import GroupOptions, join_group
+from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, join_group
 from stagepack_loaders.distributed.network_address import chosen_address
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import ConnectionLostError
@@ -88,7 +88,7 @@ def connect(
         raise OptionError(
             "expected the environment of torchrun: run torchrun --nproc-per-node 3 SCRIPT, or use stagepack.load(..., processes=True)"
         )
-    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened_bundle = absolute_bundle(bundle if isinstance(bundle, Bundle) else Bundle(bundle))
     rank, size = launched_rank(), launched_size()
     try:
         rank_of_stage = assign_stages(opened_bundle.manifest, range(size))
@@ -109,6 +109,7 @@ def connect(
         start_seconds=start_seconds,
         address=chosen_address(launched_address()),
     )
+    check_options(options, microbatch_size=microbatch_size)
     store = _launched_store(rank, start_seconds)
     if rank == FRONT_RANK:
         group = _LaunchedGroup(opened_bundle, store, size, options)
@@ -147,10 +148,10 @@ class _LaunchedGroup:
         self._size = size
         self._options = options
 
-    def start(self, report_loss: Callable[[StageLostError], None]) -> FrontProcess:
+    def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
         """See `GroupLauncher`."""
         try:
-            membership = join_group(self._bundle, self._store, FRONT_RANK, self._size, self._options)
+            membership = join_group(self._bundle, self._store, FRONT_RANK, self._size, self._options, check)
         except ConnectionLostError as error:
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
         return FrontProcess(self._bundle, membership, report_loss=report_loss)

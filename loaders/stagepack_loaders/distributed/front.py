@@ -1,5 +1,6 @@
 """The process that is called: it sends requests to the processes of the stages and collects their results."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from msgspec import structs
 
-from stagepack.errors import InputError, StageLostError
+from stagepack.errors import InputError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.control import (
     ANNOUNCEMENT_TAG,
@@ -142,6 +143,7 @@ class FrontProcess:
         Raises:
             StageLostError: a process is lost.
             InputError: an input is not a dense tensor, or a tensor would have more elements than the format allows.
+            OptionError: as many as allowed are in flight, and this is a callback of a call.
         """
         start = trace_clock()
         size_words = encode_sizes(sizes, self._symbols)
@@ -151,7 +153,9 @@ class FrontProcess:
             pack_values(layout.of_route[route], values, self._symbols, copies=False) for route in self._input_routes
         ]
         packed = trace_clock()
-        self._places.acquire()
+        if not self._places.acquire(blocking=False):
+            self.refuse_waiting()
+            self._places.acquire()
         admitted = trace_clock()
         answer: Future[dict[str, Any]] = Future()
         answer.add_done_callback(lambda _: self._places.release())
@@ -197,34 +201,53 @@ class FrontProcess:
         )
         return dict(self._statuses) | {FRONT_RANK: own_status}
 
-    def close(self) -> bool:
+    def close(self, seconds: float = math.inf) -> bool:
         """Answer what is in flight, and end the other processes.
 
+        Args:
+            seconds: how long to wait for the answers.
+
         Returns:
-            Whether all of them have ended in order; False if one is lost.
+            Whether all of them have ended in order; False if one is lost, or has not ended in time.
         """
+        deadline = time.monotonic() + seconds
         with self._send_lock:
             if self._is_closed:
                 return False
-            if self._watch.lost is None:
-                self._close_in_order()
+            has_ended = self._watch.lost is None and self._close_in_order(deadline)
             self._is_closed = True
-            # A thread that still waits in gloo would abort the interpreter at its end.
-            for thread in set(self._threads + self._watch.threads) - {threading.current_thread()}:
-                thread.join(_ABORT_SECONDS)
-            return self._watch.lost is None
+            return has_ended and self._watch.lost is None
 
-    def _close_in_order(self) -> None:
-        """Wait until all calls are answered and all other processes have closed, or one is lost."""
+    def join_threads(self) -> None:
+        """Wait until the threads have ended, after the processes have: one that waits in gloo would abort the interpreter at its end."""
+        for thread in set(self._threads + self._watch.threads) - {threading.current_thread()}:
+            thread.join(_ABORT_SECONDS)
+
+    def refuse_waiting(self) -> None:
+        """Refuse to wait for an answer in the thread that answers.
+
+        Raises:
+            OptionError: this is that thread.
+        """
+        if threading.current_thread() in self._threads:
+            raise OptionError(
+                "a callback of a call runs in the thread that answers calls, and cannot wait for another call: wait in another thread"
+            )
+
+    def _close_in_order(self, deadline: float) -> bool:
+        """Wait until all calls are answered and all other processes have closed, or one is lost; return whether that was in time."""
         self._watch.expect_close()
         try:
             self._send_command(self._next_message(ControlKind.CLOSE))
             while self._watch.lost is None and any(thread.is_alive() for thread in self._threads + self._watch.threads):
+                if time.monotonic() > deadline:
+                    return False
                 time.sleep(_CLOSE_SECONDS)
             if self._watch.lost is None:
                 self._sent_messages.finish()
         except ConnectionLostError as error:
             self._watch.lose_unknown(error)
+        return True
 
     def _next_message(
         self, kind: ControlKind, *, sequence: int = 0, seed: int = 0, size_words: bytes = b""

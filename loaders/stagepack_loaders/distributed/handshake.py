@@ -15,11 +15,12 @@ from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import GroupError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.error_report import ErrorReport
+from stagepack_loaders.distributed.error_report import ErrorReport, rebuild_error, report_error
 from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name
 
 _POLL_SECONDS = 0.02
 _TELL_SECONDS = 0.5
+_START_ERROR_TOPIC = "start error"
 _FOLLOWER_TOPIC = "ends after another one"
 Report = TypeVar("Report", bound=Struct)
 
@@ -124,7 +125,7 @@ def exchange_identities(
             if getattr(other, field_name) != first:
                 raise GroupError(
                     f"expected one {title} in all processes: rank 0 on {identities[0].host} has {first}, rank {other_rank} on "
-                    f"{other.host} has {getattr(other, field_name)}"
+                    f"{other.host} has {getattr(other, field_name)}: give all the same one, and load a bundle that was replaced anew"
                 )
     return identities
 
@@ -161,6 +162,22 @@ def exchange_reports(
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         raise ConnectionLostError(f"the store of the group has gone: {str(error).partition(chr(10))[0]}") from None
     return [msgspec.json.decode(content, type=type(report)) for content in contents]
+
+
+def tell_start_error(store: Store, rank: int, error: Exception) -> None:
+    """Tell the front why this process cannot meet the others."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{_START_ERROR_TOPIC}/{rank}", msgspec.json.encode(report_error(error)).decode())
+
+
+def find_start_error(store: Store, rank: int) -> Exception | None:
+    """Return why a process could not meet the others, if it has told."""
+    key = f"{_START_ERROR_TOPIC}/{rank}"
+    try:
+        content = store.get(key) if store.check([key]) else None
+    except RuntimeError:
+        return None
+    return None if content is None else rebuild_error(msgspec.json.decode(content, type=ErrorReport))
 
 
 def tell_follower(store: Store, rank: int) -> None:

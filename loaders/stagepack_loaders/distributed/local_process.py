@@ -1,16 +1,22 @@
 """The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.local_process DESCRIPTION``."""
 
 import importlib
+import os
 import sys
+import threading
+import time
 
 import msgspec
 from msgspec import Struct
 
 from stagepack.errors import StagepackError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.handshake import tell_start_error
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.process_group import open_store
 from stagepack_loaders.distributed.stage_process import LOST_STATUS, run_stage_process
+
+_WATCH_SECONDS = 0.5
 
 
 class ProcessDescription(Struct, frozen=True, kw_only=True):
@@ -24,6 +30,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
         host: the address of the store of the group.
         port: its port.
         options: how the pipeline is distributed.
+        parent: the process that has started it on this machine, with which it ends; 0 if there is none.
     """
 
     bundle: str
@@ -33,17 +40,35 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
     host: str
     port: int
     options: GroupOptions
+    parent: int = 0
 
 
 def run_process(description: ProcessDescription) -> None:
     """Run the stages of one process. The front reports errors of all processes; this one only ends."""
-    for module_name in description.imports:
-        importlib.import_module(module_name)
+    if description.parent:
+        threading.Thread(target=_watch_parent, args=(description.parent,), name="parent", daemon=True).start()
     try:
         store = open_store(description.host, description.port)
-        run_stage_process(Bundle(description.bundle), store, description.rank, description.size, description.options)
+    except RuntimeError:  # the front has gone
+        sys.exit(LOST_STATUS)
+    try:
+        for module_name in description.imports:
+            importlib.import_module(module_name)
+        bundle = Bundle(description.bundle)
+    except Exception as error:  # noqa: BLE001 - an imported module raises anything
+        tell_start_error(store, description.rank, error)
+        sys.exit(LOST_STATUS)
+    try:
+        run_stage_process(bundle, store, description.rank, description.size, description.options)
     except (StagepackError, RuntimeError):
         sys.exit(LOST_STATUS)
+
+
+def _watch_parent(process_id: int) -> None:
+    """End this process with the one that has started it, even if that was killed before this one has met it."""
+    while os.getppid() == process_id:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(LOST_STATUS)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from msgspec import structs
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import local_process
 from stagepack_loaders.distributed.local_process import ProcessDescription
-from stagepack_loaders.distributed.membership import GroupOptions
+from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.stage_process import exit_text
 from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
+from stagepack_loaders.placement import place_stages
+from stagepack_loaders.preparation import runtime_of_each_stage
 
 _END_SECONDS = 5.0
 
@@ -52,8 +54,12 @@ class LocalProcesses(StartedProcesses["subprocess.Popen[bytes]"]):
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder),
         }
+        description = structs.replace(description, parent=os.getpid())
         program = [sys.executable, "-m", local_process.__name__, msgspec.json.encode(description).decode()]
-        return subprocess.Popen(program, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - this Python
+        # In a session of its own: it is left to this process what Ctrl-C in a terminal ends.
+        return subprocess.Popen(  # noqa: S603 - this Python
+            program, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
 
     def _find_end(self, process: "subprocess.Popen[bytes]") -> ProcessEnd | None:
         status = process.poll()
@@ -71,6 +77,11 @@ def start_local_pipeline(
     microbatch_size: int | None,
 ) -> DistributedPipeline:
     """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
+    bundle = absolute_bundle(bundle)
+    check_options(options, max_restarts, microbatch_size)
+    stage_devices = place_stages(bundle.manifest, options.devices)
+    for runtime, device in zip(runtime_of_each_stage(options.runtime, len(bundle.stages)), stage_devices, strict=True):
+        runtime.parse_device(device)
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
     launcher = LocalProcesses(bundle, local_options, imports=imports)
     return DistributedPipeline(bundle, launcher, types, max_restarts, microbatch_size)

@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import Struct
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import StagepackError
+from stagepack.errors import OptionError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions
@@ -91,6 +92,33 @@ class Membership:
         """What the processes have loaded, in the order of the stages."""
         facts = (stage for report in self.reports for stage in report.stages)
         return tuple(sorted(facts, key=lambda stage: stage.stage))
+
+
+def absolute_bundle(bundle: Bundle) -> Bundle:
+    """Return the bundle by its absolute path: processes read it later, when this one may have another current folder."""
+    return bundle if bundle.path.is_absolute() else Bundle(bundle.path.absolute())
+
+
+def check_options(options: GroupOptions, max_restarts: int = 0, microbatch_size: int | None = None) -> None:
+    """Check options that callers give, before a process is started.
+
+    Raises:
+        OptionError: one has a wrong type, or is out of its range.
+    """
+    try:
+        msgspec.convert(msgspec.to_builtins(options), GroupOptions)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise OptionError(str(error)) from None
+    for name, value, least in (
+        ("in_flight", options.in_flight, 1),
+        ("max_restarts", max_restarts, 0),
+        ("microbatch_size", 1 if microbatch_size is None else microbatch_size, 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise OptionError(f"{name}: expected a number of at least {least}, found {value!r}")
+    for name, seconds in (("stall_seconds", options.stall_seconds), ("start_seconds", options.start_seconds)):
+        if seconds is not None and not seconds > 0:
+            raise OptionError(f"{name}: expected more than 0 seconds, found {seconds!r}")
 
 
 def join_group(

@@ -1,47 +1,51 @@
 """A bundle whose stages run in other processes, as one callable."""
 
 import itertools
-import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from stagepack.errors import OptionError, StageLostError, StagepackError
+from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.distributed.control import ControlKind
-from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.microbatches import Microbatches
+from stagepack_loaders.distributed.pipeline_processes import GroupLauncher, PipelineProcesses
+from stagepack_loaders.distributed.pipeline_sequence import PipelineSequence
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.exchange import array_ops_of_call
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 
-class GroupLauncher(Protocol):
-    """What starts the processes of a pipeline, and starts them again."""
+class CallFuture(Future[Any]):
+    """The result of a call that was submitted. It cannot be cancelled: the stages work on it already."""
 
-    def start(self, report_loss: Callable[[StageLostError], None]) -> FrontProcess:
-        """Return the front of a new group, when all processes have loaded their stages.
+    def __init__(self, refuse_waiting: Callable[[], None]) -> None:
+        """Make the future; `refuse_waiting` raises in threads that must not wait for it."""
+        super().__init__()
+        self._refuse_waiting = refuse_waiting
+        self.set_running_or_notify_cancel()
 
-        Args:
-            report_loss: called when a process of the group is lost.
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the result of the call; see `concurrent.futures.Future`."""
+        if not self.done():
+            self._refuse_waiting()
+        return super().result(timeout)
 
-        Raises:
-            StagepackError: the processes could not be started, or could not load their stages.
-        """
-
-    def stop(self, *, wait: bool) -> None:
-        """End the processes of the last group.
-
-        Args:
-            wait: they are about to end by themselves.
-        """
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of the call; see `concurrent.futures.Future`."""
+        if not self.done():
+            self._refuse_waiting()
+        return super().exception(timeout)
 
 
 class DistributedPipeline(CallablePipeline):
@@ -53,8 +57,6 @@ class DistributedPipeline(CallablePipeline):
     Attributes:
         manifest: the manifest of the bundle.
         bundle: the bundle.
-        generation: how often the processes were started again. The state of sequences is lost each time.
-        has_ended: whether no call will be answered any more: a process is lost, and is not started again.
 
     Examples:
         >>> with stagepack.load("m.stagepack", processes=True) as pipeline:
@@ -86,27 +88,37 @@ class DistributedPipeline(CallablePipeline):
         """
         super().__init__(bundle.manifest, types)
         self.bundle = bundle
-        self._launcher = launcher
-        self.generation = 0
-        self.has_ended = False
         self._is_state_lost = False
-        self._restarts_left = max_restarts
+        self._is_restarted = False
         self._sequence_numbers = itertools.count(1)
         self._generation_of_sequence: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._failure: StagepackError | None = None
-        self._starting_thread: int | None = None
+        self._forgotten_sequences: deque[int] = deque()
         self._microbatches: Microbatches | None = None
-        with self._lock:  # a process that is lost meanwhile is not started again: the caller gets the error
+        self._processes = PipelineProcesses(launcher, max_restarts, self._prepare)
+        self._processes.start()
+        # At the end of this process, too, whose threads must not wait for the other processes then.
+        weakref.finalize(self, self._processes.end)
+        if microbatch_size is not None:
             try:
-                self._start()
-                if microbatch_size is not None:
-                    self._microbatches = Microbatches(bundle, self, microbatch_size)
+                self._microbatches = Microbatches(bundle, self, microbatch_size)
             except BaseException:
-                self._is_closed = True
-                launcher.stop(wait=False)
+                self.close()
                 raise
+
+    def __repr__(self) -> str:
+        """The folder of the bundle, and whether calls are answered."""
+        state = "ended" if self.has_ended else f"lost: {self.lost}" if self.lost else "ready"
+        return f"<DistributedPipeline {str(self.bundle.path)!r}, {len(self.bundle.stages)} stages, {state}>"
+
+    @property
+    def generation(self) -> int:
+        """How often the processes were started again. The state of sequences is lost each time."""
+        return self._processes.generation
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no call will be answered any more: a process is lost, and is not started again."""
+        return self._processes.has_ended
 
     @property
     def arrays(self) -> ArrayOps:
@@ -116,20 +128,21 @@ class DistributedPipeline(CallablePipeline):
     @property
     def devices(self) -> tuple[str, ...]:
         """See `CallablePipeline`."""
-        return tuple(facts.device for facts in self._front.stage_facts)
+        return tuple(facts.device for facts in self._processes.front.stage_facts)
 
     @property
     def stage_facts(self) -> tuple[StageFacts, ...]:
         """Where each stage runs, and what its process has read, in the order of the stages."""
-        return self._front.stage_facts
+        return self._processes.front.stage_facts
 
     @property
     def lost(self) -> StagepackError | None:
         """Why no call can be answered now; None while all processes live and have run the example."""
-        return self._failure or self._front.lost
+        return self._processes.lost
 
     def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
         """See `CallablePipeline`."""
+        self._processes.front.refuse_waiting()
         values.update(self.submit_values(values, sizes).result())
 
     def submit(self, *args: Any, **kwargs: Any) -> "Future[Any]":
@@ -148,9 +161,14 @@ class DistributedPipeline(CallablePipeline):
         """
         return self.submit_call(args, kwargs, sequence=0)
 
-    def sequence(self) -> "PipelineSequence":
+    def sequence(self) -> PipelineSequence:
         """Return the pipeline with state of its own, for models that keep state between calls, such as key-value caches."""
-        return PipelineSequence(self, next(self._sequence_numbers))
+        number = next(self._sequence_numbers)
+        return PipelineSequence(
+            partial(self.submit_call, sequence=number),
+            partial(self.end_sequence, number),
+            partial(self._forgotten_sequences.append, number),
+        )
 
     def submit_values(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
@@ -163,8 +181,12 @@ class DistributedPipeline(CallablePipeline):
     def _submit_values(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
     ) -> "Future[dict[str, Any]]":
-        front = self._front  # before the generation is looked at: if it is replaced meanwhile, it answers nothing
-        self._check_started()
+        while self._forgotten_sequences:
+            self.end_sequence(self._forgotten_sequences.popleft())
+        front = (
+            self._processes.front
+        )  # before the generation is looked at: if it is replaced meanwhile, it answers nothing
+        self._processes.check_ready()
         if not sequence and self._is_state_lost:
             raise StageLostError("the state of the pipeline was lost with a process: call reset_state() to begin anew")
         if sequence and self._generation_of_sequence.setdefault(sequence, self.generation) != self.generation:
@@ -179,7 +201,7 @@ class DistributedPipeline(CallablePipeline):
 
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return what each process has told last, by rank."""
-        return self._front.statuses()
+        return self._processes.front.statuses()
 
     def inference(self) -> AbstractContextManager[None]:
         """See `CallablePipeline`. Calls never compute gradients."""
@@ -193,8 +215,8 @@ class DistributedPipeline(CallablePipeline):
             OptionError: a trace is on.
             StageLostError: a process is lost.
         """
-        self._check_started()
-        front = self._front
+        self._processes.check_ready()
+        front = self._processes.front
         run_trace = RunTrace(bundle=self.bundle.digest, processes=front.process_names)
         front.trace.start()
         try:
@@ -216,11 +238,7 @@ class DistributedPipeline(CallablePipeline):
 
     def close(self) -> None:
         """Answer the calls in flight, and end the processes. Later calls fail."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._launcher.stop(wait=self._front.close())
+        self._processes.close()
 
     def __enter__(self) -> Self:
         """Return the pipeline itself; `close` is called at the end of the context."""
@@ -244,7 +262,7 @@ class DistributedPipeline(CallablePipeline):
         """Call the pipeline with the state of a sequence; see `submit`."""
         values, sizes = self._bind_values(args, kwargs)
         arrays = array_ops_of_call(values.values(), self.arrays)
-        result: Future[Any] = Future()
+        result = CallFuture(self._processes.front.refuse_waiting)
 
         def finish(answer: "Future[dict[str, Any]]") -> None:
             try:
@@ -256,93 +274,15 @@ class DistributedPipeline(CallablePipeline):
         return result
 
     def _command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> None:
-        self._check_started()
-        self._front.command(kind, sequence=sequence, seed=seed)
+        self._processes.check_ready()
+        self._processes.front.command(kind, sequence=sequence, seed=seed)
 
-    def _check_started(self) -> None:
-        """Refuse calls while the processes are started, but for those of the example.
-
-        Raises:
-            StagepackError: why the processes are not there.
-        """
-        if self._failure is not None and threading.get_ident() != self._starting_thread:
-            raise self._failure
-
-    def _start(self) -> None:
-        """Start the processes, and run the recorded example in them."""
-        self._starting_thread = threading.get_ident()
-        try:
-            self._front = self._launcher.start(self._restart)
-            self._is_state_lost = False
-            if self.bundle.example is not None:
-                inputs, _ = example.read_example(self, self.bundle)
-                example.run_on_inputs(self, inputs)
-                self.reset_state()
-        finally:
-            self._starting_thread = None
-
-    def _restart(self, lost: StageLostError) -> None:
-        """Start all processes again, in a thread: the caller is a thread of the front that is lost."""
-        threading.Thread(target=self._start_again, args=(lost,), name="restart", daemon=True).start()
-
-    def _start_again(self, lost: StageLostError) -> None:
-        with self._lock:
-            if self._is_closed or self._front.lost is not lost:  # of a group that has been replaced since
-                return
-            self._failure = lost
-            while self._restarts_left:
-                self._restarts_left -= 1
-                self._launcher.stop(wait=False)
-                try:
-                    self._start()
-                except StagepackError as error:
-                    self._failure = error
-                except Exception as error:  # noqa: BLE001 - of the system; without this thread nobody would be told
-                    self._failure = StageLostError(f"the processes could not be started again: {error}")
-                else:
-                    self._is_state_lost = any(stage.state for stage in self.bundle.stages)
-                    self.generation += 1
-                    self._failure = None
-                    return
-            self._launcher.stop(wait=False)
-            self.has_ended = True
-
-
-class PipelineSequence:
-    """A distributed pipeline with state of its own. Made by `DistributedPipeline.sequence`.
-
-    Examples:
-        >>> with pipeline.sequence() as chat:
-        ...     logits = chat(prompt, position)
-    """
-
-    def __init__(self, pipeline: DistributedPipeline, number: int) -> None:
-        """Name the state that is used."""
-        self._pipeline = pipeline
-        self._number = number
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the pipeline; see `CallablePipeline`."""
-        return self.submit(*args, **kwargs).result()
-
-    def submit(self, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Call the pipeline without waiting for the result; see `DistributedPipeline.submit`."""
-        if not self._number:
-            raise OptionError("the sequence is closed: make another one by pipeline.sequence()")
-        return self._pipeline.submit_call(args, kwargs, self._number)
-
-    def close(self) -> None:
-        """Free the state."""
-        number, self._number = self._number, 0
-        if number:
-            self._pipeline.end_sequence(number)
-
-    def __enter__(self) -> Self:
-        """Return the sequence itself; `close` is called at the end of the context."""
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Free the state."""
-        self.close()
+    def _prepare(self) -> None:
+        """Run the recorded example in processes that have been started."""
+        self._is_state_lost = False
+        if self.bundle.example is not None:
+            inputs, _ = example.read_example(self, self.bundle)
+            example.run_on_inputs(self, inputs)
+            self.reset_state()
+        self._is_state_lost = self._is_restarted and any(stage.state for stage in self.bundle.stages)
+        self._is_restarted = True

@@ -21,7 +21,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.local_process import ProcessDescription, run_process
-from stagepack_loaders.distributed.membership import GroupOptions
+from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, open_store
@@ -232,7 +232,7 @@ def launch(
         >>> with stagepack.ray.launch("m.stagepack", devices=["cuda"], max_restarts=3) as pipeline:
         ...     logits = pipeline(input_ids)
     """
-    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened_bundle = absolute_bundle(bundle if isinstance(bundle, Bundle) else Bundle(bundle))
     options = GroupOptions(
         devices=tuple(map(str, devices)),
         runtime=runtime if isinstance(runtime, str) else tuple(runtime),
@@ -244,6 +244,7 @@ def launch(
         stall_seconds=stall_seconds,
         start_seconds=start_seconds,
     )
+    check_options(options, max_restarts, microbatch_size)
     process_count = len(opened_bundle.stages) if processes is None else processes
     options = over_processes(opened_bundle, process_count, options)
     if ray_client.is_connected():

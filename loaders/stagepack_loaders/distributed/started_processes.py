@@ -6,9 +6,10 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
-from stagepack.errors import OptionError, StageLostError
+from stagepack.errors import GroupError, OptionError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.front import FrontProcess
+from stagepack_loaders.distributed.handshake import find_start_error
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
@@ -36,21 +37,28 @@ class StartedProcesses(ABC, Generic[Handle]):
         self._size = max(options.rank_of_stage) + 1
         self._processes: dict[int, Handle] = {}
         self._hosts: dict[int, str] = {}
+        self._store: Any = None
 
-    def start(self, report_loss: Callable[[StageLostError], None]) -> FrontProcess:
+    def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
         """Start the processes, and return their front when all have loaded their stages.
 
         Args:
             report_loss: called when a process of the group is lost.
+            check: called while this process waits for the others; raises when there is no use in waiting.
 
         Raises:
             GroupError: the processes do not come in time, or do not fit together.
             StageLostError: a process ended before.
             StagepackError: a process could not load its stages.
         """
-        store = self._start_processes()
+
+        def check_all() -> None:
+            check()
+            self._check()
+
+        self._store = self._start_processes()
         try:
-            membership = join_group(self._bundle, store, FRONT_RANK, self._size, self._options, self._check)
+            membership = join_group(self._bundle, self._store, FRONT_RANK, self._size, self._options, check_all)
         except ConnectionLostError as error:
             self._check()
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
@@ -87,7 +95,7 @@ class StartedProcesses(ABC, Generic[Handle]):
 
     def _describe(self, rank: int, store: Any) -> ProcessDescription:
         return ProcessDescription(
-            bundle=str(self._bundle.path.absolute()),
+            bundle=str(self._bundle.path),
             imports=self._imports,
             rank=rank,
             size=self._size,
@@ -100,7 +108,16 @@ class StartedProcesses(ABC, Generic[Handle]):
         """Raise an error if a process has ended."""
         for rank, process in self._processes.items():
             if (end := self._find_end(process)) is not None:
-                raise self._early_end(rank, end)
+                raise self._find_start_error(rank) or self._early_end(rank, end)
+
+    def _find_start_error(self, rank: int) -> StagepackError | None:
+        """Why a process could not begin, if it has told."""
+        error = find_start_error(self._store, rank)
+        if error is None or isinstance(error, StagepackError):
+            return error
+        return GroupError(
+            f"process {rank}, which runs {stages_text(self._stages_of(rank))}, cannot begin: {type(error).__name__}: {error}"
+        )
 
     def _early_end(self, rank: int, end: ProcessEnd) -> StageLostError:
         stages, host = self._stages_of(rank), self._hosts.get(rank, "")

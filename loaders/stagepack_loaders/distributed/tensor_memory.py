@@ -23,7 +23,7 @@ from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 _LARGEST_EXTENT_RATIO = 8
 _SMALL_EXTENT = 1024  # elements
 _SMALLEST_BLOCK = 2**18  # bytes; smaller memory comes from the heap, which is used again anyway
-_LARGEST_KEPT_BYTES = 2**28
+LARGEST_KEPT_BYTES = 2**27  # the sizes of processes count it; see `process_memory`
 _FREE_REFERENCES = 2  # of the list, and of the call that asks
 _TENSOR_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZE}
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.int64}
@@ -128,21 +128,19 @@ class ReceiveMemory:
             return allocate(byte_count)
         with self._lock:
             for index in range(len(self._blocks)):
-                if self._is_free(index) and self._blocks[index].nbytes == byte_count:
+                if self._is_free(index) and byte_count <= self._blocks[index].nbytes <= 2 * byte_count:
                     self._blocks.append(self._blocks.pop(index))  # the last used one last
-                    return torch.from_numpy(self._blocks[-1])
+                    return torch.from_numpy(self._blocks[-1][:byte_count])
             self._drop_free_blocks(byte_count)
-            memory = allocate(byte_count)
-            if self._kept_bytes() + byte_count <= _LARGEST_KEPT_BYTES:
-                self._blocks.append(memory.numpy())
-                del memory
-                return torch.from_numpy(self._blocks[-1])
-            return memory
+            if self._kept_bytes() + byte_count > LARGEST_KEPT_BYTES:
+                return allocate(byte_count)
+            self._blocks.append(allocate(byte_count).numpy())
+            return torch.from_numpy(self._blocks[-1][:byte_count])
 
     def _drop_free_blocks(self, byte_count: int) -> None:
         """Give the oldest blocks that are free back to the system until there is place for another one."""
         for index in reversed(range(len(self._blocks))):
-            if self._kept_bytes() + byte_count > _LARGEST_KEPT_BYTES and self._is_free(index):
+            if self._kept_bytes() + byte_count > LARGEST_KEPT_BYTES and self._is_free(index):
                 del self._blocks[index]
 
     def _kept_bytes(self) -> int:

@@ -1,0 +1,58 @@
+"""A distributed pipeline with state of its own."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from stagepack.errors import OptionError
+
+
+class PipelineSequence(AbstractContextManager["PipelineSequence"]):
+    """A distributed pipeline with state of its own. Made by `DistributedPipeline.sequence`.
+
+    Examples:
+        >>> with pipeline.sequence() as chat:
+        ...     logits = chat(prompt, position)
+    """
+
+    def __init__(
+        self,
+        submit: "Callable[[tuple[Any, ...], Mapping[str, Any]], Future[Any]]",
+        end: Callable[[], None],
+        forget: Callable[[], None],
+    ) -> None:
+        """Name the state that is used.
+
+        Args:
+            submit: calls the pipeline with the state.
+            end: frees the state.
+            forget: called instead of `end` if the sequence is collected before it was closed; from any thread.
+        """
+        self._submit = submit
+        self._end = end
+        self._finalizer = weakref.finalize(self, forget)
+        self._finalizer.atexit = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the pipeline; see `CallablePipeline`."""
+        return self.submit(*args, **kwargs).result()
+
+    def submit(self, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Call the pipeline without waiting for the result; see `DistributedPipeline.submit`."""
+        if not self._finalizer.alive:
+            raise OptionError("the sequence is closed: make another one by pipeline.sequence()")
+        return self._submit(args, kwargs)
+
+    def close(self) -> None:
+        """Free the state."""
+        if self._finalizer.detach() is not None:
+            self._end()
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Free the state."""
+        self.close()

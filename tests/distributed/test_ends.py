@@ -1,0 +1,201 @@
+"""Pipelines that are closed late, twice, never, or while they start: nothing hangs, nothing is left behind, statuses are kept."""
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import DeviceError, GroupError, NotABundleError, OptionError, StageLostError
+from stagepack.format.reader import Bundle
+from tests.distributed.bundles import assert_gone, in_processes, process_ids, wait_until
+from tests.distributed.waiting_operator import Waiting
+
+IDS = torch.arange(6)
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    out = tmp_path_factory.mktemp("waiting") / "waiting.stagepack"
+    return stagepack.export(Waiting(), (torch.zeros(3),), out=out, split_at=["second"])
+
+
+def run_script(lines: Sequence[str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+    program = [sys.executable, "-c", "\n".join(lines), *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=100, check=False, env=environment)
+
+
+def is_running(process_id: int) -> bool:
+    """Whether a process that this one has not started runs."""
+    status = Path(f"/proc/{process_id}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(("last_line", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
+def test_a_script_that_does_not_close_ends_with_its_own_status(layers: Bundle, last_line: str, status: int) -> None:
+    script = [
+        "import sys, torch, stagepack",
+        "pipeline = stagepack.load(sys.argv[1], processes=2)",
+        "print(*(facts.process_id for facts in pipeline.stage_facts), flush=True)",
+        "pipeline(torch.arange(4))",
+        last_line,
+    ]
+    finished = run_script(script, str(layers.path))
+    assert finished.returncode == status, finished.stderr
+    assert "terminate called" not in finished.stderr
+    assert not any(is_running(int(number)) for number in finished.stdout.split())
+
+
+def test_a_pipeline_that_nobody_has_any_more_ends_its_processes(layers: Bundle) -> None:
+    pipeline = stagepack.load(layers, processes=2)
+    pipeline(IDS)
+    numbers = process_ids(pipeline)
+    del pipeline
+    gc.collect()
+    wait_until(lambda: not any(map(is_running, numbers.values())))
+
+
+def test_processes_that_still_start_end_with_the_one_that_started_them(layers: Bundle) -> None:
+    script = [
+        "import os, sys, threading, time, stagepack",
+        "def children():",
+        "    tasks = os.listdir('/proc/self/task')",
+        "    return [c for t in tasks for c in open(f'/proc/self/task/{t}/children').read().split()]",
+        "def die():",
+        "    time.sleep(6)",  # they have imported torch, and wait for the module
+        "    print(*children(), flush=True)",
+        "    os._exit(9)",
+        "threading.Thread(target=die).start()",
+        "stagepack.load(sys.argv[1], processes=2, imports=['tests.distributed.never_ready'])",
+    ]
+    finished = run_script(script, str(layers.path))
+    numbers = [int(number) for number in finished.stdout.split()]
+    assert (finished.returncode, len(numbers)) == (9, 2)
+    wait_until(lambda: not any(map(is_running, numbers)))
+
+
+def test_restarts_read_the_bundle_of_a_relative_path(
+    layers: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(layers.path.parent)
+    with stagepack.load(layers.path.name, processes=1, max_restarts=1) as pipeline:
+        monkeypatch.chdir(tmp_path)
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(lambda: pipeline.generation == 1)
+        assert pipeline(IDS).shape == (6, 16)
+
+
+def test_closing_gives_up_restarts_that_fail(layers: Bundle, tmp_path: Path) -> None:
+    bundle = Bundle(shutil.copytree(layers.path, tmp_path / "copy.stagepack"))
+    pipeline = stagepack.load(bundle, processes=1, max_restarts=1000)
+    os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+    shutil.rmtree(bundle.path)
+    wait_until(lambda: isinstance(pipeline.lost, NotABundleError))  # told by the process that was started again
+    started = time.monotonic()
+    pipeline.close()
+    assert time.monotonic() - started < 5
+    assert "ended" in repr(pipeline)
+
+
+def test_an_interrupted_close_ends_the_processes(waiting: Bundle) -> None:
+    pipeline = stagepack.load(waiting, processes=2, imports=[Waiting.__module__], allow_ops=["stagepack_waiting"])
+    numbers = process_ids(pipeline)
+    pipeline.submit(torch.full((3,), 60.0))
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.close()
+    timer.join()
+    assert not any(map(is_running, numbers.values()))
+    pipeline.close()
+
+
+def test_a_callback_must_not_wait_for_another_call(layers: Bundle) -> None:
+    errors: list[Exception] = []
+    has_run = threading.Event()
+
+    with in_processes(layers, in_flight=2) as pipeline:
+
+        def attempt(wait: Any) -> None:
+            try:
+                wait()
+            except OptionError as error:
+                errors.append(error)
+
+        def call_again(_: Any) -> None:
+            attempt(lambda: pipeline(IDS))
+            attempt(lambda: pipeline.submit(IDS).result())
+            has_run.set()
+
+        call = pipeline.submit(IDS)
+        assert not call.cancel()
+        call.add_done_callback(call_again)
+        assert call.result().shape == (6, 16)
+        if not has_run.wait(10):
+            raise AssertionError("the callback has not run")
+        assert pipeline(IDS).shape == (6, 16)
+    # A callback that is added to an answered call runs at once, in the thread that adds it.
+    assert all("cannot wait for another call" in str(error) for error in errors)
+
+
+def test_state_of_a_forgotten_sequence_is_freed(counting: Bundle) -> None:
+    with in_processes(counting) as pipeline:
+        for _ in range(5):
+            pipeline.sequence()(torch.ones(4))
+        gc.collect()
+        pipeline(torch.ones(4))
+        wait_until(lambda: all(status.sequences == 0 for status in pipeline.statuses().values()))
+
+
+def test_a_module_that_cannot_be_imported_is_named(layers: Bundle) -> None:
+    with pytest.raises(
+        GroupError, match=r"process \d, which runs stage \d, cannot begin: ModuleNotFoundError: .*no_such"
+    ):
+        stagepack.load(layers, processes=True, imports=["no_such_module"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"processes": "2"}, OptionError, "processes: expected True or a number"),
+        ({"in_flight": 0}, OptionError, "in_flight: expected a number of at least 1, found 0"),
+        ({"in_flight": "a"}, OptionError, "in_flight"),
+        ({"stall_seconds": 0}, OptionError, "stall_seconds: expected more than 0 seconds"),
+        ({"stall_seconds": "x"}, OptionError, "stall_seconds"),
+        ({"max_restarts": -1}, OptionError, "max_restarts: expected a number of at least 0"),
+        ({"microbatch_size": "x"}, OptionError, "microbatch_size: expected a number of at least 1"),
+        ({"compile": "x"}, OptionError, "compile"),
+        ({"imports": "zoo"}, OptionError, "imports: expected a sequence of modules"),
+        ({"devices": ["foo"]}, DeviceError, "foo"),
+        ({"devices": ["cpu"] * 5}, DeviceError, "5"),
+        ({"processes": False, "max_restarts": 1}, OptionError, "max_restarts: only stages in processes"),
+        ({"processes": False, "in_flight": 1}, OptionError, "in_flight: only stages in processes"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_process_starts(
+    options: dict[str, Any], error: type[Exception], message: str, layers: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(subprocess, "Popen")
+    with pytest.raises(error, match=message):
+        stagepack.load(layers, **({"processes": True} | options))
+
+
+def test_a_closed_pipeline_says_so(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        numbers = process_ids(pipeline)
+        assert "ready" in repr(pipeline)
+    pipeline.close()
+    with pytest.raises(StageLostError, match="the pipeline is closed"):
+        pipeline(IDS)
+    assert_gone(numbers)
