@@ -102,7 +102,7 @@ def test_what_the_cluster_lacks_is_told(layers: Bundle) -> None:
 
 @pytest.mark.slow
 def test_errors_of_actors_are_typed(layers: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(StageLostError, match=r"runs stages 0, 1, 2, was lost .*: its actor raised ModuleNotFoundError"):
+    with pytest.raises(GroupError, match=r"runs stages 0, 1, 2, cannot begin: ModuleNotFoundError"):
         launch(layers, 1, imports=["no_such_module"])
     damaged = tmp_path / "damaged.stagepack"
     shutil.copytree(layers.path, damaged)
