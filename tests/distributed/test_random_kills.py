@@ -1,12 +1,17 @@
 """Processes killed at random moments: each call is answered rightly or fails with the stage that is lost, and all work again."""
 
+import contextlib
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +101,33 @@ def test_killed_at_random_moments_and_started_again(seed: int, rounds: int, laye
         with pytest.raises(StageLostError):
             pipeline(torch.arange(3))
     assert_gone(numbers)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_the_one_that_has_started_it(layers: Bundle, tmp_path: Path) -> None:
+    bundle = shutil.copytree(layers.path, tmp_path / "copy.stagepack")  # a path that no other test uses
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, stagepack\n"
+        "with stagepack.load(sys.argv[1], processes=True) as pipeline:\n"
+        "    while True:\n"
+        "        pipeline(torch.arange(4))\n"
+    )
+    moments = random.Random(0)  # noqa: S311 - the same moments in each run
+    for _ in range(8):
+        process = subprocess.Popen([sys.executable, str(script), str(bundle)], start_new_session=True)
+        time.sleep(8 * moments.random())  # loading takes about half of this
+        signal_number = moments.choice([signal.SIGKILL, signal.SIGTERM])
+        process.send_signal(signal_number)
+        assert process.wait(timeout=_LOST_SECONDS) == -signal_number
+        wait_until(lambda: not processes_with_argument(str(bundle)), 10.0)
+
+
+def processes_with_argument(text: str) -> list[int]:
+    """The processes in whose command lines a text occurs."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
