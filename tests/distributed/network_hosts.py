@@ -5,6 +5,7 @@ As on Debian, the name of a host stands for a loopback address in its own ``/etc
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,6 +87,7 @@ def network_hosts(count: int) -> Iterator[list[NetworkHost]]:
     hosts = [
         NetworkHost(f"stagehost-{number}", f"10.77.0.{number + 1}", f"{prefix}-{number}") for number in range(count)
     ]
+    _remove_namespaces_of_ended_runs()
     try:
         _run_ip("netns", "add", switch)
         _run_ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
@@ -98,8 +100,20 @@ def network_hosts(count: int) -> Iterator[list[NetworkHost]]:
             with contextlib.suppress(subprocess.CalledProcessError):
                 host.kill_processes()
         for namespace in (*(host.namespace for host in hosts), switch):
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
-            shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+            _remove_namespace(namespace)
+
+
+def _remove_namespaces_of_ended_runs() -> None:
+    """Remove what tests that were killed have left."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    for run_id, namespace in re.findall(r"^((?:stagepack-)\d+)(-\w+)", listed.stdout, re.MULTILINE):
+        if not Path("/proc", run_id.removeprefix("stagepack-")).exists():
+            _remove_namespace(run_id + namespace)
+
+
+def _remove_namespace(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+    shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
 
 
 def _why_no_hosts() -> str:
