@@ -197,10 +197,13 @@ def torchrun_server(bundle: Bundle, *options: str) -> Iterator[tuple["subprocess
     try:
         yield process, read_port(process)
     finally:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        workers = [int(worker) for worker in children.read_text().split()] if children.exists() else []
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
+        wait_for(lambda: not any(map(is_alive, workers)), 20)  # torchrun does not end them when it is killed
 
 
 def read_port(process: "subprocess.Popen[str]") -> int:

@@ -19,6 +19,7 @@ SECTION_TITLES = {
     "onnx": "ONNX Runtime: cut against whole",
     "serve": "Serving",
     "processes": "Stages in processes of their own",
+    "hops": "From one process to the next",
 }
 
 

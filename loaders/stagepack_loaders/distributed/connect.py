@@ -16,6 +16,7 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
     has_store_of_launcher,
+    is_torchrun,
     launched_address,
     launched_port,
     launched_rank,
@@ -27,7 +28,7 @@ from stagepack_loaders.distributed.network_address import chosen_address
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
-from stagepack_loaders.distributed.stage_process import run_stage_process
+from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 
 _CONNECTIONS = itertools.count()
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -114,6 +115,8 @@ def connect(
     if rank == FRONT_RANK:
         group = _LaunchedGroup(opened_bundle, store, size, options)
         return DistributedPipeline(opened_bundle, group, types, microbatch_size=microbatch_size)
+    if is_torchrun():
+        end_with_parent(os.getppid())
     run_stage_process(opened_bundle, store, rank, size, options)
     return None
 

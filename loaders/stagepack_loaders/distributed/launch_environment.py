@@ -40,6 +40,11 @@ def has_store_of_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def is_torchrun() -> bool:
+    """Whether the launcher is torchrun, which stays the parent of the processes."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def restart_count() -> int:
     """How often the launcher has started the processes again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -1,10 +1,7 @@
 """The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.local_process DESCRIPTION``."""
 
 import importlib
-import os
 import sys
-import threading
-import time
 
 import msgspec
 from msgspec import Struct
@@ -14,9 +11,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.handshake import tell_start_error
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.process_group import open_store
-from stagepack_loaders.distributed.stage_process import LOST_STATUS, run_stage_process
-
-_WATCH_SECONDS = 0.5
+from stagepack_loaders.distributed.stage_process import LOST_STATUS, end_with_parent, run_stage_process
 
 
 class ProcessDescription(Struct, frozen=True, kw_only=True):
@@ -46,7 +41,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
 def run_process(description: ProcessDescription) -> None:
     """Run the stages of one process. The front reports errors of all processes; this one only ends."""
     if description.parent:
-        threading.Thread(target=_watch_parent, args=(description.parent,), name="parent", daemon=True).start()
+        end_with_parent(description.parent)
     try:
         store = open_store(description.host, description.port)
     except RuntimeError:  # the front has gone
@@ -62,13 +57,6 @@ def run_process(description: ProcessDescription) -> None:
         run_stage_process(bundle, store, description.rank, description.size, description.options)
     except (StagepackError, RuntimeError):
         sys.exit(LOST_STATUS)
-
-
-def _watch_parent(process_id: int) -> None:
-    """End this process with the one that has started it, even if that was killed before this one has met it."""
-    while os.getppid() == process_id:
-        time.sleep(_WATCH_SECONDS)
-    os._exit(LOST_STATUS)
 
 
 if __name__ == "__main__":

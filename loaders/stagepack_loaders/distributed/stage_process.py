@@ -67,6 +67,17 @@ def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, option
         _end_after_loss(store, rank)
 
 
+def end_with_parent(process_id: int) -> None:
+    """End this process when the one that has started it is gone, even if that was killed before this one has met the front."""
+
+    def watch() -> None:
+        while os.getppid() == process_id:
+            time.sleep(HEARTBEAT_SECONDS)
+        os._exit(LOST_STATUS)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 def _end_after_loss(store: Store, rank: int) -> None:
     """End this process because another one is lost, at once: threads may wait for its data for ever."""
     tell_follower(store, rank)
