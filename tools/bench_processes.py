@@ -36,7 +36,7 @@ from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark
 
 LAYERS, WIDTH, BATCH_SIZE = 12, 1024, 128
 CALLS = 60
-REPETITIONS = 3
+REPETITIONS = 7
 CLIENTS = 8
 SERVER_SECONDS = 10.0
 
