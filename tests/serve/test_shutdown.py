@@ -8,9 +8,12 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import termios
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,48 @@ def test_what_was_accepted_is_answered_before_the_end(slow: Path, signal_number:
         assert all(future.result().shape == (256, 512) for future in futures)
         assert server.process.wait(timeout=30) == 0
         assert server.answers() == {"OK": 4}
+
+
+def test_an_answer_arrives_over_a_slow_link_before_the_end(slow: Path) -> None:
+    with stagepack_server([slow], "--linger-s", "0") as server, slow_link(server.grpc) as port:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            future = pool.submit(ask_slow, Server(server.process, server.http, port, {}), 300, "grpc")
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            assert future.result().shape == (256, 512)
+        assert server.process.wait(timeout=30) == 0
+
+
+@contextlib.contextmanager
+def slow_link(port: int) -> Iterator[int]:
+    """The port of a proxy for one connection, which delays what the server sends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+        def connect() -> None:
+            client, _ = listener.accept()
+            server.connect(("127.0.0.1", port))
+            with client:
+                thread = threading.Thread(target=forward, args=(client, server, 0))
+                thread.start()
+                forward(server, client, 0.0005)
+                thread.join()
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+def forward(source: socket.socket, target: socket.socket, delay: float) -> None:
+    """Copy bytes until one end is closed, with a delay for each 4 kB."""
+    with contextlib.suppress(OSError):
+        while content := source.recv(4096):
+            target.sendall(content)
+            time.sleep(delay)
+    for end in (source, target):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("signal_names", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGTERM", "SIGHUP")])

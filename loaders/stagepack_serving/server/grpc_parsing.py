@@ -7,10 +7,19 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stagepack_serving.server.errors import RequestStatus
+from stagepack_serving.server.grpc_calls import OpenCalls
 
 
 class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Parses requests in the place of grpc, which would report bytes that are no message as an unknown error of the server."""
+
+    def __init__(self, open_calls: OpenCalls) -> None:
+        """Create the interceptor.
+
+        Args:
+            open_calls: counts the calls.
+        """
+        self._open_calls = open_calls
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Wrap the handler of a method.
@@ -28,6 +37,7 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         if handler.unary_unary is not None:
 
             async def answer_request(content: bytes, context: Any) -> Any:
+                await self._open_calls.add(context)
                 request = await _parse(handler, content, context)
                 try:
                     return await handler.unary_unary(request, context)
@@ -38,6 +48,8 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             return grpc.unary_unary_rpc_method_handler(answer_request, None, handler.response_serializer)
 
         async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            await self._open_calls.add(context)
+
             async def requests() -> AsyncIterator[Any]:
                 async for content in contents:
                     yield await _parse(handler, content, context)

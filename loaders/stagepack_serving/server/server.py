@@ -16,6 +16,7 @@ import uvicorn
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 from stagepack_serving.server.errors import AddressError
+from stagepack_serving.server.grpc_calls import OpenCalls
 from stagepack_serving.server.grpc_parsing import ParsingInterceptor
 from stagepack_serving.server.grpc_service import GrpcService
 from stagepack_serving.server.rest_connections import LimitedConnection
@@ -77,7 +78,8 @@ async def serve(
     """
     limits = models.limits
     with _listen(addresses.host, addresses.http_port) as http_socket:
-        grpc_server, grpc_port = _create_grpc_server(models, addresses)
+        open_calls = OpenCalls()
+        grpc_server, grpc_port = _create_grpc_server(models, addresses, open_calls)
         http_server = _create_http_server(models)
         stop_signal = watch_stop_signals()
         await grpc_server.start()
@@ -97,7 +99,7 @@ async def serve(
         http_server.should_exit = True
         drain_end = time.monotonic() + limits.drain
         expiry = asyncio.get_running_loop().call_later(limits.drain, models.expire_requests)
-        await asyncio.gather(grpc_server.stop(limits.drain + _REFUSAL_SECONDS), http_task)
+        await asyncio.gather(open_calls.stop(grpc_server, limits.drain + _REFUSAL_SECONDS), http_task)
         expiry.cancel()
     return all([model.close(max(0.0, drain_end - time.monotonic())) for model in models])
 
@@ -126,7 +128,9 @@ def _create_http_server(models: ServedModels) -> uvicorn.Server:
     return _UvicornServer(config)
 
 
-def _create_grpc_server(models: ServedModels, addresses: ServerAddresses) -> tuple[grpc.aio.Server, int]:
+def _create_grpc_server(
+    models: ServedModels, addresses: ServerAddresses, open_calls: OpenCalls
+) -> tuple[grpc.aio.Server, int]:
     """The gRPC server, not started yet, and its port.
 
     Raises:
@@ -135,14 +139,12 @@ def _create_grpc_server(models: ServedModels, addresses: ServerAddresses) -> tup
     options = [
         ("grpc.max_receive_message_length", models.limits.max_request_bytes),
         ("grpc.max_send_message_length", -1),
-        (
-            "grpc.so_reuseport",
-            0,
-        ),  # With it, a second server could listen at the same port, and take some of the requests.
+        # With it, a second server could listen at the same port, and take some of the requests.
+        ("grpc.so_reuseport", 0),
     ]
     server = grpc.aio.server(
         options=options,
-        interceptors=[ParsingInterceptor()],
+        interceptors=[ParsingInterceptor(open_calls)],
         maximum_concurrent_rpcs=models.limits.max_connections,
     )
     add_GRPCInferenceServiceServicer_to_server(GrpcService(models), server)
