@@ -262,6 +262,24 @@ class Runtime(ABC):
             OperatorError: an operator is missing, not allowed, or has another schema; or the runtime cannot run the stage.
         """
 
+    def finish_stages(
+        self, bundle: Bundle, stages: Mapping[int, PreparedStage], *, verify: bool
+    ) -> Mapping[int, LoadedStage]:
+        """Read the weights of prepared stages. Default: of one stage after the other.
+
+        Args:
+            bundle: the bundle of the stages.
+            stages: stages that `prepare` or `compile_stages` returned together, by stage number.
+            verify: compare the weight files with their digests first.
+
+        Returns:
+            The loaded stages, by stage number.
+
+        Raises:
+            DigestError, FormatError, OperatorError: see `PreparedStage.finish`.
+        """
+        return {stage_number: stage.finish(verify=verify) for stage_number, stage in stages.items()}
+
     def compile_stages(
         self,
         bundle: Bundle,

@@ -12,6 +12,7 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
     check_compile_options,
     compile_prepared,
+    finish_prepared,
     prepare_all,
     prepare_stage,
     runtime_of_each_stage,
@@ -170,7 +171,8 @@ def load(
         )
     prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
-    return Pipeline(opened_bundle.manifest, [stage.finish(verify=verify) for stage in ready_stages.values()], types)
+    loaded_stages = finish_prepared(opened_bundle, ready_stages, verify=verify)
+    return Pipeline(opened_bundle.manifest, list(loaded_stages.values()), types)
 
 
 def _refuse_process_options(**options: Any) -> None:

