@@ -6,8 +6,9 @@ one for each set of stages, so that a stage reads nothing that it does not use.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZERO_DIGEST
@@ -20,12 +21,16 @@ from stagepack.format.shapes import Symbol
 from stagepack.format.signature import Signature
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
+from stagepack.format.weights import StoredTensor, tensor_layout
 from stagepack.format.writer import BundleWriter, TensorSource
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.folding import fold_graph
 from stagepack.partition.cut import Cut, CutStage
 
 INDEX_FILE_NAME = "model.safetensors.index.json"
+
+# Takes the file and the position of each stored tensor, by name, and returns the recorded example.
+ExampleRecorder = Callable[[Mapping[str, tuple[Path, StoredTensor]]], TensorSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ def write_bundle(
     out: str | os.PathLike[str],
     cut: Cut,
     weights: TensorSource,
-    example: TensorSource,
+    record_example: ExampleRecorder,
     origin: ModelOrigin,
     *,
     overwrite: bool,
@@ -66,7 +71,7 @@ def write_bundle(
         out: the folder to write.
         cut: the stages and edges.
         weights: the stored tensors of the stages' weights.
-        example: the recorded example; it may be empty.
+        record_example: returns the recorded example, which may be empty. It is called when the weights are written.
         origin: the fields of the manifest that describe the whole model.
         overwrite: replace a bundle that exists at `out`.
 
@@ -84,11 +89,14 @@ def write_bundle(
             entry = _stage_entry(graph_file, stage, file_of_tensor, weights)
             writer.write_file(graph_file, [encode_graph(fold_graph(stage.graph, entry.node_numbers))])
             stages.append(entry)
+        locations: dict[str, tuple[Path, StoredTensor]] = {}
         for file_name in dict.fromkeys(file_of_tensor.values()):
             specs = [
                 weights.specs[tensor] for tensor, tensor_file in file_of_tensor.items() if tensor_file == file_name
             ]
             writer.write_tensors(file_name, specs, weights.read)
+            locations |= {stored.name: (writer.folder / file_name, stored) for stored in tensor_layout(specs)}
+        example = record_example(locations)
         if example.specs:
             writer.write_tensors(EXAMPLE_FILE_NAME, example.specs.values(), example.read)
         for file_name, content in {**origin.files, **_checkpoint_index(cut, file_of_tensor, weights)}.items():

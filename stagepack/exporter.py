@@ -4,13 +4,15 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.bundle_writing import ModelOrigin, write_bundle
+from stagepack.bundle_writing import ExampleRecorder, ModelOrigin, write_bundle
 from stagepack.capture.dimension_names import dimension_names
+from stagepack.capture.hugging_face import AnswerDiffersError, answers_are_identical
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
@@ -25,6 +27,7 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import LinearizedProgram, linearize_program
 from stagepack.linearize.example import EXAMPLE_SEED, record_example
+from stagepack.linearize.filled_model import TensorLocations, fill_modules
 from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import WeightSharing
@@ -156,13 +159,44 @@ def export_capture(
     program = _linearize(capture)
     progress("cut")
     partition = _cut(program, cut_options)
-    progress("run the example")
-    written_tensors = [program.weights.tensors[weight] for weight in GraphAnalysis(program.graph).written_weight_names]
-    example = record_example(capture, program.signature, written_tensors)
-    progress("write")
     origin = _origin(program, partition.plan, model_files(capture.model))
-    write_bundle(out, partition.cut, _weight_source(program), example, origin, overwrite=overwrite)
+    recorder: ExampleRecorder = partial(_record_from_files, capture, program, progress)
+    if capture.deferred is None:
+        # Before the weights are written, since it may fail.
+        progress("run the example")
+        written_tensors = [program.weights.tensors[weight] for weight in _written_weights(program)]
+        example = record_example(capture, program.signature, written_tensors)
+        recorder = lambda _: example  # noqa: E731
+    progress("write")
+    try:
+        write_bundle(out, partition.cut, _weight_source(program), recorder, origin, overwrite=overwrite)
+    except AnswerDiffersError:
+        assert capture.capture_loaded is not None
+        loaded = capture.capture_loaded()
+        return export_capture(loaded, out=out, cut_options=cut_options, overwrite=overwrite, progress=progress)
     return Bundle(out)
+
+
+def _record_from_files(
+    capture: Capture, program: LinearizedProgram, progress: Progress, locations: TensorLocations
+) -> TensorSource:
+    """Run a model whose weights are deferred on its example, from the weight files that are just written.
+
+    Raises:
+        AnswerDiffersError: the captured program answers otherwise than the model.
+        CaptureError: the model fails.
+    """
+    progress("run the example")
+    assert capture.model is not None
+    compared = [] if capture.capture_loaded is None else [capture.program.module()]
+    fill_modules([capture.model, *compared], capture, program.weights, locations, _written_weights(program))
+    if compared and not answers_are_identical(capture.model, compared[0], capture.inputs):
+        raise AnswerDiffersError
+    return record_example(capture, program.signature, ())
+
+
+def _written_weights(program: LinearizedProgram) -> tuple[str, ...]:
+    return GraphAnalysis(program.graph).written_weight_names
 
 
 def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, tuple[Symbol, ...]]:
@@ -200,6 +234,7 @@ def _linearize(capture: Capture) -> LinearizedProgram:
         traced_calls=capture.calls,
         # from_pretrained of transformers expects every persistent buffer in the files.
         store_zeros=is_transformers_model(capture.model),
+        data_of=capture.data,
     )
 
 

@@ -121,7 +121,7 @@ def recut_with_options(
         seed=manifest.seed,
         files=_further_files(bundle),
     )
-    write_bundle(out, partition.cut, whole_model.weights, _example(bundle), origin, overwrite=overwrite)
+    write_bundle(out, partition.cut, whole_model.weights, lambda _: _example(bundle), origin, overwrite=overwrite)
     return Bundle(out)
 
 

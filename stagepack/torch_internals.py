@@ -7,6 +7,7 @@ compiler and the ONNX exporter, take seconds: the functions that need them impor
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
 from torch.export import ExportedProgram
 from torch.fx import Node as FxNode
 from torch.fx.experimental import proxy_tensor
@@ -103,6 +105,16 @@ def wrapped_attributes(tensor: torch.Tensor) -> list[str]:
     return list(tensor.__tensor_flatten__()[0])
 
 
+# Tensors without data, and the mode that sees every operator that is called. The classes are documented, but have no public name.
+
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+# Raised where an operator needs the data of a fake tensor.
+DataDependentError = fake_tensor.DataDependentOutputException
+
+
 # Symbolic sizes. A SymInt has no public way to its expression, nor to the size that it had in the example.
 
 
@@ -173,6 +185,32 @@ TRANSFORMERS_IMPLIED_KINDS: Final = ("dtype", "device", "layout", "type")
 def transformers_exporter() -> Any:
     """Return the module with transformers' exporter: `DynamoExporter` and `DynamoConfig`, which it calls experimental."""
     return importlib.import_module("transformers.exporters.exporter_dynamo")
+
+
+@contextlib.contextmanager
+def replaced_checkpoint_tensors(read_files: Callable[[list[str], Any], dict[str, torch.Tensor]]) -> Iterator[None]:
+    """Let ``from_pretrained`` of transformers load other tensors than those of the checkpoint files, by all of its own code.
+
+    It takes the tensors of a state dict only from callers that have no folder; and it converts tensors in threads, which modes of torch
+    do not see, unless an environment variable says otherwise.
+
+    Args:
+        read_files: returns the tensors by their names in the files. It takes the paths of the files, and the quantizer of the model, or
+            None.
+    """
+    model_class = importlib.import_module("transformers").PreTrainedModel
+    load_tensors = model_class._load_pretrained_model
+
+    def load_replaced(model: Any, state_dict: Any, files: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if state_dict is None and files is not None:
+            state_dict = read_files(files, load_config.hf_quantizer)
+        return load_tensors(model, state_dict, files, load_config, *args, **kwargs)
+
+    with (
+        mock.patch.object(model_class, "_load_pretrained_model", staticmethod(load_replaced)),
+        mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+    ):
+        yield
 
 
 # Modules. Names such as "forward" and "training" are taken by attributes of nn.Module, which its public methods refuse, and a

@@ -116,7 +116,7 @@ def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp
     run = [sys.executable, "-c", code, str(tmp_path / "model")]
     assert subprocess.check_output(run, text=True).strip() == "transformers.exporters.DynamoExporter"
     ids = torch.randint(0, 128, (2, 8))
-    capture = capture_pretrained(str(tmp_path / "model"), Inputs(kwargs={"input_ids": ids}))
+    capture = capture_pretrained(str(tmp_path / "model"), Inputs(kwargs={"input_ids": ids}), deferred=False)
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     answer = stagepack.load(bundle)(input_ids=ids)
     expected = capture.program.module()(input_ids=ids)

@@ -34,7 +34,7 @@ def example_inputs(model: Any) -> Inputs:
     if model.main_input_name == "input_ids" and not model.config.is_encoder_decoder:
         return _token_inputs(model.config, constants, with_mask="attention_mask" in parameters)
     if model.main_input_name == "pixel_values":
-        return _image_inputs(model.config, constants)
+        return _image_inputs(model, constants)
     raise CaptureError(
         f"{type(model).__name__} takes {model.main_input_name!r}, for which no example is known: "
         "pass --inputs FILE.py:FUNCTION"
@@ -72,10 +72,11 @@ def _encoder_decoder_inputs(model: Any, constants: dict[str, Any]) -> Inputs:
     )
 
 
-def _image_inputs(config: Any, constants: dict[str, Any]) -> Inputs:
+def _image_inputs(model: Any, constants: dict[str, Any]) -> Inputs:
+    config = model.config
     size = getattr(config, "image_size", 224) or 224
     height, width = (size, size) if isinstance(size, int) else size
-    pixels_bchw = torch.rand(2, getattr(config, "num_channels", 3), height, width)
+    pixels_bchw = _random(model.dtype, 2, getattr(config, "num_channels", 3), height, width)
     return Inputs(kwargs={"pixel_values": pixels_bchw, **constants}, dynamic_shapes={"pixel_values": {0: _batch_dim()}})
 
 
@@ -99,4 +100,9 @@ def _audio_features_bmf(model: Any) -> torch.Tensor:
     config = model.config
     if not hasattr(config, "num_mel_bins") or not hasattr(config, "max_source_positions"):
         raise CaptureError(f"{type(model).__name__}: no example is known: pass --inputs FILE.py:FUNCTION")
-    return torch.rand(2, config.num_mel_bins, config.max_source_positions * 2)
+    return _random(model.dtype, 2, config.num_mel_bins, config.max_source_positions * 2)
+
+
+def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random numbers that are the same at each export."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.example_inputs import example_inputs, with_auto_dims
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
@@ -15,11 +18,16 @@ from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import tree_leaves
 
+
+class AnswerDiffersError(Exception):
+    """The captured program answers otherwise than the model."""
+
+
 _EXPORTERS = {"torch.export.export": capture_module, PATCHED_EXPORT: capture_patched}
 
 
-def capture_pretrained(source: str, inputs: Inputs) -> Capture:
-    """Load a model by its folder or hub name and capture it.
+def capture_pretrained(source: str, inputs: Inputs, *, deferred: bool = True) -> Capture:
+    """Capture a model by its folder or hub name.
 
     Plain ``torch.export.export`` is tried first. If it fails, or its program does not answer bit for bit as the model does, transformers'
     own exporter is tried. `Capture.method` is the one that worked.
@@ -28,12 +36,18 @@ def capture_pretrained(source: str, inputs: Inputs) -> Capture:
         source: a folder, or a name on the hub.
         inputs: the example inputs. Without any, an example with dynamic batch and sequence is made for the kind of model; if neither
             exporter can keep both dynamic, torch decides which sizes are.
+        deferred: do not load the weights, as far as that is possible. The program is then compared with the model when the example
+            is recorded.
 
     Raises:
         CaptureError: there is no such model, no example can be made, or neither exporter works.
         MissingPackageError: transformers is not installed.
     """
-    model = load_pretrained(source)
+    deferred_tensors = DeferredTensors() if deferred else None
+    try:
+        model = load_pretrained(source, deferred_tensors)
+    except DataNeededError:
+        return capture_pretrained(source, inputs, deferred=False)
     if inputs.args or inputs.kwargs:
         candidates = [inputs]
     else:
@@ -42,7 +56,14 @@ def capture_pretrained(source: str, inputs: Inputs) -> Capture:
     reasons = []
     for candidate, (method, exporter) in itertools.product(candidates, _EXPORTERS.items()):
         try:
-            return _capture_exactly(exporter, model, candidate)
+            if deferred_tensors is None:
+                return _capture_exactly(exporter, model, candidate)
+            capture: Capture = exporter(model, candidate)
+            return replace(
+                capture,
+                deferred=deferred_tensors,
+                capture_loaded=partial(capture_pretrained, source, inputs, deferred=False),
+            )
         except CaptureError as error:
             reasons.append(f"{method}: {error}")
     raise CaptureError(f"{source}: {'; '.join(dict.fromkeys(reasons))}")
@@ -75,11 +96,16 @@ def _capture_exactly(exporter: Callable[[Any, Inputs], Capture], model: torch.nn
         CaptureError: the exporter fails, or the program answers otherwise than the model.
     """
     capture = exporter(model, inputs)
-    model_answer = tree_leaves(run_model(model, capture.inputs, seed=0))
-    program_answer = tree_leaves(run_model(capture.program.module(), capture.inputs, seed=0))
-    if len(model_answer) != len(program_answer) or not all(map(_is_identical, model_answer, program_answer)):
+    if not answers_are_identical(model, capture.program.module(), capture.inputs):
         raise CaptureError("the program's answer differs from the model's")
     return capture
+
+
+def answers_are_identical(model: torch.nn.Module, program: torch.nn.Module, inputs: Inputs) -> bool:
+    """Whether a model and its captured program answer an example with the same bits."""
+    model_answer = tree_leaves(run_model(model, inputs, seed=0))
+    program_answer = tree_leaves(run_model(program, inputs, seed=0))
+    return len(model_answer) == len(program_answer) and all(map(_is_identical, model_answer, program_answer))
 
 
 def _is_identical(first: Any, second: Any) -> bool:

@@ -3,19 +3,24 @@
 transformers is imported when a model is loaded, not before.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from stagepack.capture.checkpoint import CheckpointTensor, checkpoint_file_tensors
+from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.weights import ALIGNMENT
+from stagepack.torch_internals import replaced_checkpoint_tensors
 
 
 def is_transformers_model(model: object) -> bool:
@@ -24,11 +29,17 @@ def is_transformers_model(model: object) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def load_pretrained(source: str) -> Any:
+def load_pretrained(source: str, deferred: DeferredTensors | None = None) -> Any:
     """Load the model of a folder or a hub name in evaluation mode, by the class that its configuration names.
+
+    Args:
+        source: the folder or the hub name.
+        deferred: where the model's weights are deferred; None to load them. Weights that the checkpoint does not have, and buffers
+            that no checkpoint has, have the values that transformers computes for them.
 
     Raises:
         CaptureError: there is no such folder, or transformers cannot load the model.
+        DataNeededError: the weights cannot be deferred.
         MissingPackageError: transformers is not installed.
     """
     with explain_missing_packages():
@@ -41,14 +52,38 @@ def load_pretrained(source: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(source)
         class_names = getattr(config, "architectures", None) or ["AutoModel"]
         model_class: Any = getattr(transformers, class_names[0], transformers.AutoModel)
-        model = model_class.from_pretrained(source).eval()
+        with contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
+            model = model_class.from_pretrained(source).eval()
     except (OSError, ValueError, KeyError) as error:
         raise CaptureError(f"{source}: transformers cannot load it: {format_torch_error(error)}") from error
     finally:
         if shows_progress:
             transformers.utils.logging.enable_progress_bar()
-    _align_weights(model)
+    if deferred is None:
+        _align_weights(model)
     return model
+
+
+@contextlib.contextmanager
+def _deferred_weights(deferred: DeferredTensors) -> Iterator[None]:
+    """Let transformers load models with deferred weights, by all of its own code, such as the conversion of weights."""
+
+    def read_files(paths: list[str], quantizer: object) -> dict[str, torch.Tensor]:
+        if quantizer is not None:
+            raise DataNeededError("the weights are quantized")
+        tensors: dict[str, CheckpointTensor] = {}
+        for path in paths:
+            tensors |= checkpoint_file_tensors(Path(path))
+        return {tensor_name: deferred.add(tensor) for tensor_name, tensor in tensors.items()}
+
+    try:
+        with replaced_checkpoint_tensors(read_files), deferred:
+            yield
+    except (OSError, CaptureError, DataNeededError):
+        raise
+    except Exception as error:
+        # Whatever it is: with data in memory it works, or has the error that the user is told.
+        raise DataNeededError(format_torch_error(error)) from error
 
 
 def _check_source(source: str) -> None:

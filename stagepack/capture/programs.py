@@ -4,12 +4,14 @@ import functools
 import logging
 import os
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
 
+from stagepack.capture.deferred_tensors import DeferredTensors
 from stagepack.capture.error_location import with_location
 from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters
 from stagepack.capture.module_calls import TracedCalls
@@ -31,6 +33,9 @@ class Capture:
         model: the module that was captured, if there is one.
         method: the function that captured it, for messages.
         calls: the calls of its modules, as far as they were recorded.
+        deferred: where the data of the model's weights is, if the weights have none in memory.
+        capture_loaded: captures the same model with its weights in memory, if they have none. It is called where the program answers
+            otherwise than the model, which is not known before there is data.
     """
 
     program: ExportedProgram
@@ -38,6 +43,12 @@ class Capture:
     model: torch.nn.Module | None = None
     method: str = "torch.export.export"
     calls: TracedCalls = field(default_factory=TracedCalls)
+    deferred: DeferredTensors | None = None
+    capture_loaded: "Callable[[], Capture] | None" = None
+
+    def data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the data of a tensor of the model; that of a deferred one is read now."""
+        return tensor if self.deferred is None else self.deferred.real(tensor)
 
 
 def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:

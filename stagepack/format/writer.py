@@ -100,6 +100,11 @@ class BundleWriter:
         except OSError as error:
             raise WriteError(f"{out}: cannot write there: {error.strerror}: {self._out.parent}") from None
 
+    @property
+    def folder(self) -> Path:
+        """The temporary folder, which has the files that are written already."""
+        return self._temporary_folder
+
     def __enter__(self) -> Self:
         """Return the writer itself."""
         return self

@@ -68,6 +68,7 @@ def linearize_program(
     *,
     traced_calls: TracedCalls | None = None,
     store_zeros: bool = False,
+    data_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> LinearizedProgram:
     """Turn a captured program into data.
 
@@ -77,6 +78,7 @@ def linearize_program(
         forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
         traced_calls: the calls of modules that were recorded during the capture.
         store_zeros: store persistent buffers of all zeros, too.
+        data_of: returns a tensor with the data of one of the program's; fake tensors have no data of their own.
 
     Returns:
         The graph with its weights and its signature.
@@ -86,7 +88,7 @@ def linearize_program(
     """
     program = _without_vmap(program)
     tensors = program_tensors(program)
-    weights = weight_table(tensors, store_zeros=store_zeros)
+    weights = weight_table(tensors, store_zeros=store_zeros, data_of=data_of)
     symbols = SymbolTable(program.range_constraints, dim_names, _example_values(program))
     tables = Tables(symbols, program_device(program, tensors), weights.values)
     body = BodyBuilder(tables, program.graph_module)

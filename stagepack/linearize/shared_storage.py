@@ -11,10 +11,17 @@ from stagepack.linearize.tensor_memory import byte_span, is_dense, storage_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseTensor:
-    """A tensor that is stored, and that other tensors are views of."""
+    """A tensor that is stored, and that other tensors are views of.
+
+    Attributes:
+        name: its name.
+        tensor: the tensor.
+        member: a tensor of the model on the same storage; it may be `tensor`.
+    """
 
     name: str
     tensor: torch.Tensor
+    member: torch.Tensor
 
 
 def base_tensors(tensors: Mapping[str, torch.Tensor], taken_names: Container[str]) -> dict[str, BaseTensor | None]:
@@ -45,7 +52,7 @@ def _base_of_group(group: Mapping[str, torch.Tensor], taken_names: Container[str
     start, end = min(start for start, _ in spans), max(end for _, end in spans)
     for tensor_name, tensor in group.items():
         if byte_span(tensor) == (start, end) and tensor.is_contiguous():
-            return BaseTensor(name=tensor_name, tensor=tensor)
+            return BaseTensor(name=tensor_name, tensor=tensor, member=tensor)
     return _new_base(group, start, end, taken_names)
 
 
@@ -61,5 +68,7 @@ def _new_base(group: Mapping[str, torch.Tensor], start: int, end: int, taken_nam
     )
     candidates = (f"{first_name}.storage{'_' * count}" for count in itertools.count())
     return BaseTensor(
-        name=next(tensor_name for tensor_name in candidates if tensor_name not in taken_names), tensor=whole
+        name=next(tensor_name for tensor_name in candidates if tensor_name not in taken_names),
+        tensor=whole,
+        member=first_tensor,
     )

@@ -2,6 +2,8 @@
 
 import torch
 
+from stagepack.torch_internals import FakeTensor, storage_identity
+
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor, without a copy if it is on the CPU.
@@ -35,7 +37,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is equal for tensors that have elements and share storage."""
-    return (tensor.device, tensor.untyped_storage().data_ptr())
+    # Fake tensors have no address.
+    # The storage of a fake tensor has no address.
+    is_fake = isinstance(tensor, FakeTensor)
+    return (tensor.device, is_fake, storage_identity(tensor) if is_fake else tensor.untyped_storage().data_ptr())
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -7,6 +7,7 @@ stored tensor, the base, and weights that are views of it.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from stagepack.format.validate import is_tensor_name
 from stagepack.format.weights import TensorSpec
 from stagepack.linearize.shared_storage import BaseTensor, base_tensors
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, offset_in_base, storage_key
+from stagepack.torch_internals import FakeTensor
 
 WeightKind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
 
@@ -47,13 +49,19 @@ class WeightTable:
     tensors: Mapping[str, torch.Tensor]
 
 
-def weight_table(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]], *, store_zeros: bool = False) -> WeightTable:
+def weight_table(
+    tensors: Mapping[str, tuple[WeightKind, torch.Tensor]],
+    *,
+    store_zeros: bool = False,
+    data_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> WeightTable:
     """Describe the tensors of a model.
 
     Args:
         tensors: the tensors by fully qualified name, in the order of the model.
         store_zeros: store persistent buffers of all zeros, too. Without it, as for other buffers and constants, their entry says
             that they are zeros, and no file has bytes of them.
+        data_of: returns a tensor with the data of one of `tensors`; fake tensors have no data of their own.
 
     Returns:
         The weight table. The content of tensors is read only to find those that are all zeros.
@@ -73,14 +81,27 @@ def weight_table(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]], *, stor
     for weight_index, weight_names in enumerate(tied_names):
         kind, tensor = tensors[weight_names[0]]
         base = bases[weight_names[0]]
-        zeros = base is None and kind not in always_stored and is_all_zeros(tensor)
+        zeros = base is None and kind not in always_stored and is_all_zeros(data_of(tensor))
         weight = _weight(f"w{weight_index}", weight_names, kind, tensor, base, zeros=zeros)
         weights.append(weight)
         values.update(dict.fromkeys(weight_names, weight.value))
         source = tensor if base is None else base.tensor
         spec = TensorSpec(name=weight.stored, dtype=dtype_name(source.dtype), shape=tuple(source.shape))
-        stored.setdefault(weight.stored, StoredTensorSource(spec, source.detach().contiguous))
+        contiguous = partial(_contiguous, source, tensor if base is None else base.member, data_of)
+        stored.setdefault(weight.stored, StoredTensorSource(spec, contiguous))
     return WeightTable(weights=tuple(weights), values=values, stored=stored, tensors=tensor_of)
+
+
+def _contiguous(
+    source: torch.Tensor, member: torch.Tensor, data_of: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The elements of a tensor, which may be a view of all that is in the storage of a `member` of the model."""
+    data = data_of(member).detach()
+    if source is not member:
+        data = torch.empty(0, dtype=source.dtype, device=data.device).set_(
+            data.untyped_storage(), source.storage_offset(), source.shape, source.stride()
+        )
+    return data.contiguous()
 
 
 def _tied_names(tensors: Mapping[str, tuple[WeightKind, torch.Tensor]]) -> list[list[str]]:
@@ -145,7 +166,7 @@ def _require_storable(tensor_name: str, tensor: torch.Tensor) -> None:
 
 def _not_plain(tensor: torch.Tensor) -> str | None:
     """Why a tensor is more than strided elements in memory, or None."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
         return f"class {type(tensor).__name__}"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"

@@ -1,0 +1,211 @@
+"""Checkpoints on disk -> their tensors, each of which is read when it is needed.
+
+A checkpoint is a ``.safetensors`` file, a ``.bin`` or ``.pt`` file of ``torch.save``, an index of sharded files or the folder that has
+one, or a folder of ``torch.distributed.checkpoint``.
+"""
+
+import json
+import mmap
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from stagepack.capture.torch_messages import format_torch_error
+from stagepack.errors import CaptureError
+from stagepack.format.dtypes import TORCH_DTYPES
+
+# The files of a folder that has no more than a checkpoint, in the order in which transformers looks for them.
+_FOLDER_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_DISTRIBUTED_METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTensor:
+    """A tensor of a checkpoint, of which nothing is read yet.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+        read: returns its data, which may be a file mapped for reading only: do not write to it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, CheckpointTensor]:
+    """Describe the tensors of a checkpoint. Their data is not read.
+
+    Files of ``torch.save`` are opened with ``weights_only=True``. The ``.metadata`` of a folder of ``torch.distributed.checkpoint`` is
+    read with pickle by torch, so such a folder can run code: do not pass one that you do not trust.
+
+    Args:
+        path: a file, or a folder.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        CaptureError: there is no such checkpoint, or it cannot be read.
+    """
+    location = Path(path)
+    if location.is_dir():
+        if (location / _DISTRIBUTED_METADATA).is_file():
+            return _distributed_tensors(location)
+        file_name = next((name for name in _FOLDER_FILES if (location / name).is_file()), None)
+        if file_name is None:
+            expected = ", ".join((*_FOLDER_FILES, _DISTRIBUTED_METADATA))
+            raise CaptureError(f"{location}: expected a checkpoint: a folder with one of {expected}")
+        location /= file_name
+    if location.name.endswith(".index.json"):
+        return _sharded_tensors(location)
+    return checkpoint_file_tensors(location)
+
+
+def checkpoint_file_tensors(path: Path) -> dict[str, CheckpointTensor]:
+    """Describe the tensors of one ``.safetensors`` file, or of one file of ``torch.save``.
+
+    Raises:
+        CaptureError: there is no such file, or it cannot be read.
+    """
+    if not path.is_file():
+        raise CaptureError(f"{path}: no such checkpoint")
+    return _safetensors_tensors(path) if path.suffix == ".safetensors" else _saved_tensors(path)
+
+
+def _sharded_tensors(index_path: Path) -> dict[str, CheckpointTensor]:
+    """The tensors of the files that an index names."""
+    try:
+        weight_map = json.loads(index_path.read_bytes())["weight_map"]
+        file_names = dict.fromkeys(weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CaptureError(f"{index_path}: expected an index with a weight_map: {error}") from error
+    tensors: dict[str, CheckpointTensor] = {}
+    for file_name in file_names:
+        tensors |= checkpoint_file_tensors(index_path.parent / str(file_name))
+    return tensors
+
+
+def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
+    try:
+        # The library checks the header, of which the positions of the tensors are read below.
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CaptureError(f"{path}: cannot be read: {error}") from error
+    with path.open("rb") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(header_length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for tensor_name, entry in header.items():
+        if entry["dtype"] not in TORCH_DTYPES:
+            raise CaptureError(f"{path}: {tensor_name}: dtype {entry['dtype']} is not known")
+        dtype: torch.dtype = getattr(torch, TORCH_DTYPES[entry["dtype"]])
+        start = 8 + header_length + entry["data_offsets"][0]
+        tensors[tensor_name] = file_tensor(path, start, dtype, tuple(entry["shape"]))
+    return tensors
+
+
+def file_tensor(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> CheckpointTensor:
+    """Describe a tensor whose elements are in a file.
+
+    Args:
+        path: the file.
+        start: the position of its first byte.
+        dtype: its dtype.
+        shape: its shape.
+    """
+    return CheckpointTensor(dtype=dtype, shape=shape, read=lambda: map_tensor(path, start, dtype, shape))
+
+
+def map_tensor(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Map a tensor of a file for reading only. Its pages belong to the page cache, and are released with the tensor.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    element_count = torch.Size(shape).numel()
+    if element_count == 0:
+        return torch.empty(shape, dtype=dtype)
+    page_offset = start % mmap.ALLOCATIONGRANULARITY
+    length = page_offset + element_count * dtype.itemsize
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start - page_offset)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        elements = torch.frombuffer(pages, dtype=torch.uint8, offset=page_offset)
+    return elements.view(dtype).reshape(shape)
+
+
+def _saved_tensors(path: Path) -> dict[str, CheckpointTensor]:
+    """The tensors of a file of ``torch.save``, which is mapped; files older than torch 1.6 are read into memory."""
+    try:
+        is_mapped = zipfile.is_zipfile(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)  # noqa: TID251 - runs no code
+    except Exception as error:
+        raise CaptureError(f"{path}: torch.load cannot read it: {format_torch_error(error)}") from error
+    if not isinstance(content, Mapping):
+        raise CaptureError(f"{path}: expected a state dict, found {type(content).__name__}")
+    return {
+        tensor_name: CheckpointTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), read=partial(_held, tensor))
+        for tensor_name, tensor in _flattened(content).items()
+    }
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _flattened(content: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of nested dicts, by their keys joined with dots, as torch.distributed.checkpoint names them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key, entry in content.items():
+        if isinstance(entry, torch.Tensor):
+            tensors[f"{prefix}{key}"] = entry.detach()
+        elif isinstance(entry, Mapping):
+            tensors |= _flattened(entry, f"{prefix}{key}.")
+    return tensors
+
+
+def _distributed_tensors(folder: Path) -> dict[str, CheckpointTensor]:
+    """The tensors of a folder of ``torch.distributed.checkpoint``."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - slow to import
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415 - the same
+
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:
+        raise CaptureError(f"{folder}: torch.distributed.checkpoint cannot read it: {error}") from error
+    return {
+        tensor_name: CheckpointTensor(
+            dtype=entry.properties.dtype,
+            shape=tuple(entry.size),
+            read=partial(_read_distributed, folder, tensor_name, entry.properties.dtype, tuple(entry.size)),
+        )
+        for tensor_name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _read_distributed(folder: Path, tensor_name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - slow to import
+    from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415 - the same
+
+    tensors = {tensor_name: torch.empty(shape, dtype=dtype)}
+    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    return tensors[tensor_name]
