@@ -1,6 +1,6 @@
 """Edit a bundle and update its sizes and digests, so that the rule under test is the one that fails.
 
-The hostile and the conformance tests share it. It uses json, msgpack and hashlib alone: an error that the reader and the writer of
+The hostile and the conformance tests share it. It uses json, msgpack, hashlib and blake3 alone: an error that the reader and the writer of
 stagepack have in common cannot hide here.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from blake3 import blake3
 
 MANIFEST_NAME = "manifest.json"
 ZERO_DIGEST = "0" * 64
@@ -122,6 +123,8 @@ _MANIFEST_FIELDS = [
     "shared",
     "edges",
     "size",
+    "blake3",
+    "chunks",
     "files",
     "device",
     "features",
@@ -178,10 +181,11 @@ class BundleEditor:
     def write_file(self, file_name: str, content: bytes) -> None:
         """Write a file, and list its size and digest in the manifest."""
         (self.path / file_name).write_bytes(content)
-        listed = {"name": file_name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        listed = {"name": file_name, "size": len(content), **file_digests(content)}
         fields = self.manifest()
         entries = [entry for entry in fields["files"] if entry["name"] == file_name]
         for entry in entries:
+            entry.clear()
             entry.update(listed)
         if not entries:
             fields["files"] = sorted([*fields["files"], listed], key=lambda entry: str(entry["name"]))
@@ -216,6 +220,17 @@ class BundleEditor:
         content = bytearray((self.path / file_name).read_bytes())
         content[position] ^= 1 << bit
         (self.path / file_name).write_bytes(content)
+
+
+def file_digests(content: bytes) -> dict[str, Any]:
+    """The digest of a file and, if it has several chunks of 16 MiB, those of its chunks: `blake3` and `chunks` of a File."""
+    chunks = [blake3(content[start : start + 2**24]).digest() for start in range(0, len(content), 2**24)]
+    if len(chunks) < 2:
+        return {"blake3": blake3(content).hexdigest()}
+    root = blake3(derive_key_context="stagepack 2026-11-22 digests of chunks")
+    for chunk in chunks:
+        root.update(chunk)
+    return {"blake3": root.hexdigest(), "chunks": [chunk.hex() for chunk in chunks]}
 
 
 def encode_manifest(fields: dict[str, Any]) -> bytes:

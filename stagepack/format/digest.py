@@ -1,4 +1,4 @@
-"""SHA-256 digests of the files of a bundle, in hexadecimal (SPEC D1 to D4)."""
+"""The digest of a manifest, which is that of the bundle: SHA-256, in hexadecimal (SPEC D3)."""
 
 import hashlib
 import re

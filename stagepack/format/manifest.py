@@ -96,18 +96,20 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return [-1] * self.added + list(run_members(self.places))
 
 
-class File(Struct, frozen=True, kw_only=True):
+class File(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A file of the bundle.
 
     Attributes:
         name: its name in the folder of the bundle.
         size: its size in bytes.
-        sha256: the SHA-256 of its content, in hexadecimal.
+        blake3: its digest, in hexadecimal: the BLAKE3 hash of its content, or of the digests of its chunks if it has several.
+        chunks: the digests of its chunks of 16 MiB, in hexadecimal; empty for a file of one chunk.
     """
 
     name: str
     size: Int64
-    sha256: str
+    blake3: str
+    chunks: tuple[str, ...] = ()
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):

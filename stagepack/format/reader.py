@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from stagepack.errors import DigestError, FileNotListedError, LimitError, NotABundleError, Problem
 from stagepack.format import limits
+from stagepack.format.chunks import ByteProgress, check_content
 from stagepack.format.codec import convert_manifest, decode_graph, parse_json
-from stagepack.format.digest import sha256_of, stated_and_actual_digest
+from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.file_checks import (
     check_digests,
     check_size,
-    digest_problem,
     is_plain_file,
     raise_digest_problems,
 )
@@ -264,9 +264,7 @@ class Bundle:
             raise LimitError([Problem(rule="L1", where=file_name, message=message)])
         raise_digest_problems(check_size(self.path, entry))
         content = (self.path / file_name).read_bytes()
-        actual_digest = sha256_of(content)
-        if actual_digest != entry.sha256:
-            raise DigestError([digest_problem(entry, actual_digest)])
+        raise_digest_problems(check_content(entry, content))
         return content
 
     def tensors(self, stage_number: int, graph: Graph) -> dict[str, tuple[Path, StoredTensor]]:
@@ -289,26 +287,30 @@ class Bundle:
         raise_problems(check_weights(graph.weights, headers, stage.graph))
         return {tensor.name: (self.path / file_name, tensor) for file_name, tensors in headers for tensor in tensors}
 
-    def check_digests(self, file_names: Iterable[str]) -> None:
-        """Compare files with their digests, several at a time in threads.
+    def check_digests(self, file_names: Iterable[str], progress: ByteProgress | None = None) -> None:
+        """Compare files with their digests, in as many threads as there are processors.
 
         Args:
             file_names: the names of files that the manifest lists.
+            progress: called by the threads with the number of bytes that were compared.
 
         Raises:
             FileNotListedError: the manifest does not list a file.
             DigestError: files are missing or differ from those that the manifest lists.
         """
-        raise_digest_problems(check_digests(self.path, map(self._entry, file_names)))
+        raise_digest_problems(check_digests(self.path, map(self._entry, file_names), progress))
 
-    def verify(self) -> None:
+    def verify(self, progress: ByteProgress | None = None) -> None:
         """Check the digest of every file and every rule of the format. Reads the whole bundle.
+
+        Args:
+            progress: called by several threads with the number of bytes that were compared with their digests.
 
         Raises:
             DigestError: files are missing, changed or not listed.
             FormatError: a rule is broken.
         """
-        problems = check_digests(self.path, self.manifest.files)
+        problems = check_digests(self.path, self.manifest.files, progress)
         unlisted = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
         problems += [
             Problem(rule="D4", where=file_name[:200], message="the file is not listed in the manifest")

@@ -4,12 +4,12 @@ The files are written into a temporary folder beside the output, synchronized to
 process dies at any moment, the output is the old bundle, or missing, or the new bundle; never a part of one.
 """
 
-import hashlib
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Final, Self
 import msgspec
 
 from stagepack.errors import OutputExistsError, WriteError
+from stagepack.format.chunks import FileHasher
 from stagepack.format.codec import encode_manifest
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
@@ -39,6 +40,9 @@ class TensorSource:
     specs: Mapping[str, TensorSpec]
     read: Callable[[str], ByteChunks]
 
+
+# From this size on, hashing in a thread costs less than it saves.
+_OVERLAPPED_BYTES: Final = 2**18
 
 # The first field of a manifest. A damaged manifest begins with it too.
 _MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
@@ -122,24 +126,28 @@ class BundleWriter:
             ) from error
 
     def write_file(self, file_name: str, chunks: ByteChunks) -> None:
-        """Write one file, and record its size and digest for the manifest.
+        """Write one file, and record its size and digests for the manifest. A thread hashes what is being written.
 
         Args:
             file_name: the name of the file in the bundle.
-            chunks: its content.
+            chunks: its content. A buffer may be used again for the next one.
 
         Raises:
             OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
         """
-        digest = hashlib.sha256()
-        with (self._temporary_folder / file_name).open("xb") as file:
+        hasher = FileHasher()
+        with (self._temporary_folder / file_name).open("xb") as file, ThreadPoolExecutor(1) as hashing_thread:
             for chunk in chunks:
-                digest.update(chunk)
-                file.write(chunk)
-            size = file.tell()
+                if memoryview(chunk).nbytes < _OVERLAPPED_BYTES:
+                    hasher.update(chunk)
+                    file.write(chunk)
+                else:
+                    hashed = hashing_thread.submit(hasher.update, chunk)
+                    file.write(chunk)
+                    hashed.result()
             file.flush()
             os.fsync(file.fileno())
-        self._file_entries.append(File(name=file_name, size=size, sha256=digest.hexdigest()))
+        self._file_entries.append(hasher.entry(file_name))
 
     def link_file(self, path: Path, entry: File) -> None:
         """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Its digest is not computed again.

@@ -140,7 +140,7 @@ def test_a_plain_load_sees_a_flipped_bit_of_any_weight(name: str, editor: Bundle
             stagepack.load(editor.path)
         (editor / name).write_bytes(whole)
     editor.flip_bit(name, len(whole) - 1, bit=7)
-    with pytest.raises(DigestError, match=rf"{name}: the content was changed: expected sha256 \w+, found \w+"):
+    with pytest.raises(DigestError, match=rf"{name}: the content was changed: expected blake3 \w+, found \w+"):
         stagepack.load(editor.path)
     command_fails("load", str(editor.path), says=name)
 

@@ -4,11 +4,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 import stagepack
 from stagepack.errors import DigestError, FormatError, LimitError, NotABundleError, StagepackError, VersionError
 from stagepack.format import limits
+from stagepack.format.file_checks import hash_file
 from tests.bundle_editor import ZERO_DIGEST, BundleEditor, rename_value
 from tests.hostile.attack import Attack, Seen, check
 
@@ -122,7 +124,7 @@ ATTACKS = [
     case("file name of the manifest", rename_file("manifest.json"), "'manifest.json': .*a reserved name"),
     case("file name of the signature", rename_file("model.sig"), "'model.sig': .*a reserved name"),
     case("two names in one", rename_file("STAGE-2.safetensors"), "duplicate name, where case is ignored"),
-    case("digest is not one", put("files", 0, "sha256", value="x" * 64), "the digest is not 64 hexadecimal digits"),
+    case("digest is not one", put("files", 0, "blake3", value="x" * 64), "the digest is not 64 hexadecimal digits"),
     case("negative size", put("files", 0, "size", value=-1), "the size is negative"),
     case(
         "edge from the future",
@@ -225,8 +227,9 @@ def test_a_manifest_over_the_limit_is_refused_unread(editor: BundleEditor) -> No
 def test_a_graph_that_is_said_to_be_over_the_limit_is_refused_unread(editor: BundleEditor) -> None:
     size = limits.GRAPH_BYTES + 1
     names = [file["name"] for file in editor.manifest()["files"]]
-    put("files", names.index("stage-1.msgpack"), "size", value=size)(editor)
     editor.truncate("stage-1.msgpack", size)  # a hole: no disk is used
+    entry = msgspec.to_builtins(hash_file(editor / "stage-1.msgpack", "stage-1.msgpack"))
+    put("files", names.index("stage-1.msgpack"), value=entry)(editor)
     with pytest.raises(LimitError, match=r"stage-1\.msgpack: expected at most"):
         stagepack.open(editor.path).graph(1)
     with pytest.raises(LimitError, match=r"stage-1\.msgpack: expected at most"):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -102,8 +103,8 @@ def test_a_bundle_lists_all_its_files_with_size_and_digest(tmp_path: Path) -> No
     files = {path.name: path.read_bytes() for path in (tmp_path / "m.stagepack").iterdir()}
     manifest = files.pop("manifest.json")
     fields = json.loads(manifest)
-    listed = {file["name"]: (file["size"], file["sha256"]) for file in fields["files"]}
-    assert listed == {name: (len(held), hashlib.sha256(held).hexdigest()) for name, held in files.items()}
+    listed = {file["name"]: (file["size"], file["blake3"]) for file in fields["files"]}
+    assert listed == {name: (len(held), blake3(held).hexdigest()) for name, held in files.items()}
     zeros = manifest.replace(fields["sha256"].encode(), b"0" * 64)
     assert hashlib.sha256(zeros).hexdigest() == fields["sha256"] == Bundle(tmp_path / "m.stagepack").digest
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from stagepack.errors import Problem
 from stagepack.format import limits
+from stagepack.format.chunks import chunk_count, file_digest
 from stagepack.format.manifest import Edge, File, Manifest, Stage
 from stagepack.format.plan import Plan, PlannedStage, Run
 from stagepack.format.tree import value_names
 from stagepack.format.validate.names import (
+    DIGEST_PATTERN,
     FILE_NAME_PATTERN,
     MANIFEST_NAME,
-    SHA256_PATTERN,
     SIGNATURE_NAME,
     WORD_PATTERN,
     is_identifier,
@@ -60,8 +61,23 @@ def _check_files(files: tuple[File, ...]) -> Iterator[BrokenRule]:
         elif file.name.lower() in seen:
             yield "M5", location, "duplicate name, where case is ignored, or a reserved name"
         seen.add(file.name.lower())
-        if file.size < 0 or not SHA256_PATTERN.fullmatch(file.sha256):
+        if file.size < 0 or not DIGEST_PATTERN.fullmatch(file.blake3):
             yield "M5", location, "the size is negative, or the digest is not 64 hexadecimal digits"
+        else:
+            yield from _check_chunks(file, location)
+
+
+def _check_chunks(file: File, location: str) -> Iterator[BrokenRule]:
+    """Yield the problem of the chunk digests of a file, if there is one."""
+    expected_count = chunk_count(file.size)
+    # The digest of a file of one chunk is that of the chunk, which is not listed again.
+    if len(file.chunks) != (expected_count if expected_count > 1 else 0):
+        listed = expected_count if expected_count > 1 else "no"
+        yield "M14", location, f"expected {listed} chunks for {file.size} bytes, found {len(file.chunks)}"
+    elif not all(DIGEST_PATTERN.fullmatch(digest) for digest in file.chunks):
+        yield "M14", location, "the digest of a chunk is not 64 hexadecimal digits"
+    elif file.chunks and (actual_digest := file_digest(file.chunks)) != file.blake3:
+        yield "M14", location, f"the digests of its chunks give blake3 {actual_digest}, the file states {file.blake3}"
 
 
 def _check_stage_entry(stage: Stage, listed: set[str], location: str) -> Iterator[BrokenRule]:

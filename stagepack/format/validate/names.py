@@ -14,7 +14,7 @@ FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,198}[A-Za-z0-9_-]
 # The name of a dtype, a device type, a layout or a memory format (M11).
 WORD_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 DECIMAL_PATTERN = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
-SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
 def is_identifier(value_name: str) -> bool:

@@ -1,0 +1,184 @@
+"""Digests of files by chunk, so that threads share one file and a range of it is checked alone (SPEC section 9).
+
+A file is divided into chunks of 16 MiB. The digest of a chunk is its BLAKE3 hash. The digest of a file of one chunk is that of the chunk;
+the digest of a larger file is a BLAKE3 hash over the digests of its chunks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from blake3 import blake3
+
+from stagepack.errors import Problem
+from stagepack.format.manifest import File
+
+CHUNK_BYTES: Final = 16 * 2**20
+# Separates the digests of files of several chunks from those of files whose content is a list of digests.
+_ROOT_CONTEXT: Final = "stagepack 2026-11-22 digests of chunks"
+
+# Called with the number of further bytes that are done; by several threads at a time.
+ByteProgress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FileChunk:
+    """One chunk of a file.
+
+    Attributes:
+        entry: the manifest entry of the file.
+        index: the number of the chunk, from 0.
+    """
+
+    entry: File
+    index: int
+
+    @property
+    def start(self) -> int:
+        """The first byte of the chunk in the file."""
+        return self.index * CHUNK_BYTES
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one of the chunk."""
+        return min(self.start + CHUNK_BYTES, self.entry.size)
+
+    @property
+    def digest(self) -> str:
+        """The digest that the manifest states, in hexadecimal."""
+        return self.entry.chunks[self.index] if self.entry.chunks else self.entry.blake3
+
+    def problem(self, actual_digest: str) -> Problem | None:
+        """Return the D2 problem if the chunk has another digest than the manifest states, otherwise None.
+
+        Args:
+            actual_digest: the digest of the content, in hexadecimal.
+        """
+        if actual_digest == self.digest:
+            return None
+        location = f" in the bytes {self.start} to {self.end}" if self.entry.chunks else ""
+        message = f"the content was changed{location}: expected blake3 {self.digest}, found {actual_digest}"
+        return Problem(rule="D2", where=self.entry.name, message=message)
+
+    def check(self, content: bytes | memoryview) -> Problem | None:
+        """Return the D2 problem if the content of the chunk is not the one that the manifest states, otherwise None.
+
+        Args:
+            content: the bytes of the chunk, from `start` to `end`.
+        """
+        return self.problem(chunk_digest(content))
+
+
+def chunk_count(size: int) -> int:
+    """Return the number of chunks of a file of `size` bytes; an empty file has one."""
+    return max(1, -(-size // CHUNK_BYTES))
+
+
+def file_chunks(entry: File, start: int = 0, end: int | None = None) -> list[FileChunk]:
+    """Return the chunks of a file that a range of its bytes touches, in order.
+
+    Args:
+        entry: the manifest entry of the file.
+        start: the first byte of the range.
+        end: the byte after its last one; by default the end of the file.
+    """
+    end = entry.size if end is None else min(end, entry.size)
+    if not entry.size:
+        return [FileChunk(entry, 0)]
+    return [FileChunk(entry, index) for index in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))]
+
+
+def chunk_digest(content: bytes | memoryview) -> str:
+    """Return the digest of the content of a chunk, in hexadecimal. Releases the GIL."""
+    return blake3(content).hexdigest()
+
+
+def file_digest(chunk_digests: Sequence[str]) -> str:
+    """Return the digest of a file, in hexadecimal.
+
+    Args:
+        chunk_digests: the digests of all its chunks, at least one, in hexadecimal.
+    """
+    if len(chunk_digests) == 1:
+        return chunk_digests[0]
+    return blake3(bytes.fromhex("".join(chunk_digests)), derive_key_context=_ROOT_CONTEXT).hexdigest()
+
+
+def file_entry(file_name: str, size: int, chunk_digests: Sequence[str]) -> File:
+    """Return the manifest entry of a file.
+
+    Args:
+        file_name: the name of the file in the bundle.
+        size: its size in bytes.
+        chunk_digests: the digests of its chunks, in hexadecimal.
+    """
+    listed = tuple(chunk_digests) if len(chunk_digests) > 1 else ()
+    return File(name=file_name, size=size, blake3=file_digest(chunk_digests), chunks=listed)
+
+
+def check_content(entry: File, content: bytes | memoryview) -> list[Problem]:
+    """Compare the whole content of a file with its digest (D2).
+
+    Args:
+        entry: the manifest entry of the file.
+        content: all its bytes.
+
+    Returns:
+        One problem if the content differs; otherwise an empty list.
+    """
+    if len(content) != entry.size:
+        message = f"expected {entry.size} bytes, found {len(content)}"
+        return [Problem(rule="D1", where=entry.name, message=message)]
+    view = memoryview(content)
+    problems = (chunk.check(view[chunk.start : chunk.end]) for chunk in file_chunks(entry))
+    return [problem for problem in problems if problem is not None][:1]
+
+
+class FileHasher:
+    """Computes the manifest entry of a file while its bytes pass, in order.
+
+    Examples:
+        >>> hasher = FileHasher()
+        >>> hasher.update(b"content")
+        >>> hasher.entry("config.json").size
+        7
+    """
+
+    def __init__(self) -> None:
+        """Start with an empty file."""
+        self._chunk_digests: list[str] = []
+        self._chunk_hasher = blake3()
+        self._chunk_size = 0
+
+    def update(self, piece: bytes | bytearray | memoryview) -> None:
+        """Append bytes to the file. Releases the GIL while it hashes.
+
+        Args:
+            piece: contiguous bytes of any number.
+        """
+        view = memoryview(piece)
+        # A view with a zero in its shape cannot be cast.
+        remaining = view.cast("B") if view.nbytes else view[:0]
+        while len(remaining):
+            added = remaining[: CHUNK_BYTES - self._chunk_size]
+            remaining = remaining[len(added) :]
+            self._chunk_hasher.update(added)
+            self._chunk_size += len(added)
+            if self._chunk_size == CHUNK_BYTES:
+                self._finish_chunk()
+
+    def entry(self, file_name: str) -> File:
+        """Return the manifest entry of the file. Nothing may be appended after it.
+
+        Args:
+            file_name: the name of the file in the bundle.
+        """
+        size = len(self._chunk_digests) * CHUNK_BYTES + self._chunk_size
+        if self._chunk_size or not self._chunk_digests:
+            self._finish_chunk()
+        return file_entry(file_name, size, self._chunk_digests)
+
+    def _finish_chunk(self) -> None:
+        self._chunk_digests.append(self._chunk_hasher.hexdigest())
+        self._chunk_hasher = blake3()
+        self._chunk_size = 0

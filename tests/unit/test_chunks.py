@@ -1,0 +1,62 @@
+"""Digests by chunk: the same from a stream, a file and threads; a changed byte is found in its chunk."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagepack.errors import DigestError
+from stagepack.format.chunks import CHUNK_BYTES, FileHasher, check_content, chunk_count, file_chunks
+from stagepack.format.file_checks import check_digests, hash_file
+from stagepack.format.writer import BundleWriter
+from tests.bundle_editor import file_digests
+
+CONTENT = os.urandom(2**16) * (2 * CHUNK_BYTES // 2**16) + b"end"
+
+
+@settings(max_examples=15, deadline=None)
+@given(size=st.integers(0, len(CONTENT)), pieces=st.lists(st.integers(1, CHUNK_BYTES + 5), min_size=1, max_size=4))
+def test_a_stream_in_any_pieces_has_the_digests_of_the_file(size: int, pieces: list[int]) -> None:
+    hasher = FileHasher()
+    position = 0
+    while position < size:
+        piece = pieces[position % len(pieces)]
+        hasher.update(memoryview(CONTENT)[position : min(position + piece, size)])
+        position += piece
+    entry = hasher.entry("x")
+    stated = file_digests(CONTENT[:size])
+    assert (entry.size, entry.blake3, list(entry.chunks)) == (size, stated["blake3"], stated.get("chunks", []))
+    assert len(file_chunks(entry)) == chunk_count(size)
+    assert not check_content(entry, CONTENT[:size])
+
+
+def test_a_file_has_the_digests_of_its_content_and_a_change_is_found_in_its_chunk(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(CONTENT)
+    seen: list[int] = []
+    entry = hash_file(tmp_path / "x", "x", progress=seen.append)
+    assert {"blake3": entry.blake3, "chunks": list(entry.chunks)} == file_digests(CONTENT)
+    assert sum(seen) == len(CONTENT)
+    assert not check_digests(tmp_path, [entry])
+    with (tmp_path / "x").open("r+b") as file:
+        file.seek(CHUNK_BYTES)
+        file.write(bytes([CONTENT[CHUNK_BYTES] ^ 1]))
+    [problem] = check_digests(tmp_path, [entry])
+    assert f"in the bytes {CHUNK_BYTES} to {2 * CHUNK_BYTES}: expected blake3" in problem.message
+    assert [chunk.index for chunk in file_chunks(entry, CHUNK_BYTES - 1, CHUNK_BYTES + 1)] == [0, 1]
+    assert file_chunks(entry, 0, CHUNK_BYTES)[0].check(CONTENT[:CHUNK_BYTES]) is None
+    assert file_chunks(entry, CHUNK_BYTES)[0].check(bytes(CHUNK_BYTES)) is not None
+
+
+def test_a_file_that_is_not_plain_is_not_hashed(tmp_path: Path) -> None:
+    (tmp_path / "x").symlink_to("/dev/zero")
+    with pytest.raises(DigestError, match="not a plain file"):
+        hash_file(tmp_path / "x", "x")
+
+
+def test_the_writer_lists_the_chunks(tmp_path: Path) -> None:
+    with BundleWriter(tmp_path / "m", overwrite=False) as writer:
+        writer.write_file("x", [CONTENT[:5], b"", memoryview(CONTENT)[5:]])
+        [entry] = writer._file_entries
+        assert {"blake3": entry.blake3, "chunks": list(entry.chunks)} == file_digests(CONTENT)
