@@ -1,8 +1,11 @@
 """What goes from process to process: tensors of every dtype and layout, memory that is used again, words of another program."""
 
+import os
+import socket
 import struct
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,23 +15,26 @@ from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.control import ControlKind, ControlMessage, encode_sizes
-from stagepack_loaders.distributed.process_group import LOOPBACK, ConnectionLostError, ProcessGroup, open_store
-from stagepack_loaders.distributed.route_layout import RequestLayouts
-from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import ReceiveMemory
-from stagepack_loaders.distributed.transfers import (
-    PackedValues,
-    RouteReceivers,
-    pack_command,
-    pack_failure,
-    pack_values,
-    send_values,
+from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks
+from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
+from stagepack_loaders.distributed.process_group import (
+    LOOPBACK,
+    ConnectionLostError,
+    ProcessGroup,
+    Transfer,
+    open_store,
 )
+from stagepack_loaders.distributed.route_layout import RequestLayouts, head_capacity
+from stagepack_loaders.distributed.routes import Route
+from stagepack_loaders.distributed.shared_blocks import KeptBytes
+from stagepack_loaders.distributed.tensor_memory import ReceiveMemory
+from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 
 ROWS = Symbol(name="rows", min=0, max=2**20)
 FOUND = Symbol(name="found", min=0, max=8)  # depends on data
 SYMBOLS = (ROWS, FOUND)
 COMPLEX_OR_FLOAT = (torch.complex64, torch.complex128, torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Connect = Callable[[Sequence[Edge]], "Connection"]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
@@ -45,21 +51,59 @@ def groups() -> tuple[ProcessGroup, ProcessGroup]:
     return first, found[0]
 
 
+@pytest.fixture(params=["gloo", "link"])
+def connect(request: Any, groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Connect]:
+    """Connects routes, between machines or on one."""
+    connections: list[Connection] = []
+
+    def connect_route(edges: Sequence[Edge]) -> Connection:
+        connections.append(Connection(groups, edges, is_local=request.param == "link"))
+        return connections[-1]
+
+    yield connect_route
+    for connection in connections:
+        connection.close()
+
+
 def edge_of(name: str, dtype: str, shape: Sequence[Any]) -> Edge:
     return Edge(name=name, dtype=dtype, shape=tuple(shape), producer=None, consumers=(0,))
 
 
-class Link:
-    """A route from rank 0 to rank 1, and its receiver there."""
+class Connection:
+    """A route from rank 0 to rank 1."""
 
     tags = iter(range(0, 10_000))
 
-    def __init__(self, groups: tuple[ProcessGroup, ProcessGroup], edges: Sequence[Edge]) -> None:
-        self.sender = groups[0]
+    def __init__(self, groups: tuple[ProcessGroup, ProcessGroup], edges: Sequence[Edge], *, is_local: bool) -> None:
         self.route = Route(source_stage=next(self.tags), source_rank=0, target_rank=1, edges=tuple(edges))
-        self.layouts = RequestLayouts([self.route], SYMBOLS)
-        self.receivers = RouteReceivers(groups[1], [self.route], SYMBOLS)
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) if is_local else ()
+        self.sockets: tuple[socket.socket, ...] = pair
+        senders, receivers = {}, {}
+        if self.sockets:
+            capacity = head_capacity(edges, SYMBOLS)
+            senders[self.route] = LinkSender(self.sockets[0])
+            receivers[self.route] = LinkReceiver(self.sockets[1], capacity, KeptBytes())
+        self.links = links = LocalLinks(senders=senders, receivers=receivers)
+        self.group = groups[0]
+        self.layouts = RequestLayouts([self.route], SYMBOLS, set(senders))
+        self.senders = RouteSenders(groups[0], links)
+        self.receivers = RouteReceivers(groups[1], links, [self.route], SYMBOLS)
         self.number = 0
+
+    def send(self, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
+        return self.senders.send(self.route, message, packed_values)
+
+    def close(self) -> None:
+        for end in self.sockets:
+            end.close()
+
+    def send_words(self, words: Sequence[int]) -> None:
+        """Send the words of another program."""
+        memory = torch.frombuffer(bytearray(struct.pack(f"<{len(words)}q", *words)), dtype=torch.uint8)
+        if self.sockets:
+            self.sockets[0].sendmsg([bytes(24), memory.numpy().tobytes()])
+        else:
+            self.group.send(memory, 1, self.route.head_tag).wait()
 
     def message(self, rows: int = 0) -> ControlMessage:
         self.number += 1
@@ -71,12 +115,18 @@ class Link:
         layout = self.layouts.find(message.size_words)
         packed_values = pack_values(layout.of_route[self.route], values, SYMBOLS, copies=False)
         self.receivers.post_bodies(layout)
-        transfers = send_values(self.sender, self.route, message, packed_values)
+        transfers = self.send(message, packed_values)
         assert self.receivers.next_message() == message
         received = self.receivers.values(layout)
+        self.wait(transfers)
+        return received
+
+    def wait(self, transfers: Sequence[Transfer]) -> None:
+        """Wait until messages have arrived."""
+        for receiver in self.links.receivers.values():
+            receiver.acknowledge()
         for transfer in transfers:
             transfer.wait()
-        return received
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -89,16 +139,16 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [*COMPLEX_OR_FLOAT, *INTEGERS], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 3, 40_000])
-def test_each_dtype_at_each_size(groups: tuple[ProcessGroup, ProcessGroup], dtype: torch.dtype, rows: int) -> None:
+def test_each_dtype_at_each_size(connect: Connect, dtype: torch.dtype, rows: int) -> None:
     name = str(dtype).removeprefix("torch.")
-    link = Link(groups, [edge_of("x", name, ["rows", 3]), edge_of("scalar", name, [])])
+    connection = connect([edge_of("x", name, ["rows", 3]), edge_of("scalar", name, [])])
     x = torch.arange(rows * 3).reshape(rows, 3).to(dtype)
-    received = link.pass_on({"x": x, "scalar": torch.ones((), dtype=dtype)}, rows)
+    received = connection.pass_on({"x": x, "scalar": torch.ones((), dtype=dtype)}, rows)
     assert_same(received["x"], x)
     assert_same(received["scalar"], torch.ones((), dtype=dtype))
 
 
-def test_strides_conjugates_and_numbers(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+def test_strides_conjugates_and_numbers(connect: Connect) -> None:
     values: dict[str, Any] = {
         "transposed": torch.arange(12.0).reshape(4, 3).T,
         "repeated": torch.arange(3.0).expand(4, 3),
@@ -119,7 +169,7 @@ def test_strides_conjugates_and_numbers(groups: tuple[ProcessGroup, ProcessGroup
         edge_of("factor", "symfloat", []),
         edge_of("flag", "symbool", []),
     ]
-    received = Link(groups, edges).pass_on(values)
+    received = connect(edges).pass_on(values)
     for name, value in values.items():
         if name in ("conjugate", "negative"):
             assert torch.equal(received[name], value)
@@ -127,33 +177,32 @@ def test_strides_conjugates_and_numbers(groups: tuple[ProcessGroup, ProcessGroup
             assert_same(received[name], value)
 
 
-def test_sizes_that_depend_on_data(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    link = Link(groups, [edge_of("found", "int64", ["found", 2]), edge_of("x", "float32", ["rows"])])
+def test_sizes_that_depend_on_data(connect: Connect) -> None:
+    connection = connect([edge_of("found", "int64", ["found", 2]), edge_of("x", "float32", ["rows"])])
     for count in (3, 0, 8):
         values = {"found": torch.arange(2 * count).reshape(count, 2), "x": torch.ones(50_000)}
-        received = link.pass_on(values, 50_000)
+        received = connection.pass_on(values, 50_000)
         assert_same(received["found"], values["found"])
         assert_same(received["x"], values["x"])
     with pytest.raises(InputError, match="found"):
-        link.pass_on({"found": torch.zeros(9, 2, dtype=torch.int64), "x": torch.ones(1)}, 1)
+        connection.pass_on({"found": torch.zeros(9, 2, dtype=torch.int64), "x": torch.ones(1)}, 1)
 
 
-def test_a_failed_request_and_a_command_keep_the_order(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    link = Link(groups, [edge_of("x", "float32", ["rows"])])
+def test_a_failed_request_and_a_command_keep_the_order(connect: Connect) -> None:
+    connection = connect([edge_of("x", "float32", ["rows"])])
     for rows in (5, 100_000):
-        message = link.message(rows).failed()
-        layout = link.layouts.find(message.size_words)
-        link.receivers.post_bodies(layout)
-        transfers = send_values(link.sender, link.route, message, pack_failure(layout.of_route[link.route]))
-        assert link.receivers.next_message() == message
-        assert link.receivers.values(layout) == {}
-        link.number += 1
-        seed = ControlMessage(kind=ControlKind.SEED, number=link.number, seed=-3)
-        transfers += send_values(link.sender, link.route, seed, pack_command(SYMBOLS))
-        assert link.receivers.next_message() == seed
-        for transfer in transfers:
-            transfer.wait()
-        assert_same(link.pass_on({"x": torch.ones(rows)}, rows)["x"], torch.ones(rows))
+        message = connection.message(rows).failed()
+        layout = connection.layouts.find(message.size_words)
+        connection.receivers.post_bodies(layout)
+        transfers = connection.send(message, pack_failure(layout.of_route[connection.route]))
+        assert connection.receivers.next_message() == message
+        assert connection.receivers.values(layout) == {}
+        connection.number += 1
+        seed = ControlMessage(kind=ControlKind.SEED, number=connection.number, seed=-3)
+        transfers += connection.send(seed, pack_command(SYMBOLS))
+        assert connection.receivers.next_message() == seed
+        connection.wait(transfers)
+        assert_same(connection.pass_on({"x": torch.ones(rows)}, rows)["x"], torch.ones(rows))
 
 
 @pytest.mark.parametrize(
@@ -165,35 +214,33 @@ def test_a_failed_request_and_a_command_keep_the_order(groups: tuple[ProcessGrou
         ((1, 1, 0, 0, 1, -1, 0, 0), "for 'rows', found -1"),
     ],
 )
-def test_words_of_another_program_are_refused(
-    groups: tuple[ProcessGroup, ProcessGroup], words: tuple[int, ...], error: str
-) -> None:
-    link = Link(groups, [edge_of("x", "float32", ["rows"])])
-    memory = torch.frombuffer(bytearray(struct.pack("<8q", *words)), dtype=torch.uint8)
-    link.sender.send(memory, 1, link.route.head_tag).wait()
+def test_words_of_another_program_are_refused(connect: Connect, words: tuple[int, ...], error: str) -> None:
+    connection = connect([edge_of("x", "float32", ["rows"])])
+    connection.send_words(words)
 
     def receive() -> None:
-        message = link.receivers.next_message()
+        message = connection.receivers.next_message()
         assert message is not None
-        link.layouts.find(message.size_words)
+        connection.layouts.find(message.size_words)
 
     with pytest.raises(ConnectionLostError, match=error):
         receive()
 
 
-def test_a_size_that_data_decide_is_checked_before_memory_is_taken(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    link = Link(groups, [edge_of("found", "int64", ["found", 2])])
-    message = link.message()
-    layout = link.layouts.find(message.size_words)
+def test_a_size_that_data_decide_is_checked_before_memory_is_taken(connect: Connect) -> None:
+    connection = connect([edge_of("found", "int64", ["found", 2])])
+    message = connection.message()
+    layout = connection.layouts.find(message.size_words)
     packed_values: PackedValues = pack_values(
-        layout.of_route[link.route], {"found": torch.zeros(3, 2, dtype=torch.int64)}, SYMBOLS, copies=False
+        layout.of_route[connection.route], {"found": torch.zeros(3, 2, dtype=torch.int64)}, SYMBOLS, copies=False
     )
-    (value_layout,) = layout.of_route[link.route].values
+    (value_layout,) = layout.of_route[connection.route].values
     packed_values.head.write(value_layout.strides_offset + 16, [2**50, 2])
-    send_values(link.sender, link.route, message, packed_values)[0].wait()
-    assert link.receivers.next_message() == message
+    transfers = connection.send(message, packed_values)
+    assert connection.receivers.next_message() == message
+    connection.wait(transfers[:1])
     with pytest.raises(ConnectionLostError, match=r"the data of another program: .*found"):
-        link.receivers.values(layout)
+        connection.receivers.values(layout)
 
 
 def test_memory_is_used_again_when_no_tensor_is_on_it() -> None:
@@ -209,3 +256,54 @@ def test_memory_is_used_again_when_no_tensor_is_on_it() -> None:
     assert memory.take(2 * byte_count).numel() == 2 * byte_count
     kept = [memory.take(2**26) for _ in range(8)]  # more than is kept
     assert len({tensor.data_ptr() for tensor in kept}) == 8
+
+
+def test_results_that_a_caller_keeps_do_not_change_and_keep_few_files_open(
+    groups: tuple[ProcessGroup, ProcessGroup],
+) -> None:
+    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+    rows, first_count = 70_000, len(os.listdir("/proc/self/fd"))
+    kept = [connection.pass_on({"x": torch.full((rows,), float(number))}, rows)["x"] for number in range(200)]
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(kept))
+    assert len(os.listdir("/proc/self/fd")) - first_count <= 2 * 34  # both ends are in this process
+    del kept
+    addresses = {connection.pass_on({"x": torch.ones(rows)}, rows)["x"].data_ptr() for _ in range(50)}
+    assert len(addresses) <= 34
+    connection.close()
+
+
+def test_a_sender_waits_for_a_receiver_that_takes_nothing(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+    rows = 70_000
+    layout = connection.layouts.find(encode_sizes({"rows": rows}, SYMBOLS))
+
+    def send_all() -> None:
+        for number in range(100):
+            values = {"x": torch.full((rows,), float(number))}
+            packed_values = pack_values(layout.of_route[connection.route], values, SYMBOLS, copies=False)
+            connection.send(connection.message(rows), packed_values)
+
+    thread = threading.Thread(target=send_all)
+    thread.start()
+    thread.join(1)
+    assert thread.is_alive()
+    for number in range(100):
+        assert connection.receivers.next_message() is not None
+        assert bool((connection.receivers.values(layout)["x"] == number).all())
+    thread.join(5)
+    assert not thread.is_alive()
+    connection.close()
+
+
+def test_memory_smaller_than_it_is_said_to_be_is_refused(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+    descriptor = os.memfd_create("small")
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
+    connection.sockets[0].sendmsg([struct.pack("<3q", 1, 4096, 4096), bytes(64)], [rights])
+    os.close(descriptor)
+    with pytest.raises(ConnectionLostError, match="length"):
+        connection.receivers.next_message()
+    connection.sockets[0].sendmsg([struct.pack("<3q", 7, 4096, 0), bytes(64)])
+    with pytest.raises(ConnectionLostError, match="7"):
+        connection.receivers.next_message()
+    connection.close()

@@ -24,13 +24,14 @@ from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.group_watch import GroupWatch
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.membership import Membership
+from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError
-from stagepack_loaders.distributed.transfers import PackedValues, RouteReceivers, pack_command, pack_values, send_values
+from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import trace_clock
 
 _REPORT_SECONDS = 5.0
@@ -85,12 +86,11 @@ class FrontProcess:
         self._is_closed = False
         self._symbols = bundle.manifest.symbols
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
-        self._layouts = RequestLayouts(membership.routes, self._symbols)
-        self._receivers = RouteReceivers(self._group, membership.routes, self._symbols)
+        self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
+        self._senders = RouteSenders(self._group, membership.links)
+        self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols)
         self.trace = GroupTrace(range(self._group.size), self.command)
-        self._worker = StageWorker(
-            self._group, bundle.manifest, membership.stages, membership.routes, self._record_failure, self.trace.spans
-        )
+        self._worker = StageWorker(bundle.manifest, membership, self._senders, self._record_failure, self.trace.spans)
         self._threads = [
             *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
             threading.Thread(target=self._collect_results, name="results", daemon=True),
@@ -222,6 +222,8 @@ class FrontProcess:
         """Wait until the threads have ended, after the processes have: one that waits in gloo would abort the interpreter at its end."""
         for thread in set(self._threads + self._watch.threads) - {threading.current_thread()}:
             thread.join(_ABORT_SECONDS)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._membership.links.close()
 
     def refuse_waiting(self) -> None:
         """Refuse to wait for an answer in the thread that answers.
@@ -268,7 +270,7 @@ class FrontProcess:
             elif work.kind == ControlKind.CLOSE:
                 self._announce(message, range(self._group.size))
             for route, packed_values in zip(self._input_routes, packed_inputs, strict=True):
-                self._sent_messages.add(message.number, send_values(self._group, route, message, packed_values))
+                self._sent_messages.add(message.number, self._senders.send(route, message, packed_values))
         except ConnectionLostError as error:
             self._watch.lose_unknown(error)
         else:
@@ -383,7 +385,7 @@ class FrontProcess:
         for answer in pending:
             answer.set_exception(lost)
         self.trace.fail(lost)
-        self._group.abort()
+        self._membership.abort()
         for queue in (self._work, self._finished_here):  # whose threads wait for work, not for another process
             queue.put(ControlMessage(kind=ControlKind.CLOSE, number=0))
         self._report_loss(lost)

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from stagepack.errors import GroupError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.error_report import ErrorReport, rebuild_error, report_error
+from stagepack_loaders.distributed.link_listener import machine_id
 from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name
 
 _POLL_SECONDS = 0.02
@@ -34,6 +35,8 @@ class Identity(Struct, frozen=True, kw_only=True):
         digest: the digest of the manifest that it has opened.
         stagepack: its version of stagepack.
         torch: its version of torch.
+        machine: its `machine_id`.
+        listener: the name of its `LinkListener`; empty if it has none.
     """
 
     host: str
@@ -41,6 +44,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     digest: str
     stagepack: str
     torch: str
+    machine: str
+    listener: str
 
 
 class StageFacts(Struct, frozen=True, kw_only=True):
@@ -83,14 +88,16 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     error: ErrorReport | None = None
 
 
-def own_identity(bundle: Bundle) -> Identity:
-    """Return the identity of this process."""
+def own_identity(bundle: Bundle, listener_name: str) -> Identity:
+    """Return the identity of this process, which listens by a name for others of its machine."""
     return Identity(
         host=host_name(),
         process_id=os.getpid(),
         digest=bundle.digest,
         stagepack=version("stagepack"),
         torch=str(torch.__version__),
+        machine=machine_id(),
+        listener=listener_name,
     )
 
 

@@ -1,21 +1,28 @@
 """Measure how long values take from one process of this machine to another: ``python -m`` runs the process that sends them back."""
 
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import time
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from stagepack.errors import GroupError
+from stagepack_loaders.distributed.control import control_bytes
+from stagepack_loaders.distributed.link_listener import LinkListener, connect_links, find_local_routes, machine_id
+from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.process_group import LOOPBACK, ConnectionLostError, ProcessGroup, open_store
+from stagepack_loaders.distributed.routes import Route
 from stagepack_loaders.distributed.tensor_memory import allocate
 
 # Bytes of a value, and how often it goes back and forth: first some times that do not count.
 _SMALL: Final = (64, 200)
 _LARGE: Final = (8 * 2**20, 12)
 _WARMUP_ROUNDS = 3
-_TAG = 1
+_ROUTES: Final = tuple(Route(source_stage=0, source_rank=rank, target_rank=1 - rank, edges=()) for rank in (0, 1))
 _END_SECONDS = 5.0
 
 
@@ -40,9 +47,9 @@ def measure_link() -> LinkTimes:
     program = [sys.executable, "-m", __name__, str(store.port)]
     process = subprocess.Popen(program, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - this Python
     try:
-        group = ProcessGroup(store, 0, 2, address=LOOPBACK)
         (small_bytes, _), (large_bytes, _) = _SMALL, _LARGE
-        small_seconds, large_seconds = (_one_way_seconds(group, *size) for size in (_SMALL, _LARGE))
+        with contextlib.closing(_Ends(store, 0)) as ends:
+            small_seconds, large_seconds = (_one_way_seconds(ends, *size) for size in (_SMALL, _LARGE))
         process.wait(_END_SECONDS)
     except (ConnectionLostError, subprocess.TimeoutExpired) as error:
         raise GroupError(f"the process that transfers were measured with is lost: {error}") from None
@@ -53,13 +60,41 @@ def measure_link() -> LinkTimes:
     return LinkTimes(small_seconds, seconds_per_byte)
 
 
-def _one_way_seconds(group: ProcessGroup, byte_count: int, rounds: int) -> float:
+class _Ends:
+    """The connections of one of the two processes, as a pipeline has them."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._group = ProcessGroup(store, rank, 2, address=LOOPBACK)
+        self._sent, self._received = _ROUTES[rank], _ROUTES[1 - rank]
+        with contextlib.closing(LinkListener()) as listener:
+            store.set(f"listener/{rank}", listener.name)
+            names = [store.get(f"listener/{other_rank}").decode() for other_rank in (0, 1)]
+            local_routes = find_local_routes(_ROUTES, [machine_id()] * 2, ())
+            self._links = connect_links(listener, names, rank, _ROUTES, local_routes, (), lambda: None)
+
+    def send(self, memory: torch.Tensor) -> None:
+        if link := self._links.senders.get(self._sent):
+            link.send(MessageHead(control_bytes(())).view, [memory])
+        else:
+            self._group.send(memory, self._sent.target_rank, self._sent.body_tag).wait()
+
+    def receive(self, memory: torch.Tensor) -> None:
+        if link := self._links.receivers.get(self._received):
+            link.receive()
+        else:
+            self._group.receive(memory, self._received.source_rank, self._received.body_tag).wait()
+
+    def close(self) -> None:
+        self._links.close()
+
+
+def _one_way_seconds(ends: _Ends, byte_count: int, rounds: int) -> float:
     memory = allocate(byte_count)
     seconds = []
     for _ in range(_WARMUP_ROUNDS + rounds):
         start_time = time.perf_counter()
-        group.send(memory, 1, _TAG).wait()
-        group.receive(memory, 1, _TAG).wait()
+        ends.send(memory)
+        ends.receive(memory)
         seconds.append((time.perf_counter() - start_time) / 2)
     return statistics.median(seconds[_WARMUP_ROUNDS:])
 
@@ -70,12 +105,12 @@ def send_back(port: int) -> None:
     Args:
         port: the port of its store.
     """
-    group = ProcessGroup(open_store(port=port), 1, 2, address=LOOPBACK)
-    for byte_count, rounds in (_SMALL, _LARGE):
-        memory = allocate(byte_count)
-        for _ in range(_WARMUP_ROUNDS + rounds):
-            group.receive(memory, 0, _TAG).wait()
-            group.send(memory, 0, _TAG).wait()
+    with contextlib.closing(_Ends(open_store(port=port), 1)) as ends:
+        for byte_count, rounds in (_SMALL, _LARGE):
+            memory = allocate(byte_count)
+            for _ in range(_WARMUP_ROUNDS + rounds):
+                ends.receive(memory)
+                ends.send(memory)
 
 
 if __name__ == "__main__":

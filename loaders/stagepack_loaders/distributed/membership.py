@@ -1,5 +1,6 @@
 """Become one of the processes of a pipeline: meet the others, load the own stages, connect."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from stagepack_loaders.distributed.handshake import (
     exchange_reports,
     own_identity,
 )
+from stagepack_loaders.distributed.link_listener import LinkListener, connect_links, find_local_routes
+from stagepack_loaders.distributed.local_links import LocalLinks
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import Route, find_routes
 from stagepack_loaders.placement import place_stages
@@ -75,6 +78,8 @@ class Membership:
         group: the connections.
         stages: the loaded stages of this process, by stage number.
         routes: the routes of the pipeline.
+        links: the connections to processes of the same machine.
+        local_routes: the routes between processes of one machine.
         identities: what each process is, by rank.
         reports: what each process has loaded, by rank.
     """
@@ -84,6 +89,8 @@ class Membership:
     group: ProcessGroup
     stages: Mapping[int, LoadedStage]
     routes: tuple[Route, ...]
+    links: LocalLinks
+    local_routes: frozenset[Route]
     identities: Sequence[Identity]
     reports: Sequence[LoadReport]
 
@@ -92,6 +99,11 @@ class Membership:
         """What the processes have loaded, in the order of the stages."""
         facts = (stage for report in self.reports for stage in report.stages)
         return tuple(sorted(facts, key=lambda stage: stage.stage))
+
+    def abort(self) -> None:
+        """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
+        self.links.abort()
+        self.group.abort()
 
 
 def absolute_bundle(bundle: Bundle) -> Bundle:
@@ -139,27 +151,36 @@ def join_group(
         StagepackError: a process could not load its stages; all processes raise its error.
         ConnectionLostError: a process has gone.
     """
-    identities = exchange_identities(
-        store, rank, size, own_identity(bundle), seconds=options.start_seconds, check=check
-    )
-    stage_numbers = [number for number, stage_rank in enumerate(options.rank_of_stage) if stage_rank == rank]
-    stages: dict[int, LoadedStage] = {}
-    try:
-        stages, facts = _load_stages(bundle, stage_numbers, options)
-        report = LoadReport(stages=tuple(facts))
-    except StagepackError as error:
-        report = LoadReport(error=report_error(error))
-    reports = exchange_reports(store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check)
-    for other_report in reports:
-        if other_report.error is not None:
-            raise rebuild_error(other_report.error)
-    written_inputs = {facts.stage: facts.written_inputs for other in reports for facts in other.stages}
+    with contextlib.closing(LinkListener()) as listener:
+        identities = exchange_identities(
+            store, rank, size, own_identity(bundle, listener.name), seconds=options.start_seconds, check=check
+        )
+        stage_numbers = [number for number, stage_rank in enumerate(options.rank_of_stage) if stage_rank == rank]
+        stages: dict[int, LoadedStage] = {}
+        try:
+            stages, facts = _load_stages(bundle, stage_numbers, options)
+            report = LoadReport(stages=tuple(facts))
+        except StagepackError as error:
+            report = LoadReport(error=report_error(error))
+        reports = exchange_reports(store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check)
+        for other_report in reports:
+            if other_report.error is not None:
+                raise rebuild_error(other_report.error)
+        written_inputs = {facts.stage: facts.written_inputs for other in reports for facts in other.stages}
+        routes = find_routes(bundle.manifest, options.rank_of_stage, written_inputs)
+        symbols = bundle.manifest.symbols
+        local_routes = find_local_routes(routes, [identity.machine for identity in identities], symbols)
+        group = ProcessGroup(store, rank, size, address=LOOPBACK if options.is_local else options.address)
+        listener_names = [identity.listener for identity in identities]
+        links = connect_links(listener, listener_names, rank, routes, local_routes, symbols, check)
     return Membership(
         options=options,
         store=store,
-        group=ProcessGroup(store, rank, size, address=LOOPBACK if options.is_local else options.address),
+        group=group,
         stages=stages,
-        routes=find_routes(bundle.manifest, options.rank_of_stage, written_inputs),
+        routes=routes,
+        links=links,
+        local_routes=local_routes,
         identities=identities,
         reports=reports,
     )

@@ -124,8 +124,13 @@ class PipelineProcesses:
         self._starting_thread = threading.get_ident()
         try:
             self.front = self._launcher.start(self._restart, self._check_open)
-            if (prepare := self._prepare()) is not None:
-                prepare()
+            try:
+                if (prepare := self._prepare()) is not None:
+                    prepare()
+            except BaseException:
+                self._launcher.stop(wait=False)
+                self.front.join_threads()
+                raise
         finally:
             self._starting_thread = None
 
@@ -147,6 +152,7 @@ class PipelineProcesses:
                 self._restarts_left -= 1
                 pause_seconds = min(max(2 * pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
                 self._launcher.stop(wait=False)
+                self.front.join_threads()
                 try:
                     self._start()
                 except StagepackError as error:
@@ -158,4 +164,5 @@ class PipelineProcesses:
                     self._failure = None
                     return
             self._launcher.stop(wait=False)
+            self.front.join_threads()
             self.has_ended = True

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagepack.errors import InputError
@@ -58,11 +58,13 @@ class RouteLayout:
         head_bytes: the size of the first message.
         values: the values, in the order of the route.
         bodies: those of known shape that have messages of their own.
+        body_bytes: the bytes of each of these.
     """
 
     head_bytes: int
     values: tuple[ValueLayout, ...]
     bodies: tuple[ValueLayout, ...]
+    body_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class RequestLayout:
 
     Attributes:
         of_route: the messages of each route.
-        body_ranks: the processes that receive messages beside the first one of a route.
+        body_ranks: the processes that post receives for messages beside the first one of a route.
     """
 
     of_route: Mapping[Route, RouteLayout]
@@ -81,9 +83,18 @@ class RequestLayout:
 class RequestLayouts:
     """The layouts of the routes of a pipeline, kept for the sizes of the last requests."""
 
-    def __init__(self, routes: Sequence[Route], symbols: Sequence[Symbol]) -> None:
-        """Begin without layouts."""
+    def __init__(
+        self, routes: Sequence[Route], symbols: Sequence[Symbol], local_routes: Collection[Route] = frozenset()
+    ) -> None:
+        """Begin without layouts.
+
+        Args:
+            routes: the routes.
+            symbols: the symbols of the manifest.
+            local_routes: those whose values need no receives.
+        """
         self._routes = routes
+        self._local_routes = local_routes
         self._symbols = symbols
         self._layouts: dict[bytes, RequestLayout] = {}
 
@@ -107,8 +118,15 @@ class RequestLayouts:
     def _make_layout(self, sizes: Mapping[str, int]) -> RequestLayout:
         first_offset = control_bytes(self._symbols)
         layouts = {route: route_layout(route.edges, sizes, first_offset) for route in self._routes}
-        body_ranks = frozenset(route.target_rank for route, layout in layouts.items() if layout.bodies)
+        body_ranks = frozenset(
+            route.target_rank for route, layout in layouts.items() if layout.bodies and route not in self._local_routes
+        )
         return RequestLayout(of_route=layouts, body_ranks=body_ranks)
+
+
+def aligned(byte_count: int) -> int:
+    """Round up so that tensors of every dtype can follow."""
+    return -(-byte_count // _ALIGNMENT) * _ALIGNMENT
 
 
 def head_capacity(edges: Sequence[Edge], symbols: Sequence[Symbol]) -> int:
@@ -143,7 +161,7 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
         byte_count = 0 if shape is None else _byte_count(edge, shape)
         data_offset = None
         if shape is not None and inline_bytes + byte_count <= _INLINE_BYTES:
-            data_offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+            data_offset = aligned(offset)
             offset = data_offset + byte_count
             inline_bytes += byte_count
         layouts.append(
@@ -158,7 +176,8 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
             )
         )
     bodies = tuple(layout for layout in layouts if layout.data_offset is None and layout.byte_count)
-    return RouteLayout(head_bytes=offset, values=tuple(layouts), bodies=bodies)
+    body_bytes = tuple(layout.byte_count for layout in bodies)
+    return RouteLayout(head_bytes=offset, values=tuple(layouts), bodies=bodies, body_bytes=body_bytes)
 
 
 def check_late_shapes(values: Iterable[tuple[Edge, tuple[int, ...]]], symbols: Sequence[Symbol]) -> list[int]:

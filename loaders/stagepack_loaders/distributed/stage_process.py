@@ -22,12 +22,13 @@ from stagepack_loaders.distributed.error_report import report_error
 from stagepack_loaders.distributed.group_trace import report_spans
 from stagepack_loaders.distributed.handshake import tell_follower
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
+from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender
-from stagepack_loaders.distributed.transfers import MessageHead, RouteReceivers
+from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import SpanRecorder, trace_clock
 
 HEARTBEAT_SECONDS = 0.5
@@ -112,13 +113,18 @@ class _StageProcess:
         self._statuses = StatusSender(membership.group)
         self._is_closed = threading.Event()
         self._last_number = 0
-        self._layouts = RequestLayouts(membership.routes, self._symbols)
-        self._receivers = RouteReceivers(membership.group, membership.routes, self._symbols)
+        self._links = membership.links
+        self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
+        self._receivers = RouteReceivers(membership.group, membership.links, membership.routes, self._symbols)
         self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
         self._spans = SpanRecorder(membership.group.rank)
         self._first_stage = min(membership.stages, default=None)
         self._worker = StageWorker(
-            membership.group, bundle.manifest, membership.stages, membership.routes, self._report_failure, self._spans
+            bundle.manifest,
+            membership,
+            RouteSenders(membership.group, membership.links),
+            self._report_failure,
+            self._spans,
         )
         self._threads = [
             threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
@@ -142,6 +148,7 @@ class _StageProcess:
         for thread in self._threads:  # one that waits in gloo would abort the interpreter at its end
             thread.join()
         self._statuses.close()
+        self._links.close()
 
     def _next_message(self) -> ControlMessage:
         start = trace_clock()

@@ -1,7 +1,7 @@
 """Runs the stages of one process on requests, one after another, and sends on what they return."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,17 +9,13 @@ from typing import Any
 from stagepack.format.manifest import Edge, Manifest
 from stagepack_loaders.base import LoadedStage, Runtime, stage_state
 from stagepack_loaders.distributed.control import ControlKind, ControlMessage
-from stagepack_loaders.distributed.process_group import ProcessGroup, SentMessages
+from stagepack_loaders.distributed.membership import Membership
+from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
+from stagepack_loaders.distributed.process_group import SentMessages
 from stagepack_loaders.distributed.route_layout import RequestLayout
 from stagepack_loaders.distributed.routes import Route
 from stagepack_loaders.distributed.status import StageCounts
-from stagepack_loaders.distributed.transfers import (
-    PackedValues,
-    pack_command,
-    pack_failure,
-    pack_values,
-    send_values,
-)
+from stagepack_loaders.distributed.transfers import RouteSenders
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import SpanRecorder, trace_clock
@@ -49,33 +45,31 @@ class StageWorker:
 
     def __init__(
         self,
-        group: ProcessGroup,
         manifest: Manifest,
-        stages: Mapping[int, LoadedStage],
-        routes: Sequence[Route],
+        membership: Membership,
+        senders: RouteSenders,
         report_failure: Callable[[int, int, Exception], None],
         spans: SpanRecorder,
     ) -> None:
         """Keep what the stages need.
 
         Args:
-            group: the processes.
             manifest: the manifest of the bundle.
-            stages: the stages of this process, by stage number.
-            routes: all routes of the pipeline.
+            membership: this process in the group, with its stages.
+            senders: send on what the stages return.
             report_failure: called with the number of a request and of a stage, and the error of the stage.
             spans: records what the stages do.
         """
-        self._group = group
+        self._senders = senders
         self._symbols = manifest.symbols
         self._sent_messages = SentMessages()
-        self._stages = dict(stages)
+        self._stages = stages = dict(membership.stages)
         self._entries = manifest.stages
         self._runtimes: dict[int, Runtime] = {number: find_runtime(stage.runtime) for number, stage in stages.items()}
         self._edges: dict[str, Edge] = {edge.name: edge for edge in manifest.edges}
         self._outgoing: dict[int, list[Route]] = {number: [] for number in stages}
-        for route in routes:
-            if route.source_rank == group.rank and route.source_stage is not None:
+        for route in membership.routes:
+            if route.source_rank == membership.group.rank and route.source_stage is not None:
                 self._outgoing[route.source_stage].append(route)
         self._report_failure = report_failure
         self._spans = spans
@@ -141,7 +135,7 @@ class StageWorker:
         self._spans.add("transfer", request.message.number, start, stage_number, byte_count)
 
     def _send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> None:
-        self._sent_messages.add(message.number, send_values(self._group, route, message, packed_values))
+        self._sent_messages.add(message.number, self._senders.send(route, message, packed_values))
 
     def _attempt(self, request: StageRequest, stage_number: int, action: Callable[[], None]) -> None:
         """Do something for a request unless it has failed. If that fails, the request has failed, and the others go on."""
@@ -183,5 +177,6 @@ class StageWorker:
 
     def _pack(self, route: Route, request: StageRequest) -> PackedValues:
         # The next request may write the buffers that outputs are views of, before these have arrived.
-        copies = route.source_stage is not None and bool(self._entries[route.source_stage].state)
+        has_state = route.source_stage is not None and bool(self._entries[route.source_stage].state)
+        copies = has_state and not self._senders.copies_at_once(route)
         return pack_values(request.layout.of_route[route], request.values, self._symbols, copies=copies)

@@ -1,193 +1,89 @@
-"""Send and receive the values of a route."""
+"""Send and receive the values of a route: between processes of one machine by a link, between machines by gloo."""
 
-import ctypes
-import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.control import (
-    WORD_BYTES,
-    ControlKind,
-    ControlMessage,
-    control_bytes,
-    read_control,
-    write_control,
-)
+from stagepack_loaders.distributed.control import WORD_BYTES, ControlKind, ControlMessage, read_control, write_control
+from stagepack_loaders.distributed.local_links import LinkReceiver, LocalLinks
+from stagepack_loaders.distributed.message_head import MessageHead
+from stagepack_loaders.distributed.packing import PackedValues
 from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup, Transfer
 from stagepack_loaders.distributed.route_layout import (
     RequestLayout,
     RouteLayout,
     ValueLayout,
+    aligned,
     check_late_shapes,
     head_capacity,
 )
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import (
-    ReceiveMemory,
-    allocate,
-    from_bytes,
-    from_row_major,
-    is_row_major,
-    to_bytes,
-    to_host_tensor,
-)
+from stagepack_loaders.distributed.tensor_memory import ReceiveMemory, from_bytes, from_row_major
 
 
-class MessageHead:
-    """The first message of a route.
+class RouteSenders:
+    """Sends what the routes from a process bring."""
 
-    Attributes:
-        memory: its bytes.
-        view: the same.
-    """
+    def __init__(self, group: ProcessGroup, links: LocalLinks) -> None:
+        """Keep the connections.
 
-    def __init__(self, byte_count: int) -> None:
-        self.memory = allocate(byte_count)
-        self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type] # numpy arrays are buffers
-        self._address = self.memory.data_ptr()
+        Args:
+            group: the processes.
+            links: the routes between this process and others of its machine.
+        """
+        self._group = group
+        self._links = links.senders
 
-    def write(self, offset: int, words: Sequence[int]) -> None:
-        """Write words at an offset in bytes."""
-        struct.pack_into(f"<{len(words)}q", self.view, offset, *words)
+    def copies_at_once(self, route: Route) -> bool:
+        """Whether values may change as soon as they are sent."""
+        return route in self._links
 
-    def read(self, offset: int, count: int) -> tuple[int, ...]:
-        """Return the words at an offset in bytes."""
-        return struct.unpack_from(f"<{count}q", self.view, offset)
+    def send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
+        """Send a request or command on a route, without waiting until it arrives.
 
-    def write_data(self, offset: int, tensor: torch.Tensor) -> None:
-        """Copy the bytes of a contiguous tensor to an offset in bytes."""
-        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
-
-    def data(self, layout: ValueLayout) -> torch.Tensor:
-        """The data of a value; empty for a value without elements that is not there."""
-        if layout.data_offset is None:
-            return self.memory[:0]
-        return self.memory[layout.data_offset : layout.data_offset + layout.byte_count]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedValues:
-    """The messages of a route for one request or command.
-
-    Attributes:
-        head: the first one.
-        bodies: those of large values.
-        late_bodies: those of values whose shape depends on data.
-    """
-
-    head: MessageHead
-    bodies: list[torch.Tensor] = field(default_factory=list)
-    late_bodies: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def byte_count(self) -> int:
-        """The bytes of all messages."""
-        return sum(memory.nbytes for memory in (self.head.memory, *self.bodies, *self.late_bodies))
-
-
-def pack_values(
-    layout: RouteLayout, values: Mapping[str, Any], symbols: Sequence[Symbol], *, copies: bool
-) -> PackedValues:
-    """Return the messages with the values of a route.
-
-    Args:
-        layout: the messages of the route for the request.
-        values: the values by edge name.
-        symbols: the symbols of the manifest, for the ranges of sizes that depend on data.
-        copies: whether the memory of the values may change before they arrive.
-
-    Raises:
-        InputError: a value is not a dense tensor, or its shape is not the recorded one.
-    """
-    head = MessageHead(layout.head_bytes)
-    bodies: list[torch.Tensor] = []
-    late_bodies: list[torch.Tensor] = []
-    late_shapes: list[tuple[Edge, tuple[int, ...]]] = []
-    for value_layout in layout.values:
-        edge, value = value_layout.edge, values[value_layout.edge.name]
-        if value_layout.shape is not None and is_row_major(value, edge, value_layout.shape):
-            memory = value  # nearly all values: the fewer calls, the shorter the hop
-            value_layout.strides_words.pack_into(head.view, value_layout.strides_offset, *value.stride())
-        else:
-            memory = _pack_other(value_layout, value, head, late_shapes)
-        if value_layout.data_offset is not None:
-            head.write_data(value_layout.data_offset, memory)
-        elif memory.nbytes:
-            target_bodies = late_bodies if value_layout.shape is None else bodies
-            target_bodies.append(memory.clone() if copies else memory)
-    if late_shapes:
-        check_late_shapes(late_shapes, symbols)
-    return PackedValues(head=head, bodies=bodies, late_bodies=late_bodies)
-
-
-def _pack_other(
-    layout: ValueLayout, value: Any, head: MessageHead, late_shapes: list[tuple[Edge, tuple[int, ...]]]
-) -> torch.Tensor:
-    """The bytes of a value that is no row-major tensor of known shape on the host."""
-    edge = layout.edge
-    tensor = to_host_tensor(value, edge)
-    memory = to_bytes(tensor)
-    if layout.shape is None:
-        late_shapes.append((edge, tuple(tensor.shape)))
-        head.write(layout.strides_offset, [*tensor.stride(), *tensor.shape])
-    elif memory.numel() != layout.byte_count:
-        raise InputError(f"{edge.name}: expected the shape {list(layout.shape)}, found {list(tensor.shape)}")
-    elif edge.dtype not in SCALAR_DTYPES:
-        head.write(layout.strides_offset, tensor.stride())
-    return memory
-
-
-def pack_failure(layout: RouteLayout) -> PackedValues:
-    """Return the messages of a request that has failed: those whose receives the target has posted, without content."""
-    bodies = [allocate(value_layout.byte_count) for value_layout in layout.bodies]
-    return PackedValues(head=MessageHead(layout.head_bytes), bodies=bodies)
-
-
-def pack_command(symbols: Sequence[Symbol]) -> PackedValues:
-    """Return the message of a command, which has no values."""
-    return PackedValues(head=MessageHead(control_bytes(symbols)))
-
-
-def send_values(
-    group: ProcessGroup, route: Route, message: ControlMessage, packed_values: PackedValues
-) -> list[Transfer]:
-    """Send a request or command on a route, without waiting until it arrives.
-
-    Raises:
-        ConnectionLostError: the other process has gone.
-    """
-    write_control(packed_values.head.view, message)
-    return [
-        group.send(packed_values.head.memory, route.target_rank, route.head_tag),
-        *(group.send(body, route.target_rank, route.body_tag) for body in packed_values.bodies),
-        *(group.send(body, route.target_rank, route.late_tag) for body in packed_values.late_bodies),
-    ]
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        write_control(packed_values.head.view, message)
+        link = self._links.get(route)
+        if link is not None:
+            bodies = [] if message.kind == ControlKind.FAIL else packed_values.bodies + packed_values.late_bodies
+            self._group.sent_bytes += packed_values.byte_count
+            return [link.send(packed_values.head.view, bodies)]
+        return [
+            self._group.send(packed_values.head.memory, route.target_rank, route.head_tag),
+            *(self._group.send(body, route.target_rank, route.body_tag) for body in packed_values.bodies),
+            *(self._group.send(body, route.target_rank, route.late_tag) for body in packed_values.late_bodies),
+        ]
 
 
 class RouteReceivers:
     """Receives what the routes to a process bring, request by request."""
 
-    def __init__(self, group: ProcessGroup, routes: Sequence[Route], symbols: Sequence[Symbol]) -> None:
+    def __init__(
+        self, group: ProcessGroup, links: LocalLinks, routes: Sequence[Route], symbols: Sequence[Symbol]
+    ) -> None:
         """Expect the first messages of the routes that end at this process.
 
         Args:
             group: the processes.
+            links: the routes between this process and others of its machine.
             routes: all routes of the pipeline.
             symbols: the symbols of the manifest.
         """
         memory = ReceiveMemory()
-        self._receivers = [
-            _RouteReceiver(group, route, symbols, memory) for route in routes if route.target_rank == group.rank
-        ]
+        self._receivers = []
+        for route in routes:
+            if route in links.receivers:
+                self._receivers.append(_RouteReceiver(route, _LinkMessages(links.receivers[route]), symbols))
+            elif route.target_rank == group.rank:
+                self._receivers.append(_RouteReceiver(route, _GroupMessages(group, route, symbols, memory), symbols))
         self._last_number = 0
 
     def post_bodies(self, layout: RequestLayout) -> None:
@@ -229,46 +125,139 @@ class RouteReceivers:
         return values
 
 
-class _RouteReceiver:
-    """Receives what a route brings, in the order in which it is sent.
+class _RouteMessages(Protocol):
+    """What a route brings, in the order in which it is sent."""
 
-    One first message is always expected. The receives of large values are posted by `post_bodies`, as soon as the sizes of a request are
-    known, so that they arrive while the process works on another request.
-    """
+    def post_bodies(self, byte_counts: Sequence[int]) -> None:
+        """Have large values arrive while the process works on another request, if there are some."""
+
+    def next_head(self) -> MessageHead:
+        """Wait for the next first message."""
+
+    def bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+        """Wait for the posted values that belong to the last first message."""
+
+    def late_bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+        """Wait for the values that belong to it and whose sizes it has told."""
+
+    def discard_bodies(self, byte_counts: Sequence[int]) -> None:
+        """Wait for the posted values of a request that has failed."""
+
+    def end(self) -> None:
+        """No more messages come."""
+
+
+class _GroupMessages:
+    """What a route brings by gloo. The receive of one first message is always posted."""
 
     def __init__(self, group: ProcessGroup, route: Route, symbols: Sequence[Symbol], memory: ReceiveMemory) -> None:
-        """Expect a first message."""
-        self.route = route
         self._group = group
-        self._symbols = symbols
+        self._route = route
         self._memory = memory
         self._head_capacity = head_capacity(route.edges, symbols)
         self._expected_heads: deque[tuple[MessageHead, Transfer]] = deque()
         self._posted_bodies: SimpleQueue[list[tuple[torch.Tensor, Transfer]]] = SimpleQueue()
         self._expect_head()
 
+    def post_bodies(self, byte_counts: Sequence[int]) -> None:
+        if byte_counts:
+            self._posted_bodies.put([self._receive(count, self._route.body_tag) for count in byte_counts])
+
+    def next_head(self) -> MessageHead:
+        self._expect_head()
+        head, transfer = self._expected_heads.popleft()
+        transfer.wait()
+        return head
+
+    def bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+        return [_arrived(body) for body in self._posted_bodies.get()] if byte_counts else []
+
+    def late_bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+        return [_arrived(body) for body in [self._receive(count, self._route.late_tag) for count in byte_counts]]
+
+    def discard_bodies(self, byte_counts: Sequence[int]) -> None:
+        self.bodies(byte_counts)
+
+    def end(self) -> None:
+        pass
+
+    def _expect_head(self) -> None:
+        head = MessageHead(self._head_capacity)
+        transfer = self._group.receive(head.memory, self._route.source_rank, self._route.head_tag)
+        self._expected_heads.append((head, transfer))
+
+    def _receive(self, byte_count: int, tag: int) -> tuple[torch.Tensor, Transfer]:
+        memory = self._memory.take(byte_count)
+        return memory, self._group.receive(memory, self._route.source_rank, tag)
+
+
+def _arrived(body: tuple[torch.Tensor, Transfer]) -> torch.Tensor:
+    memory, transfer = body
+    transfer.wait()
+    return memory
+
+
+class _LinkMessages:
+    """What a route brings by a link. Large values are there as soon as their first message."""
+
+    def __init__(self, receiver: LinkReceiver) -> None:
+        self._receiver = receiver
+        self._content: torch.Tensor | None = None
+
+    def post_bodies(self, byte_counts: Sequence[int]) -> None:
+        pass
+
+    def next_head(self) -> MessageHead:
+        self._content = None  # so that its memory can be returned
+        head, self._content = self._receiver.receive()
+        return head
+
+    def bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+        bodies = []
+        for byte_count in byte_counts:
+            if self._content is None or self._content.nbytes < byte_count:
+                raise ConnectionLostError("the data of another program: large values are missing")
+            bodies.append(self._content[:byte_count])
+            self._content = self._content[aligned(byte_count) :]
+        return bodies
+
+    def late_bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+        return self.bodies(byte_counts)
+
+    def discard_bodies(self, byte_counts: Sequence[int]) -> None:
+        pass
+
+    def end(self) -> None:
+        self._receiver.acknowledge()
+
+
+class _RouteReceiver:
+    """Receives the values of a route."""
+
+    def __init__(self, route: Route, messages: _RouteMessages, symbols: Sequence[Symbol]) -> None:
+        self.route = route
+        self._messages = messages
+        self._symbols = symbols
+
     def post_bodies(self, layout: RouteLayout) -> None:
-        if layout.bodies:
-            self._posted_bodies.put(
-                [self._receive(value_layout.byte_count, self.route.body_tag) for value_layout in layout.bodies]
-            )
+        self._messages.post_bodies(layout.body_bytes)
 
     def next_message(self) -> ControlMessage:
         """Wait for the next first message."""
-        self._expect_head()
-        self._head, transfer = self._expected_heads.popleft()
-        transfer.wait()
+        self._head = self._messages.next_head()
         self._message = read_control(self._head.view, len(self._symbols))
+        if self._message.kind == ControlKind.CLOSE:
+            self._messages.end()
         return self._message
 
     def values(self, layout: RouteLayout) -> dict[str, Any]:
         """Wait for the values that belong to the last first message; none if the request has failed."""
-        bodies = [_arrived(body) for body in self._posted_bodies.get()] if layout.bodies else []
         if self._message.kind == ControlKind.FAIL:
+            self._messages.discard_bodies(layout.body_bytes)
             return {}
-        shapes, late_bodies = self._receive_late_bodies(layout)
-        memories = {value_layout.edge.name: memory for value_layout, memory in late_bodies}
-        memories |= {value_layout.edge.name: memory for value_layout, memory in zip(layout.bodies, bodies, strict=True)}
+        bodies = self._messages.bodies(layout.body_bytes)
+        memories = {value_layout.edge.name: memory for value_layout, memory in zip(layout.bodies, bodies, strict=True)}
+        shapes = self._receive_late_bodies(layout, memories)
         return {
             value_layout.edge.name: self._value(
                 value_layout,
@@ -278,22 +267,13 @@ class _RouteReceiver:
             for value_layout in layout.values
         }
 
-    def _expect_head(self) -> None:
-        head = MessageHead(self._head_capacity)
-        transfer = self._group.receive(head.memory, self.route.source_rank, self.route.head_tag)
-        self._expected_heads.append((head, transfer))
-
-    def _receive(self, byte_count: int, tag: int) -> tuple[torch.Tensor, Transfer]:
-        memory = self._memory.take(byte_count)
-        return memory, self._group.receive(memory, self.route.source_rank, tag)
-
     def _receive_late_bodies(
-        self, layout: RouteLayout
-    ) -> tuple[dict[str, tuple[int, ...]], list[tuple[ValueLayout, torch.Tensor]]]:
+        self, layout: RouteLayout, memories: dict[str, torch.Tensor]
+    ) -> dict[str, tuple[int, ...]]:
         """Read the shapes that depend on data from the first message, check them, and receive these values."""
         late_layouts = [value_layout for value_layout in layout.values if value_layout.shape is None]
         if not late_layouts:
-            return {}, []
+            return {}
         shapes: dict[str, tuple[int, ...]] = {}
         for value_layout in late_layouts:
             dim_count = len(value_layout.edge.shape)
@@ -304,12 +284,14 @@ class _RouteReceiver:
             byte_counts = check_late_shapes(late_values, self._symbols)
         except InputError as error:  # the sender has checked them
             raise ConnectionLostError(f"the data of another program: {error}") from None
-        bodies = [
-            (value_layout, self._receive(byte_count, self.route.late_tag))
+        names = [
+            value_layout.edge.name
             for value_layout, byte_count in zip(late_layouts, byte_counts, strict=True)
             if byte_count
         ]
-        return shapes, [(value_layout, _arrived(body)) for value_layout, body in bodies]
+        bodies = self._messages.late_bodies([byte_count for byte_count in byte_counts if byte_count])
+        memories |= zip(names, bodies, strict=True)
+        return shapes
 
     def _value(self, layout: ValueLayout, shape: tuple[int, ...], body: torch.Tensor | None) -> Any:
         strides = layout.strides_words.unpack_from(self._head.view, layout.strides_offset)
@@ -320,9 +302,3 @@ class _RouteReceiver:
         if strides and min(strides) < 0:
             raise ConnectionLostError(f"the data of another program: {layout.edge.name} has the strides {strides}")
         return from_bytes(memory, layout.edge, shape, strides)
-
-
-def _arrived(body: tuple[torch.Tensor, Transfer]) -> torch.Tensor:
-    memory, transfer = body
-    transfer.wait()
-    return memory

@@ -1,0 +1,156 @@
+"""How processes of one machine find and connect to each other."""
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from stagepack.format.shapes import Symbol
+from stagepack_loaders.distributed.local_links import LARGEST_HEAD, LinkReceiver, LinkSender, LocalLinks
+from stagepack_loaders.distributed.process_group import ConnectionLostError
+from stagepack_loaders.distributed.route_layout import head_capacity
+from stagepack_loaders.distributed.routes import Route
+from stagepack_loaders.distributed.shared_blocks import KeptBytes
+
+_ROUTE_WORD: Final = struct.Struct("<q")
+_CONNECT_SECONDS: Final = 60.0
+_ACCEPT_SECONDS: Final = 0.1
+_PEER_CREDENTIALS: Final = struct.Struct("3i")
+
+
+def machine_id() -> str:
+    """Return what is alike in processes that can share memory by sockets: machine, network namespace and user; empty if none can."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+        os.close(os.memfd_create("stagepack"))
+    except (OSError, AttributeError):  # no Linux, or forbidden
+        return ""
+    return f"{boot_id} {network} {os.getuid()}"
+
+
+class LinkListener:
+    """Where other processes of this machine connect.
+
+    Attributes:
+        name: the name of its socket.
+    """
+
+    def __init__(self) -> None:
+        """Listen, if this machine has what it takes."""
+        self.name = ""
+        if machine_id():
+            self.name = f"stagepack-{secrets.token_hex(16)}"
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.bind(f"\0{self.name}")  # no file
+            self._socket.listen()
+            self._socket.settimeout(_ACCEPT_SECONDS)
+
+    def accept(self) -> tuple[int, socket.socket] | None:
+        """Accept a connection.
+
+        Returns:
+            The number of its route, and the connection; None if there was none for a moment.
+        """
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        connection.settimeout(None)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        _, user_id, _ = _PEER_CREDENTIALS.unpack(credentials)
+        first_message = connection.recv(_ROUTE_WORD.size) if user_id == os.getuid() else b""
+        if len(first_message) != _ROUTE_WORD.size:
+            connection.close()
+            return None
+        return _ROUTE_WORD.unpack(first_message)[0], connection
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        if self.name:
+            self._socket.close()
+
+
+def connect_link(name: str, route_number: int) -> socket.socket:
+    """Connect to the listener of another process, for a route.
+
+    Raises:
+        ConnectionLostError: it does not listen any more.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(f"\0{name}")
+        connection.send(_ROUTE_WORD.pack(route_number))
+    except OSError as error:
+        connection.close()
+        raise ConnectionLostError(str(error)) from None
+    return connection
+
+
+def find_local_routes(routes: Sequence[Route], machines: Sequence[str], symbols: Sequence[Symbol]) -> frozenset[Route]:
+    """Return the routes between processes of one machine. Computed alike by every process.
+
+    Args:
+        routes: all routes of the pipeline.
+        machines: the `machine_id` of each process.
+        symbols: the symbols of the manifest.
+    """
+    return frozenset(
+        route
+        for route in routes
+        if machines[route.source_rank]
+        and machines[route.source_rank] == machines[route.target_rank]
+        and head_capacity(route.edges, symbols) <= LARGEST_HEAD
+    )
+
+
+def connect_links(
+    listener: LinkListener,
+    listener_names: Sequence[str],
+    rank: int,
+    routes: Sequence[Route],
+    local_routes: frozenset[Route],
+    symbols: Sequence[Symbol],
+    check: Callable[[], None],
+) -> LocalLinks:
+    """Connect the local routes of a process.
+
+    Args:
+        listener: the listener of this process.
+        listener_names: those of all processes.
+        rank: this process.
+        routes: all routes of the pipeline.
+        local_routes: those of them between processes of one machine.
+        symbols: the symbols of the manifest.
+        check: called while this process waits for others; raises when there is no use in waiting.
+
+    Raises:
+        ConnectionLostError: a process has gone.
+    """
+    links = LocalLinks(senders={}, receivers={})
+    with contextlib.ExitStack() as failure:
+        failure.callback(links.close)
+        expected_routes = {}
+        for route_number, route in enumerate(routes):
+            if route in local_routes and route.source_rank == rank:
+                links.senders[route] = LinkSender(connect_link(listener_names[route.target_rank], route_number))
+            elif route in local_routes and route.target_rank == rank:
+                expected_routes[route_number] = route
+        kept_bytes = KeptBytes()
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while expected_routes:
+            check()
+            accepted = listener.accept()
+            if accepted is not None and accepted[0] in expected_routes:
+                route = expected_routes.pop(accepted[0])
+                capacity = head_capacity(route.edges, symbols)
+                links.receivers[route] = LinkReceiver(accepted[1], capacity, kept_bytes)
+            elif time.monotonic() > deadline:
+                raise ConnectionLostError("a process of this machine has not connected")
+        failure.pop_all()
+    return links

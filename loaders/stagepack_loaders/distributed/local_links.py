@@ -1,0 +1,242 @@
+"""Routes between two processes of one machine: the first message by a socket, large values in memory that both share.
+
+Gloo would send large values through sockets too, in turns of its own threads; when all cores compute, each turn waits for a core.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from stagepack_loaders.distributed.message_head import MessageHead
+from stagepack_loaders.distributed.process_group import ConnectionLostError
+from stagepack_loaders.distributed.route_layout import aligned
+from stagepack_loaders.distributed.routes import Route
+from stagepack_loaders.distributed.shared_blocks import KeptBytes, ReadBlocks, WrittenBlocks
+
+# Of the block with the large values: its number, the bytes that they take, its size if it is new; 0 otherwise.
+_BLOCK_WORDS: Final = struct.Struct("<3q")
+_DESCRIPTOR_BYTES: Final = array("i").itemsize
+# Messages may be as large as half of the memory that the system gives a socket by default.
+LARGEST_HEAD: Final = 2**16 + 2**15
+# Of one route, with tensors on them.
+_MOST_BLOCKS: Final = 64
+# One of the message itself, 0, then the numbers of the blocks that are returned with it, negative for those that are not kept.
+_ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS
+
+
+class LinkTransfer:
+    """A message under way. Its values are copied already."""
+
+    def __init__(self, sender: "LinkSender", message_number: int) -> None:
+        self._sender = sender
+        self._message_number = message_number
+
+    def wait(self) -> None:
+        """Return when the other process has taken the message.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        self._sender.wait(self._message_number)
+
+
+class LinkSender:
+    """Sends what one route brings. One thread at a time sends; others may wait for transfers.
+
+    Attributes:
+        connection: the socket.
+        blocks: the memory of large values.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take a connection."""
+        self.connection = connection
+        self.blocks = WrittenBlocks()
+        self._sent_count = 0
+        self._taken_count = 0
+        self._is_ended = False
+        self._acknowledgement = array("q", [0] * _ACKNOWLEDGEMENT_WORDS)
+        self._lock = threading.Lock()  # of all but sending
+
+    def send(self, head: memoryview, bodies: Sequence[torch.Tensor]) -> LinkTransfer:
+        """Send a first message and large values, which are copied before this returns.
+
+        Args:
+            head: the first message.
+            bodies: contiguous tensors on the host.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        number = byte_count = new_bytes = 0
+        descriptor = None
+        if bodies:
+            with self._lock:
+                while self._read_acknowledgement():
+                    pass
+            self._wait_until(lambda: self.blocks.used_count < _MOST_BLOCKS)
+            byte_count = sum(aligned(body.nbytes) for body in bodies)
+            with self._lock:
+                number, address, descriptor = self.blocks.take(byte_count)
+            new_bytes = 0 if descriptor is None else os.fstat(descriptor).st_size
+        for body in bodies:
+            ctypes.memmove(address, body.data_ptr(), body.nbytes)
+            address += aligned(body.nbytes)
+        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
+        try:
+            self.connection.sendmsg([_BLOCK_WORDS.pack(number, byte_count, new_bytes), head], rights)
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from None
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._sent_count += 1
+        return LinkTransfer(self, self._sent_count)
+
+    def wait(self, message_number: int) -> None:
+        """Return when the other process has taken a message.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        self._wait_until(lambda: self._taken_count >= message_number)
+
+    def _wait_until(self, has_come: Callable[[], bool]) -> None:
+        """Read acknowledgements until they have brought something."""
+        poll = None
+        while True:
+            with self._lock:
+                if has_come():
+                    return
+                if self._read_acknowledgement():
+                    continue
+                if self._is_ended:
+                    raise ConnectionLostError("the connection is closed")
+            if poll is None:
+                poll = select.poll()
+                poll.register(self.connection, select.POLLIN)
+            poll.poll()
+
+    def _read_acknowledgement(self) -> bool:
+        """Read that the receiver has taken a message, and which blocks it has returned, if that has come."""
+        try:
+            byte_count = self.connection.recv_into(self._acknowledgement, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            byte_count = 0
+        if not byte_count:
+            self._is_ended = True
+            return False
+        self._taken_count += 1
+        for number in self._acknowledgement[1 : byte_count // self._acknowledgement.itemsize]:
+            self.blocks.take_back(abs(number), is_kept=number > 0)
+        return True
+
+
+class LinkReceiver:
+    """Receives what one route brings. One thread uses it.
+
+    Attributes:
+        connection: the socket.
+        blocks: the memory of large values.
+    """
+
+    def __init__(self, connection: socket.socket, capacity: int, kept_bytes: KeptBytes) -> None:
+        """Take a connection.
+
+        Args:
+            connection: the connection.
+            capacity: the largest size of a first message, in bytes.
+            kept_bytes: the unused memory of all routes to this process.
+        """
+        self.connection = connection
+        self._capacity = capacity
+        self.blocks = ReadBlocks(kept_bytes)
+        self._words = bytearray(_BLOCK_WORDS.size)
+        self._is_acknowledged = True
+
+    def receive(self) -> tuple[MessageHead, torch.Tensor]:
+        """Wait for the next message.
+
+        Returns:
+            Its first message, and the bytes of its large values.
+
+        Raises:
+            ConnectionLostError: the other process has gone, or is another program.
+        """
+        head = MessageHead(self._capacity)
+        self.acknowledge()
+        try:
+            size, ancillary, flags, _ = self.connection.recvmsg_into(
+                [self._words, head.view], socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
+            )
+            if not size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ConnectionLostError("the connection is closed")
+            number, byte_count, new_bytes = _BLOCK_WORDS.unpack(self._words)
+            for _, _, content in ancillary:
+                descriptor = array("i", content)[0]
+                try:
+                    self.blocks.add(number, descriptor, new_bytes)
+                finally:
+                    os.close(descriptor)
+            body = self.blocks.tensor(number)[:byte_count] if number else head.memory[:0]
+            if self.blocks.used_count > _MOST_BLOCKS // 2:  # the caller keeps what it gets: each block is an open file
+                body = body.clone()
+        except (OSError, ValueError, KeyError) as error:
+            raise ConnectionLostError(str(error)) from None
+        self._is_acknowledged = False
+        return head, body
+
+    def acknowledge(self) -> None:
+        """Tell the sender that the last message is taken, and which blocks no tensor is on any more. The next `receive` does it, too.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        if self._is_acknowledged:
+            return
+        self._is_acknowledged = True
+        returned = [number if is_kept else -number for number, is_kept in self.blocks.find_unused()]
+        try:
+            self.connection.send(array("q", [0, *returned]))
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalLinks:
+    """The routes of one process to and from others of its machine.
+
+    Attributes:
+        senders: by route.
+        receivers: by route.
+    """
+
+    senders: dict[Route, LinkSender]
+    receivers: dict[Route, LinkReceiver]
+
+    def abort(self) -> None:
+        """End all connections. Whatever waits for them, here or there, ends with `ConnectionLostError`."""
+        for link in self._all():
+            with contextlib.suppress(OSError):
+                link.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections, when no thread uses them, and give back memory that no tensor is on."""
+        for link in self._all():
+            link.connection.close()
+            link.blocks.clear()
+
+    def _all(self) -> Sequence[LinkSender | LinkReceiver]:
+        return [*self.senders.values(), *self.receivers.values()]

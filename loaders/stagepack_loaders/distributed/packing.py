@@ -1,0 +1,99 @@
+"""Pack the values of a route into messages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stagepack.errors import InputError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.manifest import Edge
+from stagepack.format.shapes import Symbol
+from stagepack_loaders.distributed.control import control_bytes
+from stagepack_loaders.distributed.message_head import MessageHead
+from stagepack_loaders.distributed.route_layout import RouteLayout, ValueLayout, check_late_shapes
+from stagepack_loaders.distributed.tensor_memory import allocate, is_row_major, to_bytes, to_host_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedValues:
+    """The messages of a route for one request or command.
+
+    Attributes:
+        head: the first one.
+        bodies: those of large values.
+        late_bodies: those of values whose shape depends on data.
+    """
+
+    head: MessageHead
+    bodies: list[torch.Tensor] = field(default_factory=list)
+    late_bodies: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def byte_count(self) -> int:
+        """The bytes of all messages."""
+        return sum(memory.nbytes for memory in (self.head.memory, *self.bodies, *self.late_bodies))
+
+
+def pack_values(
+    layout: RouteLayout, values: Mapping[str, Any], symbols: Sequence[Symbol], *, copies: bool
+) -> PackedValues:
+    """Return the messages with the values of a route.
+
+    Args:
+        layout: the messages of the route for the request.
+        values: the values by edge name.
+        symbols: the symbols of the manifest, for the ranges of sizes that depend on data.
+        copies: whether the memory of the values may change before they arrive.
+
+    Raises:
+        InputError: a value is not a dense tensor, or its shape is not the recorded one.
+    """
+    head = MessageHead(layout.head_bytes)
+    bodies: list[torch.Tensor] = []
+    late_bodies: list[torch.Tensor] = []
+    late_shapes: list[tuple[Edge, tuple[int, ...]]] = []
+    for value_layout in layout.values:
+        edge, value = value_layout.edge, values[value_layout.edge.name]
+        if value_layout.shape is not None and is_row_major(value, edge, value_layout.shape):
+            memory = value  # nearly all values: the fewer calls, the shorter the hop
+            value_layout.strides_words.pack_into(head.view, value_layout.strides_offset, *value.stride())
+        else:
+            memory = _pack_other(value_layout, value, head, late_shapes)
+        if value_layout.data_offset is not None:
+            head.write_data(value_layout.data_offset, memory)
+        elif memory.nbytes:
+            target_bodies = late_bodies if value_layout.shape is None else bodies
+            target_bodies.append(memory.clone() if copies else memory)
+    if late_shapes:
+        check_late_shapes(late_shapes, symbols)
+    return PackedValues(head=head, bodies=bodies, late_bodies=late_bodies)
+
+
+def _pack_other(
+    layout: ValueLayout, value: Any, head: MessageHead, late_shapes: list[tuple[Edge, tuple[int, ...]]]
+) -> torch.Tensor:
+    """The bytes of a value that is no row-major tensor of known shape on the host."""
+    edge = layout.edge
+    tensor = to_host_tensor(value, edge)
+    memory = to_bytes(tensor)
+    if layout.shape is None:
+        late_shapes.append((edge, tuple(tensor.shape)))
+        head.write(layout.strides_offset, [*tensor.stride(), *tensor.shape])
+    elif memory.numel() != layout.byte_count:
+        raise InputError(f"{edge.name}: expected the shape {list(layout.shape)}, found {list(tensor.shape)}")
+    elif edge.dtype not in SCALAR_DTYPES:
+        head.write(layout.strides_offset, tensor.stride())
+    return memory
+
+
+def pack_failure(layout: RouteLayout) -> PackedValues:
+    """Return the messages of a request that has failed: those whose receives the target has posted, without content."""
+    bodies = [allocate(value_layout.byte_count) for value_layout in layout.bodies]
+    return PackedValues(head=MessageHead(layout.head_bytes), bodies=bodies)
+
+
+def pack_command(symbols: Sequence[Symbol]) -> PackedValues:
+    """Return the message of a command, which has no values."""
+    return PackedValues(head=MessageHead(control_bytes(symbols)))
