@@ -17,6 +17,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
+from stagepack.capture.source_argument import capture_with_checkpoint
 from stagepack.errors import OptionError
 from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
@@ -41,11 +42,12 @@ Progress = Callable[[str], None]
 
 
 def export(
-    model: torch.nn.Module | ExportedProgram | str | os.PathLike[str],
+    model: torch.nn.Module | ExportedProgram | str | os.PathLike[str] | Callable[[], torch.nn.Module],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     out: str | os.PathLike[str],
+    weights: str | os.PathLike[str] | None = None,
     stages: int | None = None,
     split_at: Sequence[str] = (),
     policy: Policy | None = None,
@@ -67,10 +69,13 @@ def export(
     Args:
         model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name. Of a module that ``torch.compile``
             returned, the original module is exported. Do not pass a ``.pt2`` file that you do not trust: torch reads a part of it
-            with pickle.
+            with pickle. With `weights`, a function without arguments that makes the module, such as its class.
         args: example inputs by position. An exported program and a Hugging Face model may do without example inputs.
         kwargs: example inputs by name.
         out: the folder to write; it must not exist unless `overwrite` is true.
+        weights: a checkpoint of the module that `model` makes: a ``.safetensors`` file, a file of ``torch.save``, an index of sharded
+            files, or a folder of ``torch.distributed.checkpoint``, of which torch reads a part with pickle. As those of a Hugging Face
+            folder, its weights are never in memory together.
         stages: the number of stages. The cut makes the slowest stage as fast as possible.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
@@ -91,7 +96,7 @@ def export(
         CaptureError: the model cannot be loaded, captured or run on its example.
         UnsupportedError: the captured program contains something that a bundle cannot represent.
         CutError: the model cannot be cut as requested.
-        OptionError: `args` is not a tuple, or `kwargs` not a dict.
+        OptionError: `args` is not a tuple, or `kwargs` not a dict, or `model` is not a function though there are `weights`.
         OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
         WriteError: the bundle cannot be written.
         MissingPackageError: a Hugging Face model needs transformers, or `onnx` needs ONNX packages, which are not installed.
@@ -105,6 +110,10 @@ def export(
         Stages that begin at two layers of a Hugging Face model:
 
         >>> stagepack.export("./llama", out="llama.stagepack", split_at=["model.layers.8", "model.layers.16"])
+
+        A module of which the weights are in a file:
+
+        >>> stagepack.export(Net, (x,), weights="net.safetensors", out="net.stagepack")
     """
     check_output_path(out, overwrite=overwrite)
     cut_options = CutOptions(
@@ -121,7 +130,8 @@ def export(
     if onnx:
         # Packages that only this needs are missed before the work begins.
         from stagepack.onnx import add_onnx  # noqa: PLC0415
-    bundle = export_capture(capture_source(model, inputs), out=out, cut_options=cut_options, overwrite=overwrite)
+    capture = capture_source(model, inputs) if weights is None else _capture_with_weights(model, inputs, weights)  # type: ignore[arg-type]
+    bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
     if not onnx:
         return bundle
     namespaces = {namespace for stage in bundle.stages for namespace in stage.namespaces}
@@ -224,6 +234,14 @@ def _example_inputs(args: Any, kwargs: Any, dynamic_shapes: Any) -> Inputs:
     if not isinstance(kwargs, Mapping | None):
         raise OptionError(f"kwargs: expected a dict of example inputs by name, found {type(kwargs).__name__}")
     return Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+
+
+def _capture_with_weights(model: object, inputs: Inputs, weights: str | os.PathLike[str]) -> Capture:
+    if isinstance(model, torch.nn.Module) or not callable(model):
+        raise OptionError(
+            f"weights: expected a function that makes the module, such as its class, found {type(model).__name__}"
+        )
+    return capture_with_checkpoint(lambda: (model(), None), inputs, weights)
 
 
 def _linearize(capture: Capture) -> LinearizedProgram:

@@ -1,14 +1,19 @@
 """Exports that never have all weights in memory write the bytes of an export from memory."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
+import stagepack
 from stagepack.capture.checkpoint import checkpoint_file_tensors
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
+from stagepack.errors import CaptureError, OptionError
 from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
@@ -72,3 +77,71 @@ def test_what_is_done_with_deferred_tensors_is_done_with_their_data(tmp_path: Pa
     assert torch.equal(deferred.real(stacked)[0].T, torch.arange(6.0).reshape(2, 3))
     assert torch.equal(deferred.real(halves[2]), torch.tensor([[2.0], [5.0]]))
     assert deferred.real(torch.ones(1)) == 1
+
+
+class Net(torch.nn.Module):
+    """Tied weights, a persistent buffer, a buffer that no checkpoint has, one that calls write, a constant, and a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.norm = torch.nn.BatchNorm1d(8).eval()
+        self.transposed = torch.nn.Parameter(torch.randn(8, 4).T)
+        self.lstm = torch.nn.LSTM(8, 8, batch_first=True)
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale: torch.Tensor
+        self.calls: torch.Tensor
+        self.register_buffer("scale", torch.linspace(1, 2, 8), persistent=False)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1)
+        hidden, _ = self.lstm(self.embedding(ids) * self.scale)
+        hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2) + torch.tensor([0.5])
+        return self.head(hidden), hidden @ self.transposed.T + self.calls
+
+
+@pytest.mark.parametrize("kind", ["c.bin", "c.safetensors", "c", "nested.bin"])
+def test_a_module_with_a_checkpoint_becomes_the_same_bundle(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+    path = tmp_path / kind
+    if kind == "c":
+        with warnings.catch_warnings(action="ignore"):  # that it is one process
+            save({"model": state, "optimizer": {"step": 1}}, checkpoint_id=path, no_dist=True)
+    elif kind == "c.safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+    else:
+        torch.save({"model": state} if kind == "nested.bin" else model.state_dict(), path)
+    ids = torch.arange(6).reshape(2, 3)
+    expected = stagepack.export(model, (ids,), out=tmp_path / "expected.stagepack", stages=2)
+    found = stagepack.export(Net, (ids,), weights=path, out=tmp_path / "found.stagepack", stages=2)
+    assert found.digest == expected.digest
+
+
+def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
+    state = Net().state_dict()
+    torch.save({**state, "other": torch.ones(1), "norm.bias": torch.ones(3)}, tmp_path / "c.bin")
+    with pytest.raises(CaptureError, match=r"tensors that the model does not have: other: pass"):
+        stagepack.export(Net, (), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack")
+    state.pop("lstm.bias_hh_l0")
+    torch.save(state, tmp_path / "c.bin")
+    with pytest.raises(CaptureError, match=r"no tensor for lstm.bias_hh_l0: pass"):
+        stagepack.export(Net, (), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack")
+    with pytest.raises(OptionError, match="found Net"):
+        stagepack.export(Net(), (), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack")
+    with pytest.raises(CaptureError, match="no such checkpoint"):
+        stagepack.export(Net, (), weights=tmp_path / "none.bin", out=tmp_path / "m.stagepack")
+
+
+def test_a_function_that_needs_its_parameters_gets_them(tmp_path: Path) -> None:
+    def make() -> torch.nn.Module:
+        layer = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            assert layer.weight.sum().item() != 0
+        return layer
+
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "c.bin")
+    stagepack.export(make, (torch.ones(1, 2),), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack")

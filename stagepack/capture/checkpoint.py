@@ -207,5 +207,7 @@ def _read_distributed(folder: Path, tensor_name: str, dtype: torch.dtype, shape:
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415 - the same
 
     tensors = {tensor_name: torch.empty(shape, dtype=dtype)}
-    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     return tensors[tensor_name]

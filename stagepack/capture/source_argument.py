@@ -1,17 +1,21 @@
 """The SOURCE argument of the command line -> a captured model."""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import Capture
+from stagepack.capture.module_checkpoint import make_with_checkpoint
+from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source import capture_source
 from stagepack.capture.user_modules import call_user_function
 from stagepack.errors import CaptureError
 
 
-def capture_source_argument(source: str, inputs_function: str | None) -> Capture:
+def capture_source_argument(source: str, inputs_function: str | None, weights: str | None = None) -> Capture:
     """Capture the model that the command line names.
 
     Args:
@@ -19,6 +23,7 @@ def capture_source_argument(source: str, inputs_function: str | None) -> Capture
             no arguments and returns a module, or a module and its `Inputs`.
         inputs_function: ``file.py:function`` or ``package.module:function``. The function takes no arguments and returns `Inputs`, a
             tuple of inputs by position, or a dict of inputs by name. It takes precedence over inputs from the factory.
+        weights: a checkpoint of the weights of the module that a factory makes, see `read_checkpoint`.
 
     Raises:
         CaptureError: there is no such file or function, it raises or returns something else, or the model cannot be captured.
@@ -26,16 +31,55 @@ def capture_source_argument(source: str, inputs_function: str | None) -> Capture
     """
     inputs = None if inputs_function is None else to_inputs(call_user_function(inputs_function), inputs_function)
     if ":" not in source or os.path.exists(source):
+        if weights is not None:
+            raise CaptureError(
+                f"{source}: weights are for a module that FILE.py:FUNCTION makes; this source has its own"
+            )
         return capture_source(source, inputs or Inputs())
+    if weights is not None:
+        return capture_with_checkpoint(lambda: _call_factory(source), inputs, weights)
+    model, factory_inputs = _call_factory(source)
+    return capture_source(model, inputs or factory_inputs or Inputs())
+
+
+def capture_with_checkpoint(
+    make_model: Callable[[], tuple[Any, Inputs | None]], inputs: Inputs | None, weights: str | os.PathLike[str]
+) -> Capture:
+    """Capture a module that a function makes, with weights that stay in a checkpoint as far as possible.
+
+    Args:
+        make_model: returns the module, and its example inputs or None.
+        inputs: example inputs that take precedence.
+        weights: the checkpoint, see `read_checkpoint`.
+
+    Raises:
+        CaptureError: the checkpoint does not fit the module, or the module cannot be captured.
+    """
+
+    def module_of(made: tuple[Any, Inputs | None]) -> torch.nn.Module:
+        if not isinstance(made[0], torch.nn.Module):
+            raise CaptureError(f"{weights}: expected a function that makes a torch.nn.Module for these weights")
+        return made[0]
+
+    (model, factory_inputs), deferred = make_with_checkpoint(make_model, module_of, weights)
+    inputs = inputs or factory_inputs or Inputs()
+    if deferred is None:
+        return capture_source(model, inputs)
+    return replace(capture_module(model, inputs), deferred=deferred)
+
+
+def _call_factory(source: str) -> tuple[Any, Inputs | None]:
+    """Call a factory; return the module and its inputs, or None."""
     model = call_user_function(source)
+    inputs = None
     if isinstance(model, tuple) and len(model) == 2:
         model, factory_inputs = model
-        inputs = to_inputs(factory_inputs, source) if inputs is None else inputs
+        inputs = to_inputs(factory_inputs, source)
     if not isinstance(model, torch.nn.Module | torch.export.ExportedProgram):
         raise CaptureError(
             f"{source}: expected a torch.nn.Module, or a module and its inputs, found {type(model).__name__}"
         )
-    return capture_source(model, inputs or Inputs())
+    return model, inputs
 
 
 def to_inputs(returned: object, reference: str) -> Inputs:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         "stagepack export net.py:make_model -o net.stagepack --stages 4",
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
+        "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
     ],
 )
 @click.argument("source")
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     show_default="those that SOURCE returns",
     help="Function that returns the example inputs: a tuple by position, a dict by name, or stagepack.Inputs.",
 )
+@click.option(
+    "--weights",
+    type=PathType(),
+    metavar="CHECKPOINT",
+    help="Weights of the module that SOURCE makes: a .safetensors or .bin file, an index of such files, or a torch DCP folder.",
+)
 @cut_option_flags
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also add ONNX files, as 'stagepack onnx' does.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
@@ -49,6 +56,7 @@ def command(
     out: str,
     make_cut_options: "Callable[[], CutOptions] | None",
     inputs_function: str | None,
+    weights: str | None,
     with_onnx: bool,
     overwrite: bool,
     as_json: bool,
@@ -61,8 +69,11 @@ def command(
     Without a cut option, the model is cut where its code calls stagepack.split_here(); without such calls it becomes one stage. The
     written bundle is loaded back, and its answer to the example is compared with that of the model.
 
-    This runs the code of SOURCE. torch reads parts of a .pt2 file with pickle, so a .pt2 file can run code too: export only files
-    that you trust.
+    The weights of a Hugging Face model and those of --weights go from their files to the bundle one after the other, so that a model may
+    be larger than the memory.
+
+    This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
+    files that you trust.
     """
     check_output_path(out, overwrite=overwrite)
     start_time = time.perf_counter()
@@ -76,7 +87,7 @@ def command(
             from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this option needs
         cut_options = CutOptions() if make_cut_options is None else make_cut_options()
         next_step("capturing the model")
-        capture = capture_source_argument(source, inputs_function)
+        capture = capture_source_argument(source, inputs_function, weights)
         bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step)
         next_step("replaying the example")
         namespaces = custom_namespaces(bundle)

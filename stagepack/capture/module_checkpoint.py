@@ -1,0 +1,126 @@
+"""A function that makes a module, and a checkpoint of its weights -> the module with these weights, which stay in the checkpoint."""
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
+from stagepack.capture.deferred_tensors import DeferredTensors
+from stagepack.errors import CaptureError
+from stagepack.torch_internals import FakeTensor
+
+Made = TypeVar("Made")
+
+# Names in an error message; the other ones are counted.
+_SHOWN_NAMES = 5
+
+
+@contextlib.contextmanager
+def _parameters_without_data(deferred: DeferredTensors) -> Iterator[None]:
+    """Replace each parameter by one without data as soon as a module gets it. Buffers keep their data."""
+
+    def replace_parameter(_: torch.nn.Module, __: str, parameter: torch.nn.Parameter | None) -> Any:
+        is_plain = type(parameter) is torch.nn.Parameter and parameter.device.type == "cpu"
+        return deferred.replace(parameter) if parameter is not None and is_plain else None
+
+    hook = register_module_parameter_registration_hook(replace_parameter)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def make_with_checkpoint(
+    make_model: Callable[[], Made], module_of: Callable[[Made], torch.nn.Module], path: str | os.PathLike[str]
+) -> tuple[Made, DeferredTensors | None]:
+    """Make a module with the weights of a checkpoint.
+
+    Args:
+        make_model: makes the module. Where it needs the data of its parameters, it is called a second time, with data.
+        module_of: returns the module that a result of `make_model` has.
+        path: the checkpoint, see `read_checkpoint`.
+
+    Returns:
+        The result of `make_model`, and where its parameters are deferred; None if they are in memory.
+
+    Raises:
+        CaptureError: the checkpoint cannot be read, or has other tensors than the module.
+    """
+    tensors = read_checkpoint(path)
+    deferred = DeferredTensors()
+    try:
+        with _parameters_without_data(deferred):
+            made = make_model()
+        _load(module_of(made), tensors, os.fspath(path), deferred)
+    except Exception as error:
+        if not _is_for_lack_of_data(error):
+            raise
+    else:
+        return made, deferred
+    made = make_model()
+    _load(module_of(made), tensors, os.fspath(path), None)
+    return made, None
+
+
+def _is_for_lack_of_data(error: BaseException) -> bool:
+    """Whether an error of a user's function came from an operator on a tensor without data, as far as one can tell."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "FakeTensor" in str(cause) or "fake_tensor" in type(cause).__module__:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _load(
+    module: torch.nn.Module, tensors: Mapping[str, CheckpointTensor], source: str, deferred: DeferredTensors | None
+) -> None:
+    """Give a module the tensors of a checkpoint, as ``load_state_dict`` does."""
+    state: dict[str, torch.Tensor] = {
+        weight_name: tensor
+        for weight_name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    tensors = _without_prefix(tensors, state)
+    loaded_ids = {id(state[weight_name]) for weight_name in tensors.keys() & state.keys()}
+    # Of tied weights, a checkpoint needs only one.
+    missing = [weight_name for weight_name, tensor in state.items() if id(tensor) not in loaded_ids]
+    _refuse(source, "has no tensor for", missing)
+    _refuse(source, "has tensors that the model does not have:", tensors.keys() - state.keys())
+    shapes = [
+        f"{weight_name} {list(tensors[weight_name].shape)} instead of {list(tensor.shape)}"
+        for weight_name, tensor in state.items()
+        if weight_name in tensors and tensors[weight_name].shape != tuple(tensor.shape)
+    ]
+    _refuse(source, "has other shapes than the model:", shapes)
+    for weight_name, tensor in state.items():
+        if weight_name not in tensors:
+            continue
+        if deferred is not None and isinstance(tensor, FakeTensor):
+            deferred.assign(tensor, tensors[weight_name])
+        else:
+            with torch.no_grad():
+                tensor.copy_(tensors[weight_name].read())
+
+
+def _without_prefix(tensors: Mapping[str, CheckpointTensor], state: Collection[str]) -> Mapping[str, CheckpointTensor]:
+    """The tensors of the model in a checkpoint that has more than a model, such as ``{"model": ..., "optimizer": ...}``."""
+    if not state or any(weight_name in tensors for weight_name in state):
+        return tensors
+    suffix = f".{next(iter(state))}"
+    for tensor_name in sorted(tensors, key=len):
+        if tensor_name.endswith(suffix):
+            prefix = tensor_name.removesuffix(suffix[1:])
+            return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+    return tensors
+
+
+def _refuse(source: str, reason: str, problems: Collection[str]) -> None:
+    if problems:
+        shown = sorted(problems)[:_SHOWN_NAMES]
+        more = f" and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+        raise CaptureError(f"{source}: {reason} {', '.join(shown)}{more}: pass the checkpoint of this model")
