@@ -9,6 +9,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder
 from stagepack.cli.run_options import json_option, operator_options
+from stagepack.cli.termination import orderly_termination
 from stagepack.format.reader import Bundle
 
 
@@ -42,7 +43,7 @@ def command(bundle_path: str, out: str, device: str, allow_ops: tuple[str, ...],
     bundle = Bundle(bundle_path)
     check_output_folder(out)
     start_time = time.perf_counter()
-    with progress("importing torch") as next_step:
+    with progress("importing torch") as next_step, orderly_termination():
         from stagepack_loaders.torch.compilation import compile_ahead  # noqa: PLC0415 - torch, after the arguments are checked
 
         units = compile_ahead(bundle, out, device, allow_ops=allow_ops, progress=next_step)

@@ -16,6 +16,7 @@ from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import PathType
 from stagepack.cli.run_options import custom_namespaces, json_option, replay
+from stagepack.cli.termination import orderly_termination
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
@@ -78,7 +79,7 @@ def command(
     check_output_path(out, overwrite=overwrite)
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
-    with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
+    with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr), orderly_termination():
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
         from stagepack.exporter import export_capture  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same

@@ -9,6 +9,7 @@ from stagepack.cli.output import finite, print_json, print_line, print_table, pr
 from stagepack.cli.path_options import bundle_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import json_option, operator_options
+from stagepack.cli.termination import orderly_termination
 from stagepack.format.reader import Bundle
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def command(bundle_path: str, allow_ops: tuple[str, ...], as_json: bool) -> None
     """
     bundle = Bundle(bundle_path)
     start_time = time.perf_counter()
-    with progress("importing torch") as next_step:
+    with progress("importing torch") as next_step, orderly_termination():
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
 
         conversion = add_onnx(bundle, allow_ops=allow_ops, progress=next_step)

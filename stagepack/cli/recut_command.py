@@ -12,6 +12,7 @@ from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.output import print_json, print_line, progress
 from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.run_options import json_option
+from stagepack.cli.termination import orderly_termination
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
@@ -47,7 +48,7 @@ def command(
         raise click.UsageError("Missing a cut option: pass --stages, --split-at or --plan")
     check_output_path(out, overwrite=overwrite)
     start_time = time.perf_counter()
-    with progress("recutting the bundle"):
+    with progress("recutting the bundle"), orderly_termination():
         from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
         old_bundle = Bundle(bundle_path)

@@ -6,7 +6,6 @@ process dies at any moment, the output is the old bundle, or missing, or the new
 
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.chunks import FileHasher
 from stagepack.format.codec import encode_manifest
 from stagepack.format.manifest import File, Manifest
+from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
 from stagepack.format.weights import TensorSpec, weight_file_header
 
@@ -83,7 +83,7 @@ class BundleWriter:
     """
 
     def __init__(self, out: str | os.PathLike[str], *, overwrite: bool) -> None:
-        """Create the temporary folder.
+        """Create the temporary folder. Those that killed processes left for the same output are removed.
 
         Args:
             out: the folder of the bundle to be written.
@@ -97,12 +97,12 @@ class BundleWriter:
         self._out = Path(os.path.abspath(out))
         self._overwrite = overwrite
         self._file_entries: list[File] = []
-        self._temporary_folder = self._out.with_name(f".{self._out.name}.{secrets.token_hex(4)}.part")
-        self._replaced_folder = self._temporary_folder.with_suffix(".old")
         try:
-            self._temporary_folder.mkdir()
+            self._locked_folder = TemporaryFolder(self._out)
         except OSError as error:
             raise WriteError(f"{out}: cannot write there: {error.strerror}: {self._out.parent}") from None
+        self._temporary_folder = self._locked_folder.path
+        self._replaced_folder = self._temporary_folder.with_suffix(".old")
 
     @property
     def folder(self) -> Path:
@@ -117,9 +117,11 @@ class BundleWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove an unfinished bundle, and convert an OSError to a `WriteError`."""
-        shutil.rmtree(self._temporary_folder, ignore_errors=True)
+        self._locked_folder.__exit__(kind, error, trace)
         if os.path.lexists(self._out):
-            shutil.rmtree(self._replaced_folder, ignore_errors=True)
+            # Those of killed processes too: they are needed only as long as there is no output.
+            for replaced_folder in siblings(self._out, "old"):
+                shutil.rmtree(replaced_folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise WriteError(
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"

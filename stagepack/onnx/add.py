@@ -1,7 +1,6 @@
 """A bundle -> the same bundle with an ONNX model for each stage that has an ONNX form."""
 
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import msgspec
 from stagepack.errors import WriteError
 from stagepack.format.manifest import Onnx
 from stagepack.format.reader import Bundle
+from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.writer import BundleWriter
 from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, own_weight_file
@@ -110,11 +110,11 @@ def _folder_beside(path: Path) -> Iterator[Path]:
         WriteError: the folder cannot be created.
     """
     try:
-        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        folder = TemporaryFolder(path)
     except OSError as error:
         raise WriteError(f"{path}: cannot write there: {error.strerror}: {path.parent}") from None
-    with folder as folder_path:
-        yield Path(folder_path)
+    with folder:
+        yield folder.path
 
 
 def _write_bundle(bundle: Bundle, converted: Mapping[int, OnnxFiles], out: Path, *, overwrite: bool) -> None:

@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from stagepack.format.digest import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, evaluate_dim
+from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.torch_internals import compile_to_package
 from stagepack_loaders.torch.build import INPUT_TYPES
 from stagepack_loaders.torch.compilation_units import CompilationUnit, compilation_units, content_key
@@ -52,26 +51,24 @@ def compile_to_folder(
         OutputExistsError: `out` exists.
         WriteError: it cannot be written.
     """
-    path = Path(out)
+    path = Path(os.path.abspath(out))
     if path.exists():
         raise OutputExistsError(f"{path} exists: choose another name, or remove it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        temporary = TemporaryFolder(path)
     except OSError as error:
         raise WriteError(f"{path}: cannot be created: {error.strerror or error}: choose another folder") from None
-    try:
-        units = [
-            _compile_occurrences(key, unit_occurrences, device, temporary_folder, progress)
-            for key, unit_occurrences in _distinct_units(stages).items()
-        ]
-        (temporary_folder / LIST_NAME).write_text(encode_list(bundle, device, units))
-        temporary_folder.chmod(0o755)
-        temporary_folder.rename(path)
-    except OSError as error:
-        raise WriteError(f"{path}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary_folder, ignore_errors=True)
+    with temporary:
+        try:
+            units = [
+                _compile_occurrences(key, unit_occurrences, device, temporary.path, progress)
+                for key, unit_occurrences in _distinct_units(stages).items()
+            ]
+            (temporary.path / LIST_NAME).write_text(encode_list(bundle, device, units))
+            temporary.path.rename(path)
+        except OSError as error:
+            raise WriteError(f"{path}: {error.strerror or error}") from None
     return units
 
 
