@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # A name of a service, RFC 1035, short enough for the suffixes of its pods.
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
 _MODELS_FOLDER = PurePosixPath("/models")
+# Options of `stagepack serve` that depend on the pods.
+_DEPLOYMENT_OPTIONS = {"--host", "--http-port", "--grpc-port", "--device", "--processes"}
 _VOLUME_KINDS = get_args(BundleVolume.__annotations__["kind"])
 
 
@@ -64,6 +66,26 @@ def _check_printable(_context: click.Context, _option: click.Parameter, value: A
     return value
 
 
+def _check_serve_arguments(
+    context: click.Context, parameter: click.Parameter, arguments: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Refuse what `stagepack serve` would refuse in the pods, and what the deployment says already."""
+    from stagepack.cli.serve_command import command as serve  # noqa: PLC0415 - it needs the extra `serve`
+
+    known_options = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
+    own_options = {name for option in context.command.params for name in option.opts} | _DEPLOYMENT_OPTIONS
+    if arguments and not arguments[0].startswith("-"):
+        raise click.BadParameter(f"unexpected argument {arguments[0]!r}: options of stagepack serve come after --.")
+    for argument in arguments:
+        option_name = argument.partition("=")[0]
+        if option_name.startswith("-") and option_name not in known_options - own_options:
+            raise click.BadParameter(
+                f"{option_name} is not an option of stagepack serve that a deployment leaves open."
+            )
+    _check_printable(context, parameter, arguments)
+    return arguments
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     """The options of the command line, named as they are declared below."""
@@ -85,6 +107,7 @@ class _Options:
     drain: float
     allow_ops: tuple[str, ...]
     imports: tuple[str, ...]
+    serve_arguments: tuple[str, ...]
     overwrite: bool
     as_json: bool
 
@@ -220,11 +243,16 @@ class _Options:
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option
+@click.argument(
+    "serve_arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE_OPTIONS]", callback=_check_serve_arguments
+)
 def command(bundle_path: str, **arguments: Any) -> None:
     """Write a deployment on Kubernetes.
 
     Writes a LeaderWorkerSet, whose pods run the stages under torchrun, a Service for the pod that has the server, and a NetworkPolicy that
     keeps other pods away from the processes. Memory is sized from the plan of the bundle. Needs no torch and no cluster.
+
+    SERVE_OPTIONS are further options of ``stagepack serve`` in the pods, such as ``-- --runtime onnxruntime --deadline-s 20``.
     """
     options = _Options(**arguments)
     if options.out.exists() and not options.overwrite:
@@ -278,6 +306,7 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
         drain=options.drain,
         allow_ops=options.allow_ops,
         imports=options.imports,
+        serve_arguments=options.serve_arguments,
     )
 
 

@@ -95,6 +95,19 @@ def test_gpus_and_their_processes(layers: Bundle, tmp_path: Path) -> None:
     assert "--device cuda --max-batch" in " ".join(container_of(templates(worker_set)[1])["command"])
 
 
+def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
+    worker_set, _, _ = write_deployment(layers, tmp_path, "--", "--runtime", "onnxruntime", "--deadline-s=20")
+    for template in templates(worker_set):
+        assert container_of(template)["command"][-3:] == ["--runtime", "onnxruntime", "--deadline-s=20"]
+    for refused in ("--processes", "--no-such-option", "--max-batch"):
+        arguments = ["k8s", str(layers.path), "-o", str(tmp_path / "x.yaml"), "--", refused, "2"]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2
+        assert f"{refused} is not an option of stagepack serve that a deployment leaves open" in result.stderr
+    result = CliRunner().invoke(main, ["k8s", str(layers.path), "other.stagepack", "-o", str(tmp_path / "x.yaml")])
+    assert (result.exit_code, "unexpected argument 'other.stagepack'" in result.stderr) == (2, True)
+
+
 def test_only_the_leader_is_asked_and_only_the_group_connects(layers: Bundle, tmp_path: Path) -> None:
     worker_set, service, policy = write_deployment(layers, tmp_path, "--name", "net")
     leader, worker = map(container_of, templates(worker_set))

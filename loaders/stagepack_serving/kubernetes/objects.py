@@ -60,6 +60,7 @@ def entry_command(options: DeploymentOptions) -> list[str]:
         *("--linger-s", f"{options.linger:g}", "--drain-s", f"{options.drain:g}"),
         *(argument for namespace in options.allow_ops for argument in ("--allow-ops", _literal(namespace))),
         *(argument for module_name in options.imports for argument in ("--import", _literal(module_name))),
+        *map(_literal, options.serve_arguments),
     ]
 
 

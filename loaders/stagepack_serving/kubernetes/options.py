@@ -38,6 +38,7 @@ class DeploymentOptions:
         drain: as for ``stagepack serve``, in seconds.
         allow_ops: as for ``stagepack serve``.
         imports: as for ``stagepack serve``.
+        serve_arguments: further arguments of ``stagepack serve``.
     """
 
     name: str
@@ -56,6 +57,7 @@ class DeploymentOptions:
     drain: float
     allow_ops: tuple[str, ...]
     imports: tuple[str, ...]
+    serve_arguments: tuple[str, ...] = ()
 
     @property
     def process_count(self) -> int:
