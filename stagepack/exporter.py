@@ -19,6 +19,7 @@ from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 from stagepack.capture.source_argument import capture_with_checkpoint
 from stagepack.errors import OptionError
+from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
@@ -179,7 +180,7 @@ def export_capture(
         recorder = lambda _: example  # noqa: E731
     progress("write")
     try:
-        write_bundle(out, partition.cut, _weight_source(program), recorder, origin, overwrite=overwrite)
+        write_bundle(out, partition.cut, _weight_source(capture, program), recorder, origin, overwrite=overwrite)
     except AnswerDiffersError:
         assert capture.capture_loaded is not None
         loaded = capture.capture_loaded()
@@ -262,12 +263,15 @@ def _cut(program: LinearizedProgram, cut_options: CutOptions) -> Partition:
     return partition_graph(graph, graph_costs(graph, weight_bytes), cut_options, program.split_positions)
 
 
-def _weight_source(program: LinearizedProgram) -> TensorSource:
+def _weight_source(capture: Capture, program: LinearizedProgram) -> TensorSource:
     stored = program.weights.stored
-    return TensorSource(
-        specs={tensor: spec for tensor, (spec, _) in stored.items()},
-        read=lambda tensor: [tensor_bytes(stored[tensor][1]())],
-    )
+
+    def read(stored_name: str) -> list[Piece]:
+        tensor = program.weights.tensors.get(stored_name)
+        location = None if tensor is None or not tensor.is_contiguous() else capture.location(tensor)
+        return [tensor_bytes(stored[stored_name].contiguous())] if location is None else [location]
+
+    return TensorSource(specs={stored_name: spec for stored_name, (spec, _) in stored.items()}, read=read)
 
 
 def _origin(program: LinearizedProgram, plan: Plan, files: Mapping[str, bytes]) -> ModelOrigin:

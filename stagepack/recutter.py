@@ -5,12 +5,13 @@ would have.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stagepack.bundle_writing import INDEX_FILE_NAME, ModelOrigin, write_bundle
 from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.plan import Plan
 from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
@@ -24,8 +25,6 @@ from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
-
-_CHUNK_BYTES = 8 * 2**20
 
 
 def recut(
@@ -206,11 +205,8 @@ def _tensor_source(locations: Mapping[str, tuple[Path, StoredTensor]], weights: 
     for weight in weights:
         if weight.zeros:
             specs[weight.stored] = TensorSpec(name=weight.stored, dtype=weight.dtype, shape=weight.shape)
-    return TensorSource(specs=specs, read=lambda tensor: _read_chunks(*locations[tensor]))
+    return TensorSource(specs=specs, read=lambda tensor: [_file_range(*locations[tensor])])
 
 
-def _read_chunks(path: Path, stored: StoredTensor) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(stored.start)
-        for offset in range(stored.start, stored.end, _CHUNK_BYTES):
-            yield file.read(min(_CHUNK_BYTES, stored.end - offset))
+def _file_range(path: Path, stored: StoredTensor) -> FileRange:
+    return FileRange(path=path, start=stored.start, size=stored.end - stored.start)

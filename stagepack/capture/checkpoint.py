@@ -5,6 +5,7 @@ one, or a folder of ``torch.distributed.checkpoint``.
 """
 
 import json
+import math
 import mmap
 import os
 import warnings
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
 from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.file_writing import FileRange
 
 # The files of a folder that has no more than a checkpoint, in the order in which transformers looks for them.
 _FOLDER_FILES = (
@@ -40,11 +42,13 @@ class CheckpointTensor:
         dtype: its dtype.
         shape: its shape.
         read: returns its data, which may be a file mapped for reading only: do not write to it.
+        location: the bytes of a file that it consists of, if it does, in the order of its dimensions.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
+    location: FileRange | None = None
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, CheckpointTensor]:
@@ -117,20 +121,14 @@ def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
             raise CaptureError(f"{path}: {tensor_name}: dtype {entry['dtype']} is not known")
         dtype: torch.dtype = getattr(torch, TORCH_DTYPES[entry["dtype"]])
         start = 8 + header_length + entry["data_offsets"][0]
-        tensors[tensor_name] = file_tensor(path, start, dtype, tuple(entry["shape"]))
+        shape = tuple(entry["shape"])
+        tensors[tensor_name] = CheckpointTensor(
+            dtype=dtype,
+            shape=shape,
+            read=partial(map_tensor, path, start, dtype, shape),
+            location=FileRange(path=path, start=start, size=math.prod(shape) * dtype.itemsize),
+        )
     return tensors
-
-
-def file_tensor(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> CheckpointTensor:
-    """Describe a tensor whose elements are in a file.
-
-    Args:
-        path: the file.
-        start: the position of its first byte.
-        dtype: its dtype.
-        shape: its shape.
-    """
-    return CheckpointTensor(dtype=dtype, shape=shape, read=lambda: map_tensor(path, start, dtype, shape))
 
 
 def map_tensor(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.checkpoint import CheckpointTensor
+from stagepack.format.file_writing import FileRange
 from stagepack.torch_internals import (
     DataDependentError,
     FakeTensor,
@@ -23,6 +24,10 @@ from stagepack.torch_internals import (
 
 # Computes a tensor: takes a function that returns the data of a deferred tensor, and any other tensor as it is.
 _Computation = Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
+
+
+# Operators whose result has the bytes of their first argument.
+_IDENTITIES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 class DataNeededError(Exception):
@@ -41,12 +46,14 @@ class DeferredTensors(TorchDispatchMode):
         self._fake_mode = FakeTensorMode()
         # By the identity of the fake tensor, which is held so that no other object gets this identity.
         self._computations: dict[int, tuple[torch.Tensor, _Computation]] = {}
+        self._locations: dict[int, FileRange] = {}
 
     def add(self, tensor: CheckpointTensor) -> torch.Tensor:
         """Return a deferred tensor that has the data of a tensor of a checkpoint."""
         with self._fake_mode:
             fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._computations[id(fake_tensor)] = (fake_tensor, lambda _: tensor.read())
+        self._set_location(fake_tensor, tensor.location)
         return fake_tensor
 
     def replace(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,6 +72,16 @@ class DeferredTensors(TorchDispatchMode):
             return torch.empty_strided(stored.shape, strides, dtype=dtype).copy_(stored)
 
         self._computations[id(fake_tensor)] = (fake_tensor, compute)
+        if dtype == tensor.dtype and fake_tensor.is_contiguous():
+            self._set_location(fake_tensor, tensor.location)
+
+    def location(self, tensor: torch.Tensor) -> FileRange | None:
+        """Return the bytes of a file that a deferred tensor consists of; None if they must be computed, or it is not deferred."""
+        return self._locations.get(id(tensor))
+
+    def _set_location(self, tensor: torch.Tensor, location: FileRange | None) -> None:
+        if location is not None:
+            self._locations[id(tensor)] = location
 
     def __contains__(self, tensor: object) -> bool:
         """Whether a tensor is deferred."""
@@ -106,6 +123,8 @@ class DeferredTensors(TorchDispatchMode):
             return compute(self.real)
         if isinstance(result, torch.Tensor):
             self._computations.setdefault(id(result), (result, compute))
+            if func in _IDENTITIES:
+                self._set_location(result, self.location(args[0]))
         elif isinstance(result, list | tuple):
             for index, item in enumerate(result):
                 if isinstance(item, torch.Tensor):

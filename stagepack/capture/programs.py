@@ -18,6 +18,7 @@ from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
 from stagepack.errors import CaptureError
+from stagepack.format.file_writing import FileRange
 
 # Whether this torch is 2.11, see `_export`.
 _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
@@ -49,6 +50,10 @@ class Capture:
     def data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a tensor of the model; that of a deferred one is read now."""
         return tensor if self.deferred is None else self.deferred.real(tensor)
+
+    def location(self, tensor: torch.Tensor) -> FileRange | None:
+        """Return the bytes of a file that a deferred tensor of the model consists of, or None."""
+        return None if self.deferred is None else self.deferred.location(tensor)
 
 
 def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:

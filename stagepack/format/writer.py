@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +16,15 @@ from typing import Final, Self
 import msgspec
 
 from stagepack.errors import OutputExistsError, WriteError
-from stagepack.format.chunks import FileHasher
 from stagepack.format.codec import encode_manifest
+from stagepack.format.file_writing import Piece, write_pieces
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
 from stagepack.format.weights import TensorSpec, weight_file_header
 
-# The content of a file or a tensor, in chunks of any length.
-ByteChunks = Iterable[bytes | memoryview]
+# The content of a file or a tensor.
+Pieces = Iterable[Piece]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +37,8 @@ class TensorSource:
     """
 
     specs: Mapping[str, TensorSpec]
-    read: Callable[[str], ByteChunks]
+    read: Callable[[str], Pieces]
 
-
-# From this size on, hashing in a thread costs less than it saves.
-_OVERLAPPED_BYTES: Final = 2**18
 
 # The first field of a manifest. A damaged manifest begins with it too.
 _MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
@@ -127,29 +123,17 @@ class BundleWriter:
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
             ) from error
 
-    def write_file(self, file_name: str, chunks: ByteChunks) -> None:
-        """Write one file, and record its size and digests for the manifest. A thread hashes what is being written.
+    def write_file(self, file_name: str, pieces: Pieces) -> None:
+        """Write one file, and record its size and digests for the manifest. Threads hash and write its chunks.
 
         Args:
             file_name: the name of the file in the bundle.
-            chunks: its content. A buffer may be used again for the next one.
+            pieces: its content: bytes, which must not change afterwards, and ranges of other files.
 
         Raises:
             OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
         """
-        hasher = FileHasher()
-        with (self._temporary_folder / file_name).open("xb") as file, ThreadPoolExecutor(1) as hashing_thread:
-            for chunk in chunks:
-                if memoryview(chunk).nbytes < _OVERLAPPED_BYTES:
-                    hasher.update(chunk)
-                    file.write(chunk)
-                else:
-                    hashed = hashing_thread.submit(hasher.update, chunk)
-                    file.write(chunk)
-                    hashed.result()
-            file.flush()
-            os.fsync(file.fileno())
-        self._file_entries.append(hasher.entry(file_name))
+        self._file_entries.append(write_pieces(self._temporary_folder / file_name, pieces))
 
     def link_file(self, path: Path, entry: File) -> None:
         """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Its digest is not computed again.
@@ -171,7 +155,7 @@ class BundleWriter:
         self._file_entries.append(entry)
 
     def write_tensors(
-        self, file_name: str, tensors: Iterable[TensorSpec], read_tensor: Callable[[str], ByteChunks]
+        self, file_name: str, tensors: Iterable[TensorSpec], read_tensor: Callable[[str], Pieces]
     ) -> None:
         """Write a weight file.
 
@@ -185,14 +169,14 @@ class BundleWriter:
         """
         specs = list(tensors)
 
-        def chunks() -> ByteChunks:
+        def pieces() -> Pieces:
             header, paddings = weight_file_header(specs)
             yield header
             for spec, padding in zip(specs, paddings, strict=True):
                 yield bytes(padding)
                 yield from read_tensor(spec.name)
 
-        self.write_file(file_name, chunks())
+        self.write_file(file_name, pieces())
 
     def finish(self, manifest: Manifest) -> None:
         """Write the manifest and rename the temporary folder to the output.

@@ -1,0 +1,159 @@
+"""Write a file by several threads, each of which gathers, hashes and writes one chunk of it at a time."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from stagepack.format.chunks import CHUNK_BYTES, chunk_digest, file_entry
+from stagepack.format.manifest import File
+from stagepack.format.threads import usable_cpu_count
+
+# More do not write faster, and each has a buffer of one chunk.
+_MOST_THREADS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRange:
+    """A range of the bytes of a file, to be copied.
+
+    Attributes:
+        path: the file.
+        start: the position of its first byte.
+        size: the number of bytes.
+    """
+
+    path: Path
+    start: int
+    size: int
+
+
+# A part of the content of a file.
+Piece = bytes | memoryview | FileRange
+
+
+def write_pieces(path: Path, pieces: Iterable[Piece]) -> File:
+    """Write a new file, and synchronize it to disk.
+
+    Args:
+        path: the file; it must not exist.
+        pieces: its content. At most a few chunks are read ahead of what is written.
+
+    Returns:
+        Its entry in the manifest.
+
+    Raises:
+        OSError: the file cannot be written, or a range of another file cannot be read.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        size, digests = _write_chunks(descriptor, pieces)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return file_entry(path.name, size, digests)
+
+
+def _write_chunks(descriptor: int, pieces: Iterable[Piece]) -> tuple[int, list[str]]:
+    """Write all chunks; return the size of the file and their digests."""
+    thread_count = min(usable_cpu_count(), _MOST_THREADS)
+    buffers = _Buffers()
+    chunks = _chunks(pieces)
+    first_chunk = next(chunks)
+    size = sum(map(_size, first_chunk))
+    if size < CHUNK_BYTES:
+        return size, [_write_chunk(descriptor, 0, first_chunk, buffers)]
+    digests: list[str] = []
+    running: deque[Future[str]] = deque()
+    with ThreadPoolExecutor(thread_count) as pool:
+        running.append(pool.submit(_write_chunk, descriptor, 0, first_chunk, buffers))
+        for chunk in chunks:
+            if len(running) > thread_count:
+                digests.append(running.popleft().result())
+            running.append(pool.submit(_write_chunk, descriptor, size, chunk, buffers))
+            size += sum(map(_size, chunk))
+        digests += [future.result() for future in running]
+    return size, digests
+
+
+class _Buffers(threading.local):
+    """A buffer of one chunk for each thread."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(CHUNK_BYTES))
+
+
+def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield the pieces of each chunk; those of an empty file are none."""
+    chunk: list[Piece] = []
+    free_bytes, is_first = CHUNK_BYTES, True
+    for piece in pieces:
+        remaining = _as_bytes(piece)
+        while size := _size(remaining):
+            added, remaining = _divided(remaining, min(free_bytes, size))
+            chunk.append(added)
+            free_bytes -= _size(added)
+            if not free_bytes:
+                yield chunk
+                chunk, free_bytes, is_first = [], CHUNK_BYTES, False
+    if chunk or is_first:
+        yield chunk
+
+
+def _as_bytes(piece: Piece) -> Piece:
+    if isinstance(piece, FileRange):
+        return piece
+    view = memoryview(piece)
+    # A view with a zero in its shape cannot be cast.
+    return view.cast("B") if view.nbytes else b""
+
+
+def _size(piece: Piece) -> int:
+    return piece.size if isinstance(piece, FileRange) else len(piece)
+
+
+def _divided(piece: Piece, size: int) -> tuple[Piece, Piece]:
+    """The first bytes of a piece, and the others."""
+    if not isinstance(piece, FileRange):
+        return piece[:size], piece[size:]
+    return (
+        FileRange(path=piece.path, start=piece.start, size=size),
+        FileRange(path=piece.path, start=piece.start + size, size=piece.size - size),
+    )
+
+
+def _write_chunk(descriptor: int, start: int, chunk: list[Piece], buffers: _Buffers) -> str:
+    """Write a chunk from a position of the file on; return its digest."""
+    if len(chunk) == 1 and not isinstance(chunk[0], FileRange):
+        content = memoryview(chunk[0])
+    else:
+        end = 0
+        for piece in chunk:
+            begin, end = end, end + _size(piece)
+            if isinstance(piece, FileRange):
+                _read_range(piece, buffers.view[begin:end])
+            else:
+                buffers.view[begin:end] = piece
+        content = buffers.view[:end]
+    digest = chunk_digest(content)
+    while content:
+        written = os.pwrite(descriptor, content, start)
+        start, content = start + written, content[written:]
+    return digest
+
+
+def _read_range(piece: FileRange, buffer: memoryview) -> None:
+    descriptor = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        position = piece.start
+        while buffer:
+            count = os.preadv(descriptor, [buffer], position)
+            if not count:
+                raise OSError(f"{piece.path}: ends before byte {piece.start + piece.size}")
+            position, buffer = position + count, buffer[count:]
+    finally:
+        os.close(descriptor)
