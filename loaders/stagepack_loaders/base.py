@@ -15,6 +15,7 @@ from stagepack.errors import OptionError
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack_loaders.weight_reading import WeightReader
 
 if TYPE_CHECKING:
     import os
@@ -183,12 +184,18 @@ class PrepareOptions:
         modules: run by calls of the model's modules; only for a runtime with `runs_modules`.
         types: classes that arguments and results of modules may be built of.
         dense_inputs: values from other stages may be contiguous where those of the capture were not.
+        stream: a stage is ready at once, and each weight is waited for at its first use; only for a runtime with `streams`.
+        device_memory: the largest number of bytes of weights on each device, for a runtime with `streams`; None for no limit.
+        weight_reader: reads the weight files of a stage that streams; None for the files in the folder of the bundle.
     """
 
     allow_ops: Collection[str] = ()
     modules: bool = False
     types: Collection[type] = ()
     dense_inputs: bool = False
+    stream: bool = False
+    device_memory: int | None = None
+    weight_reader: WeightReader | None = None
 
 
 class Runtime(ABC):
@@ -206,6 +213,7 @@ class Runtime(ABC):
         keeps_strides: the outputs of a stage have the strides of the capture. If False, they may be contiguous instead.
         runs_modules: it takes ``modules=True``.
         compiles: it has `compile_stages`.
+        streams: it takes ``stream=True`` and ``device_memory=``.
     """
 
     name: str
@@ -216,6 +224,7 @@ class Runtime(ABC):
     keeps_strides: bool = False
     runs_modules: bool = False
     compiles: bool = False
+    streams: bool = False
 
     @property
     @abstractmethod

@@ -11,6 +11,7 @@ from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
     check_compile_options,
+    check_stream_options,
     compile_prepared,
     finish_prepared,
     prepare_all,
@@ -40,6 +41,7 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     verify: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
+    stream: bool = ...,
     processes: Literal[False] = ...,
 ) -> Pipeline: ...
 
@@ -74,6 +76,7 @@ def load(
     verify: bool = True,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
+    stream: bool = False,
     processes: bool | int = False,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
@@ -97,6 +100,10 @@ def load(
         verify: compare every file with its digest before it is used.
         compile: True compiles each distinct region once, ``"whole"`` each stage as a whole, by ``torch.compile`` at the first call.
         compiled: a folder that ``stagepack compile`` wrote for this bundle and this kind of device. Its native code is run.
+        stream: return at once; threads read the weights into memory in the order of their first use, and a call waits for each weight
+            at its first use. With `verify`, the bytes of a weight are compared with their digests before they are computed with, so
+            it is a call that raises `DigestError`. Parameters that you read yourself may not be there before
+            `TorchStage.wait_for_weights` returns. Not with `compile`, `compiled` and `processes`; only in torch.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages share one.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
             `stagepack.distributed.connect`.
@@ -132,6 +139,13 @@ def load(
     """
     opened_bundle = _open(bundle)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
+    if stream:
+        check_stream_options(
+            runtime_of_each_stage(runtime, len(opened_bundle.stages)),
+            compile=compile,
+            compiled=compiled is not None,
+            processes=processes is not False,
+        )
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
     if processes is False:
         _refuse_process_options(
@@ -169,7 +183,7 @@ def load(
             max_restarts=max_restarts,
             microbatch_size=microbatch_size,
         )
-    prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops))
+    prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops, stream=stream))
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
     loaded_stages = finish_prepared(opened_bundle, ready_stages, verify=verify)
     return Pipeline(opened_bundle.manifest, list(loaded_stages.values()), types)
@@ -194,6 +208,7 @@ def load_stage(
     verify: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
+    stream: bool = ...,
 ) -> "TorchStage": ...
 
 
@@ -210,6 +225,7 @@ def load_stage(
     verify: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
+    stream: bool = ...,
 ) -> Any: ...
 
 
@@ -225,6 +241,7 @@ def load_stage(
     verify: bool = True,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
+    stream: bool = False,
 ) -> Any:
     """Load one stage of a bundle. Only its own files and the shared files that it names are read.
 
@@ -245,6 +262,7 @@ def load_stage(
         verify: see `load`.
         compile: see `load`.
         compiled: see `load`.
+        stream: see `load`; not with `modules`.
 
     Returns:
         A callable that takes the inputs of the stage, by position or by edge name, and returns a tuple of its outputs: in torch a
@@ -266,7 +284,9 @@ def load_stage(
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
     check_compile_options([find_runtime(runtime)], compile, compiled)
-    options = PrepareOptions(allow_ops=allow_ops, modules=modules, types=types)
+    if stream:
+        check_stream_options([find_runtime(runtime)], compile=compile, compiled=compiled is not None, modules=modules)
+    options = PrepareOptions(allow_ops=allow_ops, modules=modules, types=types, stream=stream)
     prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, runtime, options)}
     return compile_prepared(opened_bundle, prepared_stages, compile, compiled)[stage].finish(verify=verify)
 

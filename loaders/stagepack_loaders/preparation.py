@@ -113,6 +113,25 @@ def check_compile_options(
             )
 
 
+def check_stream_options(stage_runtimes: Sequence[Runtime], **excluded_options: object) -> None:
+    """Check that weights of stages can arrive while the stages run.
+
+    Args:
+        stage_runtimes: the runtime of each stage.
+        **excluded_options: options that do not go with it, by name; true values are refused.
+
+    Raises:
+        OptionError: a runtime does not stream weights, or another option is given.
+    """
+    for runtime in stage_runtimes:
+        if not runtime.streams:
+            able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.streams)
+            raise OptionError(f"{runtime.title} does not stream weights: leave out stream, or choose runtime={able}")
+    for option_name, value in excluded_options.items():
+        if value:
+            raise OptionError(f"stream excludes {option_name}: leave out one of them")
+
+
 def compile_prepared(
     bundle: Bundle,
     prepared_stages: Mapping[int, PreparedStage],

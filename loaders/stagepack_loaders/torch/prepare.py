@@ -1,13 +1,15 @@
 """Read and check stages, then read their weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stagepack.errors import DeviceError, OperatorError
+from stagepack.format.folded import FoldedGraph
+from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
@@ -73,33 +75,51 @@ def prepare_stages(
         DeviceError: a graph names a device that this machine does not have.
     """
     cache = WeightCache()
-    return {
-        stage_number: _prepare_stage(bundle, stage_number, device, options, cache)
-        for stage_number, device in placement.items()
-    }
+    prepared_stages = {}
+    for stage_number, device in placement.items():
+        parts = read_parts(bundle, stage_number, options)
+        prepared_stages[stage_number] = PreparedTorchStage(
+            bundle=bundle,
+            stage_number=stage_number,
+            code=build_code(bundle, stage_number, parts, device, options),
+            stored_tensors=bundle.tensors(stage_number, parts.graph),
+            device=device,
+            cache=cache,
+        )
+    return prepared_stages
 
 
-def _prepare_stage(
-    bundle: Bundle, stage_number: int, device: torch.device, options: PrepareOptions, cache: WeightCache
-) -> PreparedTorchStage:
-    """Read the graph of a stage and the headers of its weight files; build what it will run."""
-    stage_code = _build_code(bundle, stage_number, device, options)
-    return PreparedTorchStage(
-        bundle=bundle,
-        stage_number=stage_number,
-        code=stage_code,
-        stored_tensors=bundle.tensors(stage_number, stage_code.graph),
-        device=device,
-        cache=cache,
-    )
+class StageParts(NamedTuple):
+    """What the module of a stage is built from."""
+
+    folded: FoldedGraph
+    graph: Graph
+    operators: Sequence[Callable[..., Any]]
 
 
-def _build_code(bundle: Bundle, stage_number: int, device: torch.device, options: PrepareOptions) -> StageCode:
-    stage_entry = bundle.stages[stage_number]
+def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> StageParts:
+    """Read the graph of a stage, and find its operators.
+
+    Raises:
+        DigestError, FormatError, OperatorError: see `prepare_stages`.
+    """
     folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
-    operators = resolve_operators(graph.ops, options.allow_ops, stage_entry.graph)
+    operators = resolve_operators(graph.ops, options.allow_ops, bundle.stages[stage_number].graph)
     if options.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
+    return StageParts(folded, graph, operators)
+
+
+def build_code(
+    bundle: Bundle, stage_number: int, parts: StageParts, device: torch.device, options: PrepareOptions
+) -> StageCode:
+    """Build what a stage runs.
+
+    Raises:
+        OperatorError, DeviceError: see `prepare_stages`.
+    """
+    stage_entry = bundle.stages[stage_number]
+    folded, graph, operators = parts
     try:
         if options.modules:
             graph_module, module_calls = build_with_modules(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagepack_loaders.torch.prepare import PreparedTorchStage
+    from stagepack_loaders.torch.streaming import StreamedTorchStage
 
 
 class TorchRuntime(Runtime):
@@ -28,6 +29,7 @@ class TorchRuntime(Runtime):
     keeps_strides = True
     runs_modules = True
     compiles = True
+    streams = True
 
     @property
     def arrays(self) -> ArrayOps:
@@ -54,11 +56,16 @@ class TorchRuntime(Runtime):
 
     def prepare(
         self, bundle: Bundle, placement: "Mapping[int, torch.device]", options: PrepareOptions
-    ) -> "dict[int, PreparedTorchStage]":
+    ) -> "Mapping[int, PreparedTorchStage | StreamedTorchStage]":
         """See `Runtime`. Stages on one device share the tensors that are one tensor in the model."""
         from stagepack_loaders.torch.prepare import prepare_stages
+        from stagepack_loaders.torch.streaming import prepare_streamed_stages
 
-        return prepare_stages(bundle, placement, options)
+        return (
+            prepare_streamed_stages(bundle, placement, options)
+            if options.stream
+            else prepare_stages(bundle, placement, options)
+        )
 
     def compile_stages(
         self,

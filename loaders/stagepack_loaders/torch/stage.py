@@ -13,6 +13,7 @@ from stagepack.torch_internals import child_modules
 from stagepack_loaders.callable_stage import bind_inputs, check_inputs
 from stagepack_loaders.torch.called_module import called_modules, connect
 from stagepack_loaders.torch.container import Container
+from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.module_call import ModuleCallBody
 from stagepack_loaders.torch.slots import register_weight, submodule
 from stagepack_loaders.torch.state import StageState
@@ -25,7 +26,7 @@ class StageCode:
     Attributes:
         graph: the graph of the stage.
         graph_module: the graph in torch.fx; it takes the inputs and then the weights.
-        compiled_module: the same, compiled; None to run `graph_module`.
+        compiled_module: the same, compiled, or with questions for the weights (`GatedModule`); None to run `graph_module`.
         module_calls: the calls of the model's modules, if the stage runs by these.
     """
 
@@ -104,6 +105,24 @@ class TorchStage(Container):
         module = self._code.graph_module if compiled_module is None else compiled_module
         outputs: tuple[Any, ...] = module(*moved_values, *(slot.get() for slot in self._slots))
         return outputs
+
+    def wait_for_weights(self) -> None:
+        """Return when all weights are loaded, which is at once unless the stage was loaded with ``stream=True``.
+
+        Raises:
+            DigestError: a weight file cannot be read, or is not the one that the manifest lists.
+        """
+        if isinstance(self._code.compiled_module, GatedModule):
+            self._code.compiled_module.weights.wait()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the parameters and persistent buffers by their names in the model, when all are loaded.
+
+        Raises:
+            DigestError: see `wait_for_weights`.
+        """
+        self.wait_for_weights()
+        return super().state_dict(*args, **kwargs)
 
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading.

@@ -38,15 +38,11 @@ class WeightCache:
         key = (weight.names[0], device)
         if key not in self._weights:
             tensor = (
-                _zeros(weight, device)
+                zero_weight(weight, device)
                 if weight.zeros
-                else _lay_out(weight, self._read_stored(weight.stored, stored_tensors[weight.stored][0], device))
+                else lay_out(weight, self._read_stored(weight.stored, stored_tensors[weight.stored][0], device))
             )
-            if weight.kind == "parameter":
-                tensor = torch.nn.Parameter(tensor, requires_grad=weight.trainable)
-            elif weight.trainable:
-                tensor.requires_grad_()
-            self._weights[key] = tensor
+            self._weights[key] = as_weight(weight, tensor)
         return self._weights[key]
 
     def _read_stored(self, stored_name: str, path: Path, device: torch.device) -> torch.Tensor:
@@ -62,22 +58,34 @@ class WeightCache:
         return self._stored[key]
 
 
-def _lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
-    """The stored tensor with the dtype, strides and position in memory that the weight has in the model."""
+def as_weight(weight: Weight, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of a weight as a `torch.nn.Parameter` if it is one, and with `requires_grad` if it had that."""
+    if weight.kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=weight.trainable)
+    return tensor.requires_grad_() if weight.trainable else tensor
+
+
+def lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
+    """Return a stored tensor with the dtype, strides and position in memory that a weight has in the model.
+
+    Args:
+        weight: the entry of the weight in the graph.
+        stored: its stored tensor, or the bytes of that.
+    """
     dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
     if weight.base is not None:
         base_bytes = stored.reshape(-1).view(torch.uint8)
         base = base_bytes[: base_bytes.numel() - base_bytes.numel() % dtype.itemsize].view(dtype)
         return base.as_strided(weight.shape, weight.strides or (), base.storage_offset() + weight.offset)
-    if stored.dtype != dtype:
+    if stored.dtype != dtype or stored.shape != torch.Size(weight.shape):
         stored = stored.reshape(-1).view(dtype).reshape(weight.shape)
     if weight.strides is None:
         return stored
     return torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=stored.device).copy_(stored)
 
 
-def _zeros(weight: Weight, device: torch.device) -> torch.Tensor:
-    """A weight of zeros, which no file holds."""
+def zero_weight(weight: Weight, device: torch.device) -> torch.Tensor:
+    """Return a weight of zeros, which no file holds."""
     dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
     zeros = torch.zeros(weight.shape, dtype=dtype, device=device)
     return zeros if weight.strides is None else zeros.new_empty_strided(weight.shape, weight.strides).zero_()

@@ -1,0 +1,137 @@
+"""The weights of a stage while their files arrive: each use waits for its own bytes only."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from stagepack.format.graph import Graph, Weight
+from stagepack.format.weights import StoredTensor
+from stagepack_loaders.torch.arriving_files import ArrivingFile, ArrivingFiles
+from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.torch.weight_gate import WeightUse
+from stagepack_loaders.torch.weights import as_weight, lay_out, zero_weight
+
+
+class ArrivingWeights:
+    """The tensors of a stage, on the memory of its arriving files. It is the gate of the stage; see `WeightGate`.
+
+    Attributes:
+        tensors: the weights by value name. Their content is undefined until they are waited for.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        uses: Sequence[WeightUse],
+        stored_tensors: Mapping[str, tuple[Path, StoredTensor]],
+        files: Mapping[str, ArrivingFile],
+        device: torch.device,
+        sources: ArrivingFiles | None,
+    ) -> None:
+        """Make the tensors.
+
+        Args:
+            graph: the graph of the stage.
+            uses: the uses of its weights, from `weight_uses`.
+            stored_tensors: the file and the position of each stored tensor, by name.
+            files: the weight files of the stage, by name.
+            device: their device.
+            sources: what reads the files; kept until they have arrived.
+        """
+        self._uses = uses
+        self._weights = graph.weights
+        self._locations = [_location(weight, stored_tensors, files) for weight in graph.weights]
+        self._files = list(files.values())
+        self._sources = sources
+        # Weights whose strides are not those of the stored tensor are copies of it, made when it has arrived.
+        self._uncopied: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self._waiting = [True] * len(uses)
+        self.tensors = {
+            weight.value: self._make_tensor(index, weight, device) for index, weight in enumerate(graph.weights)
+        }
+
+    def acquire(self, use_index: int, given_weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """See `WeightGate`. The weights that the module was called with are returned: the user may have replaced them.
+
+        Raises:
+            DigestError: a file cannot be read, or differs from the one that the manifest lists.
+        """
+        if self._waiting[use_index]:
+            for weight_index in self._uses[use_index].weights:
+                self._wait(weight_index)
+            self._waiting[use_index] = False
+        return given_weights
+
+    def release(self, use_index: int) -> None:
+        """See `WeightGate`. The weights stay."""
+
+    def has_arrived(self) -> bool:
+        """Whether all weights are there, so that nothing needs to be asked any more."""
+        if self._sources is not None and all(file.has_arrived() for file in self._files):
+            self.wait()
+        return self._sources is None
+
+    def wait(self, value_names: Sequence[str] | None = None) -> None:
+        """Return when weights have arrived.
+
+        Args:
+            value_names: the value names of the weights; None for all of them, and all bytes of their files.
+
+        Raises:
+            DigestError: a file cannot be read, or differs from the one that the manifest lists.
+        """
+        for weight_index, weight in enumerate(self._weights):
+            if value_names is None or weight.value in value_names:
+                self._wait(weight_index)
+        if value_names is None:
+            for file in self._files:
+                file.wait(0, file.entry.size)
+            self._sources = None
+
+    def run(self, module: GraphModule, values: tuple[Any, ...]) -> Any:
+        """Call the module that asks for its weights."""
+        return module(*values)
+
+    def _make_tensor(self, index: int, weight: Weight, device: torch.device) -> torch.Tensor:
+        location = self._locations[index]
+        if location is None:
+            return as_weight(weight, zero_weight(weight, device))
+        if weight.base is None and weight.strides is not None:
+            dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
+            tensor = torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=device)
+            self._uncopied[index] = tensor
+        else:
+            tensor = _stored_weight(weight, location)
+        return as_weight(weight, tensor)
+
+    @torch.no_grad()
+    def _wait(self, index: int) -> None:
+        location = self._locations[index]
+        if location is None:
+            return
+        file, stored = location
+        file.wait(stored.start, stored.end)
+        with self._lock:
+            if index in self._uncopied:
+                self._uncopied[index].copy_(_stored_weight(self._weights[index], location))
+                del self._uncopied[index]
+
+
+def _location(
+    weight: Weight, stored_tensors: Mapping[str, tuple[Path, StoredTensor]], files: Mapping[str, ArrivingFile]
+) -> tuple[ArrivingFile, StoredTensor] | None:
+    """The file of a weight and its position there; None if no file has it."""
+    if weight.zeros:
+        return None
+    path, stored = stored_tensors[weight.stored]
+    return files[path.name], stored
+
+
+def _stored_weight(weight: Weight, location: tuple[ArrivingFile, StoredTensor]) -> torch.Tensor:
+    file, stored = location
+    return lay_out(weight, file.tensor_bytes(stored.start, stored.end))

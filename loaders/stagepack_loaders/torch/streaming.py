@@ -1,0 +1,135 @@
+"""Prepared stages whose weights arrive by threads: before the stage is ready, or while it runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from stagepack.format.reader import Bundle
+from stagepack.format.weights import StoredTensor
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.torch.arriving_files import ArrivingFiles
+from stagepack_loaders.torch.arriving_weights import ArrivingWeights
+from stagepack_loaders.torch.gated_module import GatedModule
+from stagepack_loaders.torch.prepare import StageParts, build_code, read_parts
+from stagepack_loaders.torch.stage import StageCode, TorchStage
+from stagepack_loaders.torch.weight_gate import WeightUse, build_gated_module, weight_uses
+from stagepack_loaders.weight_reading import FolderReader, WeightReader
+
+
+class Arrivals:
+    """The files on their way to each device."""
+
+    def __init__(self, reader: WeightReader) -> None:
+        """Read nothing yet.
+
+        Args:
+            reader: reads the weight files.
+        """
+        self._reader = reader
+        self._files: dict[torch.device, ArrivingFiles] = {}
+
+    def files(self, device: torch.device, *, verify: bool) -> ArrivingFiles:
+        """Return the files on their way to a device.
+
+        Args:
+            device: the device.
+            verify: compare chunks with their digests.
+        """
+        if device not in self._files:
+            self._files[device] = ArrivingFiles(device, self._reader, verify=verify)
+        return self._files[device]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedTorchStage:
+    """A stage that is built, and that will be ready before its weights are read.
+
+    Attributes:
+        code: what it will run, with a `GatedModule` as compiled module.
+        uses: the uses of its weights.
+        stored_tensors: the file and the position of each stored tensor, by name.
+        device: the device it will run on.
+        arrivals: the files on their way, for all stages that are prepared together.
+    """
+
+    bundle: Bundle
+    stage_number: int
+    code: StageCode
+    uses: list[WeightUse]
+    stored_tensors: Mapping[str, tuple[Path, StoredTensor]]
+    device: torch.device
+    arrivals: Arrivals
+
+    @property
+    def runtime(self) -> str:
+        """The name of the runtime."""
+        return TorchStage.runtime
+
+    def finish(self, *, verify: bool) -> TorchStage:
+        """Begin to read the weights. Returns when the buffers that calls write are there.
+
+        Args:
+            verify: compare each chunk of a weight file with its digest before it is computed with.
+
+        Raises:
+            DigestError: the file of a buffer cannot be read, or is not the one that the manifest lists.
+        """
+        stage_entry = self.bundle.stages[self.stage_number]
+        arriving_files = self.arrivals.files(self.device, verify=verify)
+        weights = ArrivingWeights(
+            self.code.graph,
+            self.uses,
+            self.stored_tensors,
+            arriving_files.add(self.bundle.files[file_name] for file_name in stage_entry.weights),
+            self.device,
+            arriving_files,
+        )
+        weights.wait(
+            [weight.value for weight in self.code.graph.weights if weight.names[0] in stage_entry.state],
+        )
+        module = self.code.compiled_module
+        assert isinstance(module, GatedModule)
+        module.weights = weights
+        return TorchStage(self.code, weights.tensors, self.device, stage_entry.state)
+
+
+def prepare_streamed_stages(
+    bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
+) -> dict[int, StreamedTorchStage]:
+    """Read and check stages, all but their weights, which will arrive while they run.
+
+    Raises:
+        DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
+    """
+    arrivals = Arrivals(options.weight_reader or FolderReader(bundle.path))
+    prepared_stages = {}
+    for stage_number, device in placement.items():
+        parts = read_parts(bundle, stage_number, options)
+        uses = weight_uses(parts.folded, parts.graph)
+        code = build_code(bundle, stage_number, parts, device, options)
+        prepared_stages[stage_number] = StreamedTorchStage(
+            bundle=bundle,
+            stage_number=stage_number,
+            code=gate_code(code, parts, device, uses),
+            uses=uses,
+            stored_tensors=bundle.tensors(stage_number, parts.graph),
+            device=device,
+            arrivals=arrivals,
+        )
+    return prepared_stages
+
+
+def gate_code(code: StageCode, parts: StageParts, device: torch.device, uses: Sequence[WeightUse]) -> StageCode:
+    """Return the code of a stage with a `GatedModule`, which asks for each weight at its first use.
+
+    Args:
+        code: the code of the stage.
+        parts: what it is built from.
+        device: the device that it will run on.
+        uses: the uses of its weights.
+    """
+    module = GatedModule(code.graph_module)
+    module.gated_module = build_gated_module(parts.folded, parts.graph, parts.operators, device, module, uses)
+    return replace(code, compiled_module=module)

