@@ -1,5 +1,7 @@
 """Exports that never have all weights in memory write the bytes of an export from memory."""
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -132,6 +134,12 @@ def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
         stagepack.export(Net, (), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack")
     with pytest.raises(OptionError, match="found Net"):
         stagepack.export(Net(), (), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack")
+    (tmp_path / "c.safetensors").write_bytes(b"12345678{")
+    save_file({"a": torch.ones(8)}, tmp_path / "whole.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-1])
+    for damaged in ("c.safetensors", "cut.safetensors"):
+        with pytest.raises(CaptureError, match="cannot be read as a safetensors file"):
+            stagepack.export(Net, (), weights=tmp_path / damaged, out=tmp_path / "m.stagepack")
     with pytest.raises(CaptureError, match="no such checkpoint"):
         stagepack.export(Net, (), weights=tmp_path / "none.bin", out=tmp_path / "m.stagepack")
 
@@ -145,3 +153,41 @@ def test_a_function_that_needs_its_parameters_gets_them(tmp_path: Path) -> None:
 
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "c.bin")
     stagepack.export(make, (torch.ones(1, 2),), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack")
+
+
+# 400 MB of weights, which are written into a file before, and 256 MB of memory.
+LIMITED_EXPORT = """
+import re, resource, sys
+import torch, stagepack
+from safetensors.torch import load_file, save_file
+
+def make():
+    return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(24)))
+
+if sys.argv[1] == "make":
+    save_file(make().state_dict(), sys.argv[2])
+    sys.exit()
+torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))
+used = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (used + 2**28, used + 2**28))
+example = (torch.ones(1, 2048),)
+if sys.argv[1] == "deferred":
+    stagepack.export(make, example, weights=sys.argv[2], out=sys.argv[3], stages=4)
+else:
+    model = make()
+    model.load_state_dict(load_file(sys.argv[2]))
+    stagepack.export(model, example, out=sys.argv[3], stages=4)
+"""
+
+
+def test_a_model_larger_than_the_memory_is_exported(tmp_path: Path) -> None:
+    checkpoint, out = tmp_path / "c.safetensors", tmp_path / "m.stagepack"
+
+    def run(how: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", LIMITED_EXPORT, how, str(checkpoint), str(out)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert run("make").returncode == 0
+    assert "t allocate memory" in run("in memory").stderr
+    assert run("deferred").stderr == ""
+    assert stagepack.open(out).manifest.stages[3].weight_bytes == 6 * 2**24

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
@@ -105,29 +104,29 @@ def _sharded_tensors(index_path: Path) -> dict[str, CheckpointTensor]:
 
 
 def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
-    try:
-        # The library checks the header, of which the positions of the tensors are read below.
-        with safe_open(path, framework="pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CaptureError(f"{path}: cannot be read: {error}") from error
-    with path.open("rb") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(header_length))
-    header.pop("__metadata__", None)
+    # Not by the safetensors library, which does not say where in the file a tensor is.
     tensors = {}
-    for tensor_name, entry in header.items():
-        if entry["dtype"] not in TORCH_DTYPES:
-            raise CaptureError(f"{path}: {tensor_name}: dtype {entry['dtype']} is not known")
-        dtype: torch.dtype = getattr(torch, TORCH_DTYPES[entry["dtype"]])
-        start = 8 + header_length + entry["data_offsets"][0]
-        shape = tuple(entry["shape"])
-        tensors[tensor_name] = CheckpointTensor(
-            dtype=dtype,
-            shape=shape,
-            read=partial(map_tensor, path, start, dtype, shape),
-            location=FileRange(path=path, start=start, size=math.prod(shape) * dtype.itemsize),
-        )
+    try:
+        with path.open("rb") as file:
+            header_length = int.from_bytes(file.read(8), "little")
+            file_size = os.fstat(file.fileno()).st_size
+            header: dict[str, Any] = json.loads(file.read(min(header_length, file_size)))
+        header.pop("__metadata__", None)
+        for tensor_name, entry in header.items():
+            dtype: torch.dtype = getattr(torch, TORCH_DTYPES[entry["dtype"]])
+            shape = tuple(entry["shape"])
+            start, end = (8 + header_length + offset for offset in entry["data_offsets"])
+            size = math.prod(shape) * dtype.itemsize
+            if end - start != size or not 0 <= start <= end <= file_size:
+                raise ValueError(f"{tensor_name}: its {size} bytes are not in the file")  # noqa: TRY301 - as for other errors
+            tensors[tensor_name] = CheckpointTensor(
+                dtype=dtype,
+                shape=shape,
+                read=partial(map_tensor, path, start, dtype, shape),
+                location=FileRange(path=path, start=start, size=size),
+            )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CaptureError(f"{path}: cannot be read as a safetensors file: {error}") from error
     return tensors
 
 

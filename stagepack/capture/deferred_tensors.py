@@ -56,9 +56,12 @@ class DeferredTensors(TorchDispatchMode):
         self._set_location(fake_tensor, tensor.location)
         return fake_tensor
 
-    def replace(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor without data in the place of one with data, which is forgotten; it has no data until `assign`."""
-        return self._fake_mode.from_tensor(tensor)
+    def replace(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """Return a parameter without data in the place of one with data; it has no data until `assign`."""
+        # Not by `from_tensor` of the mode, which keeps the memory of the other one.
+        with self._fake_mode:
+            fake_tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+        return torch.nn.Parameter(fake_tensor, requires_grad=parameter.requires_grad)
 
     def assign(self, fake_tensor: torch.Tensor, tensor: CheckpointTensor) -> None:
         """Give the data of a tensor of a checkpoint to a tensor that `replace` returned; its dtype is converted."""

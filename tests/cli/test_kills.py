@@ -116,19 +116,21 @@ def test_random_kills(command: str, kills: int, bundle_path: Path, tmp_path: Pat
         return process
 
     process, start_time = start(), time.monotonic()
-    assert process.wait() == 0
+    process.communicate()
+    assert process.returncode == 0
     duration = time.monotonic() - start_time
     digest = stagepack.open(out).digest
     for _ in range(kills):
         process = start()
         time.sleep(randomness.uniform(0, duration))
         process.send_signal(randomness.choice([signal.SIGKILL, signal.SIGTERM]))
-        process.wait()
+        process.communicate()
         if out.exists():
             opened = stagepack.open(out)
             assert opened.digest == digest
             opened.verify()
     process = start()
-    assert process.wait() == 0
+    process.communicate()
+    assert process.returncode == 0
     assert stagepack.open(out).digest == digest
     assert os.listdir(tmp_path) == ["out.stagepack"]
