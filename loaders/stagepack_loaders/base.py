@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from stagepack.errors import OptionError
+from stagepack.format.chunks import ByteProgress
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack_loaders.weight_reading import WeightReader
 
 if TYPE_CHECKING:
     import os
 
     from stagepack_loaders.elements import Array
+    from stagepack_loaders.weight_reading import WeightReader
 
 # How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
 Compile = bool | Literal["regions", "whole"]
+
+# How much `load(..., verify=)` compares with the digests of the manifest: every byte; all but the content of weight files; nothing.
+Verify = Literal["full", "manifest", "off"]
 
 
 class ArrayOps(Protocol):
@@ -187,6 +191,8 @@ class PrepareOptions:
         stream: a stage is ready at once, and each weight is waited for at its first use; only for a runtime with `streams`.
         device_memory: the largest number of bytes of weights on each device, for a runtime with `streams`; None for no limit.
         weight_reader: reads the weight files of a stage that streams; None for the files in the folder of the bundle.
+        copy: read weights into memory of this process, where the runtime would map the weight files.
+        progress: called by several threads with the number of bytes of weight files that were read.
     """
 
     allow_ops: Collection[str] = ()
@@ -195,7 +201,9 @@ class PrepareOptions:
     dense_inputs: bool = False
     stream: bool = False
     device_memory: int | None = None
-    weight_reader: WeightReader | None = None
+    weight_reader: "WeightReader | None" = None
+    copy: bool = False
+    progress: ByteProgress | None = None
 
 
 class Runtime(ABC):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Compile, PrepareOptions
+from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
@@ -14,6 +14,7 @@ from stagepack_loaders.preparation import (
     check_stream_options,
     compile_prepared,
     finish_prepared,
+    open_for_loading,
     prepare_all,
     prepare_stage,
     runtime_of_each_stage,
@@ -38,7 +39,8 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     runtime: str | Sequence[str] = ...,
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
+    copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
@@ -54,7 +56,8 @@ def load(
     runtime: str | Sequence[str] = ...,
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
+    copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
     processes: Literal[True] | int,
@@ -73,7 +76,8 @@ def load(
     runtime: str | Sequence[str] = DEFAULT_RUNTIME,
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
-    verify: bool = True,
+    verify: Verify = "full",
+    copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
@@ -97,12 +101,18 @@ def load(
             each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch.
         types: classes to build results of, where the bundle names them; other such results are dicts of their fields.
         allow_ops: namespaces of custom operators that may run; their library must be imported already.
-        verify: compare every file with its digest before it is used.
+        verify: how much is compared with the digests that the manifest lists. ``"full"``: every file, weights before anything is
+            computed with them. ``"manifest"``: the manifest, graphs and ONNX files; of weight files the size and the header.
+            ``"off"``: as ``"manifest"``, but no digest of a graph or an ONNX file, for files that were edited on purpose. The rules of
+            the format are checked in any case.
+        copy: read the weights into memory of this process. By default the CPU uses weight files where they are, mapped: they are ready
+            in milliseconds, take no memory of the process, and are shared between processes. But if a weight file is cut short while it
+            is in use, the process is killed by SIGBUS; a copy is safe from that. Devices other than the CPU have copies anyway.
         compile: True compiles each distinct region once, ``"whole"`` each stage as a whole, by ``torch.compile`` at the first call.
         compiled: a folder that ``stagepack compile`` wrote for this bundle and this kind of device. Its native code is run.
         stream: return at once; threads read the weights into memory in the order of their first use, and a call waits for each weight
-            at its first use. With `verify`, the bytes of a weight are compared with their digests before they are computed with, so
-            it is a call that raises `DigestError`. Parameters that you read yourself may not be there before
+            at its first use. With ``verify="full"``, its bytes are compared with their digests before they are computed with, so it
+            is a call that raises `DigestError`. Parameters that you read yourself may not be there before
             `TorchStage.wait_for_weights` returns. Not with `compile`, `compiled` and `processes`; only in torch.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages share one.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
@@ -137,7 +147,7 @@ def load(
         >>> with stagepack.load("m.stagepack", processes=True) as pipeline:
         ...     logits = pipeline(input_ids)
     """
-    opened_bundle = _open(bundle)
+    opened_bundle = open_for_loading(bundle, verify)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     if stream:
         check_stream_options(
@@ -168,6 +178,7 @@ def load(
             runtime=runtime if isinstance(runtime, str) else tuple(runtime),
             allow_ops=tuple(allow_ops),
             verify=verify,
+            copy=copy,
             compile=compile,
             compiled=None if compiled is None else os.path.abspath(compiled),
             in_flight=in_flight,
@@ -183,9 +194,10 @@ def load(
             max_restarts=max_restarts,
             microbatch_size=microbatch_size,
         )
-    prepared_stages = prepare_all(opened_bundle, named, runtime, PrepareOptions(allow_ops=allow_ops, stream=stream))
+    prepare_options = PrepareOptions(allow_ops=allow_ops, stream=stream, copy=copy)
+    prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
-    loaded_stages = finish_prepared(opened_bundle, ready_stages, verify=verify)
+    loaded_stages = finish_prepared(opened_bundle, ready_stages, verify=verify == "full")
     return Pipeline(opened_bundle.manifest, list(loaded_stages.values()), types)
 
 
@@ -205,7 +217,8 @@ def load_stage(
     modules: bool = ...,
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
+    copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
@@ -222,7 +235,8 @@ def load_stage(
     modules: bool = ...,
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
+    copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
@@ -238,7 +252,8 @@ def load_stage(
     modules: bool = False,
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
-    verify: bool = True,
+    verify: Verify = "full",
+    copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
@@ -260,6 +275,7 @@ def load_stage(
         types: classes to build arguments and results of modules of, where the bundle names them; others are dicts of their fields.
         allow_ops: see `load`.
         verify: see `load`.
+        copy: see `load`.
         compile: see `load`.
         compiled: see `load`.
         stream: see `load`; not with `modules`.
@@ -279,17 +295,13 @@ def load_stage(
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
         >>> (hidden,) = stage(hidden)
     """
-    opened_bundle = _open(bundle)
+    opened_bundle = open_for_loading(bundle, verify)
     opened_bundle.stage(stage)
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
     check_compile_options([find_runtime(runtime)], compile, compiled)
     if stream:
         check_stream_options([find_runtime(runtime)], compile=compile, compiled=compiled is not None, modules=modules)
-    options = PrepareOptions(allow_ops=allow_ops, modules=modules, types=types, stream=stream)
+    options = PrepareOptions(allow_ops=allow_ops, modules=modules, types=types, stream=stream, copy=copy)
     prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, runtime, options)}
-    return compile_prepared(opened_bundle, prepared_stages, compile, compiled)[stage].finish(verify=verify)
-
-
-def _open(bundle: Source) -> Bundle:
-    return bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    return compile_prepared(opened_bundle, prepared_stages, compile, compiled)[stage].finish(verify=verify == "full")

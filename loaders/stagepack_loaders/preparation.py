@@ -3,13 +3,31 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime
+from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
+
+
+def open_for_loading(bundle: str | os.PathLike[str] | Bundle, verify: Verify) -> Bundle:
+    """Open a bundle for `load`. Of the weights only a runtime knows when they are read: it is asked to verify them by `finish`.
+
+    Args:
+        bundle: the folder of the bundle, or an opened bundle.
+        verify: see `stagepack.load`.
+
+    Raises:
+        OptionError: `verify` is none of the three.
+        StagepackError: see `stagepack.open`.
+    """
+    if verify not in get_args(Verify):
+        choices = ", ".join(map(repr, get_args(Verify)))
+        raise OptionError(f"verify: expected one of {choices}, found {verify!r}")
+    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    return opened_bundle.without_digests() if verify == "off" else opened_bundle
 
 
 def runtime_of_each_stage(runtime: str | Sequence[str], stage_count: int) -> list[Runtime]:

@@ -10,7 +10,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import count_of, finite, print_json, print_line, print_table, progress
+from stagepack.cli.output import byte_progress, count_of, finite, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, bundle_argument
 from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.process_options import processes_option, start_processes
@@ -24,6 +24,7 @@ from stagepack.cli.run_options import (
     operator_options,
     runtime_of_each_stage,
     runtime_option,
+    verify_option,
 )
 from stagepack.cli.trace_option import print_trace, trace_options, trace_requests
 from stagepack.format.reader import Bundle
@@ -32,8 +33,14 @@ from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.registry import find_runtime, import_runtime
 
 if TYPE_CHECKING:
-    from stagepack_loaders.base import LoadedStage
+    from stagepack_loaders.base import LoadedStage, Verify
     from stagepack_loaders.callable_pipeline import CallablePipeline
+
+_VERIFIED_PARTS = {
+    "full": "all files that were read",
+    "manifest": "all but the content of weight files (--verify manifest)",
+    "off": "the manifest only (--verify off)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +59,8 @@ class _Options:
     trace_file: Path | None
     request_count: int
     imports: tuple[str, ...]
-    no_verify: bool
+    verify: "Verify"
+    copy_weights: bool
     as_json: bool
 
 
@@ -106,7 +114,13 @@ class _Options:
 @compiled_option
 @processes_option
 @trace_options
-@click.option("--no-verify", is_flag=True, help="Do not compare the weight files with their digests.")
+@verify_option
+@click.option(
+    "--copy",
+    "copy_weights",
+    is_flag=True,
+    help="Read the weights into memory; by default the CPU maps the weight files.",
+)
 @json_option
 def command(bundle_path: str, **arguments: Any) -> None:
     """Load a bundle and run its example.
@@ -126,7 +140,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
             _print(process_facts, options, timer)
         return
     stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer)
-    facts: dict[str, Any] = {"bundle": bundle_path, "stages": stage_facts}
+    facts: dict[str, Any] = {"bundle": bundle_path, "verify": options.verify, "stages": stage_facts}
     if options.stage_number is None:
         from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
 
@@ -173,12 +187,18 @@ def _load_stages(
             import_runtime(runtime)
         timer.end(f"import {runtime}")
     from stagepack_loaders.base import PrepareOptions  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.preparation import compile_prepared, prepare_all, prepare_stage  # noqa: PLC0415 - the same
+    from stagepack_loaders.preparation import (  # noqa: PLC0415 - the same
+        compile_prepared,
+        open_for_loading,
+        prepare_all,
+        prepare_stage,
+    )
 
     facts: list[dict[str, Any]] = []
     stages = []
-    with progress("loading stages"):
-        prepare_options = PrepareOptions(allow_ops=options.allow_ops)
+    bundle = open_for_loading(bundle, options.verify)
+    with byte_progress("loading stages") as count_bytes:
+        prepare_options = PrepareOptions(allow_ops=options.allow_ops, copy=options.copy_weights, progress=count_bytes)
         if options.stage_number is None:
             prepared = prepare_all(bundle, options.devices, stage_runtimes, prepare_options)
         else:
@@ -192,7 +212,7 @@ def _load_stages(
             timer.end("compile")
         for stage_number, prepared_stage in ready.items():
             start_time = time.perf_counter()
-            stage = prepared_stage.finish(verify=not options.no_verify)
+            stage = prepared_stage.finish(verify=options.verify == "full")
             facts.append(_stage_facts(bundle, stage_number, stage, time.perf_counter() - start_time))
             stages.append(stage)
     timer.end("weights")
@@ -211,7 +231,8 @@ def _load_in_processes(
             runtimes=stage_runtimes,
             allow_ops=options.allow_ops,
             imports=options.imports,
-            verify=not options.no_verify,
+            verify=options.verify,
+            copy=options.copy_weights,
             compile_mode=options.compile_mode or False,
             compiled_folder=options.compiled_folder,
         )
@@ -232,7 +253,9 @@ def _load_in_processes(
             }
             for facts in pipeline.stage_facts
         ]
-        return {"bundle": str(bundle.path), "stages": stage_facts} | _run(bundle, pipeline, options, timer)
+        return {"bundle": str(bundle.path), "verify": options.verify, "stages": stage_facts} | _run(
+            bundle, pipeline, options, timer
+        )
 
 
 def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", seconds: float) -> dict[str, Any]:
@@ -295,6 +318,7 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
     ]
     columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
     print_table("loaded stages", columns, rows)
+    print_line(f"verified: {_VERIFIED_PARTS[options.verify]}")
     outputs = count_of("output", facts.get("outputs", 0))
     if "difference" in facts:
         print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")

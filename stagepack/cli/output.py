@@ -119,3 +119,23 @@ def progress(first_step: str) -> Iterator[Callable[[str], None]]:
 
     with Console(stderr=True).status(as_text(first_step)) as status:
         yield lambda step: status.update(as_text(step))
+
+
+@contextlib.contextmanager
+def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how many bytes are done, after a second; nothing in a pipe.
+
+    Args:
+        step: the description of the step.
+        total_bytes: the number of bytes of the whole step; None if it is not known.
+
+    Yields:
+        A function that takes the number of further bytes that are done. Several threads may call it.
+    """
+    if not _is_terminal(sys.stderr):
+        yield lambda _: None
+        return
+    from stagepack.cli.byte_progress import show_bytes  # noqa: PLC0415 - 80 ms, which only a terminal needs
+
+    with show_bytes(printable(step), total_bytes) as count_bytes:
+        yield count_bytes

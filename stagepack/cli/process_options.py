@@ -9,6 +9,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 
 if TYPE_CHECKING:
+    from stagepack_loaders.base import Verify
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
 
 
@@ -32,7 +33,8 @@ def start_processes(
     runtimes: Sequence[str],
     allow_ops: Sequence[str],
     imports: Sequence[str],
-    verify: bool = True,
+    verify: "Verify" = "full",
+    copy: bool = False,
     compile_mode: Any = False,
     compiled_folder: str | None = None,
     max_restarts: int = 0,
@@ -48,6 +50,7 @@ def start_processes(
         allow_ops: see `stagepack.load`.
         imports: the modules that each process imports first.
         verify: see `stagepack.load`.
+        copy: see `stagepack.load`.
         compile_mode: see `stagepack.load`.
         compiled_folder: see `stagepack.load`.
         max_restarts: see `stagepack.load`.
@@ -69,6 +72,7 @@ def start_processes(
             runtime=runtimes,
             allow_ops=allow_ops,
             verify=verify,
+            copy=copy,
             compile=compile_mode,
             compiled=compiled_folder,
             stall_seconds=stall_seconds,
@@ -83,6 +87,7 @@ def start_processes(
         runtime=list(runtimes),
         allow_ops=allow_ops,
         verify=verify,
+        copy=copy,
         compile=compile_mode,
         compiled=compiled_folder,
         processes=process_count,

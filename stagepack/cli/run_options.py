@@ -94,6 +94,18 @@ def compiled_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+def verify_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--verify`, passed as `verify`."""
+    return click.option(
+        "--verify",
+        type=click.Choice(["full", "manifest", "off"]),
+        default="full",
+        show_default=True,
+        help="What is compared with the digests of the bundle. full: every file that is read. manifest: all but the content of weight "
+        "files. off: only the manifest. The rules of the format are checked in any case.",
+    )(function)
+
+
 def operator_options(function: Callable[..., Any], *, pass_imports: bool = False) -> Callable[..., Any]:
     """Add the options for custom operators: `--allow-ops`, passed as `allow_ops`, and `--import`.
 
@@ -240,7 +252,7 @@ def replay(
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
     runtime_argument = runtimes if len(runtimes) > 1 else runtimes[0]
-    return replay_example(load(bundle, runtime=runtime_argument, allow_ops=allow_ops, verify=False), bundle)
+    return replay_example(load(bundle, runtime=runtime_argument, allow_ops=allow_ops, verify="manifest"), bundle)
 
 
 def default_model_name(bundle_path: str) -> str:

@@ -28,6 +28,7 @@ from stagepack.cli.run_options import (
     operator_options,
     runtime_of_each_stage,
     runtime_option,
+    verify_option,
 )
 from stagepack.cli.trace_option import trace_until_closed
 from stagepack.format.reader import Bundle
@@ -35,6 +36,7 @@ from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
+    from stagepack_loaders.base import Verify
     from stagepack_loaders.callable_pipeline import CallablePipeline
     from stagepack_serving.server.metrics import Metrics
     from stagepack_serving.server.served_model import ServedModel
@@ -49,6 +51,8 @@ class _Options:
     runtimes: tuple[str, ...]
     allow_ops: tuple[str, ...]
     compiled_folder: str | None
+    verify: "Verify"
+    copy_weights: bool
     processes: int | None
     max_restarts: int
     trace_file: Path | None
@@ -72,6 +76,15 @@ class _Options:
 @runtime_option
 @partial(operator_options, pass_imports=True)
 @compiled_option
+@verify_option
+@click.option(
+    "--copy/--no-copy",
+    "copy_weights",
+    default=True,
+    show_default=True,
+    help="Read the weights into memory. With --no-copy the CPU maps the weight files: they take no memory, and servers share them, but a "
+    "server is killed if one of its files is cut short.",
+)
 @processes_option
 @click.option(
     "--max-restarts",
@@ -278,6 +291,8 @@ def _load_pipeline(
             runtimes=runtimes,
             allow_ops=options.allow_ops,
             imports=options.imports,
+            verify=options.verify,
+            copy=options.copy_weights,
             compiled_folder=options.compiled_folder,
             max_restarts=options.max_restarts,
             stall_seconds=stall_seconds,
@@ -295,6 +310,8 @@ def _load_pipeline(
         list(options.devices),
         runtime=runtimes,
         allow_ops=options.allow_ops,
+        verify=options.verify,
+        copy=options.copy_weights,
         compiled=options.compiled_folder,
     )
 

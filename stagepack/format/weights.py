@@ -7,8 +7,11 @@ byte ranges. The format is that of https://github.com/huggingface/safetensors#fo
 import itertools
 import json
 import math
+import mmap
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from msgspec import Struct
 
@@ -124,15 +127,28 @@ def read_weight_header(path: Path) -> dict[str, StoredTensor]:
         FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
         LimitError: the header is over the limit (L1).
     """
-    file_name = path.name
-    file_size = path.stat().st_size
     with path.open("rb") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        if header_length > limits.WEIGHT_HEADER_BYTES:
-            raise LimitError([Problem(rule="L1", where=file_name, message=f"the header states {header_length} bytes")])
-        if file_size < 8 + header_length:
-            raise _error("W1", file_name, f"the header states {header_length} bytes, the file has {file_size}")
-        header = file.read(header_length)
+        return parse_weight_header(file, path.name)
+
+
+def parse_weight_header(file: BinaryIO | mmap.mmap, file_name: str) -> dict[str, StoredTensor]:
+    """Check the header of a weight file that is open or in memory; see `read_weight_header`.
+
+    Args:
+        file: the whole weight file, at its beginning.
+        file_name: its name, for messages.
+
+    Raises:
+        FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
+        LimitError: the header is over the limit (L1).
+    """
+    file_size = len(file) if isinstance(file, mmap.mmap) else os.fstat(file.fileno()).st_size
+    header_length = int.from_bytes(file.read(8), "little")
+    if header_length > limits.WEIGHT_HEADER_BYTES:
+        raise LimitError([Problem(rule="L1", where=file_name, message=f"the header states {header_length} bytes")])
+    if file_size < 8 + header_length:
+        raise _error("W1", file_name, f"the header states {header_length} bytes, the file has {file_size}")
+    header = file.read(header_length)
     fields = parse_json(header, file_name)
     if not header.startswith(b"{"):
         raise _error("W2", file_name, "expected a header that is a JSON object and begins with {")

@@ -114,9 +114,15 @@ def test_one_stage_is_loaded_from_its_own_files(stage: int, sound: Path) -> None
 def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(editor: BundleEditor) -> None:
     editor.flip_bit("stage-1.safetensors", (editor / "stage-1.safetensors").stat().st_size - 2, bit=5)
     command_fails("load", str(editor.path), says=r"stage-1\.safetensors: the content was changed")
-    result = run("load", str(editor.path), "--no-verify", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["difference"] > 0
+    for verify in ("manifest", "off"):
+        result = run("load", str(editor.path), "--verify", verify, "--json")
+        assert result.exit_code == 0, result.output
+        facts = json.loads(result.stdout)
+        assert facts["difference"] > 0
+        assert facts["verify"] == verify
+    assert (
+        "verified: all but the content of weight files" in run("load", str(editor.path), "--verify", "manifest").stdout
+    )
 
 
 def without_example(editor: BundleEditor) -> None:

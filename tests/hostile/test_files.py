@@ -4,12 +4,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import stagepack
-from stagepack.errors import DigestError, NotABundleError, StagepackError
+from stagepack.errors import DigestError, FormatError, NotABundleError, OptionError, StagepackError
+from stagepack_loaders.base import Verify
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import answer, command_fails
 
@@ -103,7 +105,7 @@ def test_a_file_cut_short_is_refused(name: str, editor: BundleEditor) -> None:
             stagepack.open(editor.path).verify()
         command_fails("verify", str(editor.path), says=name)
         if name == "manifest.json" or name.startswith(("stage", "shared")):
-            for verify in (True, False):
+            for verify in get_args(Verify):
                 with pytest.raises(StagepackError, match=name):
                     stagepack.load(editor.path, verify=verify)
 
@@ -156,7 +158,24 @@ def test_only_the_stages_that_use_a_damaged_file_refuse_it(editor: BundleEditor)
 
 def test_a_caller_who_asks_for_it_gets_weights_unchecked(editor: BundleEditor) -> None:
     editor.flip_bit("stage-1.safetensors", (editor / "stage-1.safetensors").stat().st_size - 1)
-    stagepack.load(editor.path, verify=False)
+    stagepack.load(editor.path, verify="manifest")
+    for copy in (False, True):
+        with pytest.raises(DigestError, match=r"stage-1\.safetensors"):
+            stagepack.load(editor.path, copy=copy)
+    editor.flip_bit("stage-1.msgpack", (editor / "stage-1.msgpack").stat().st_size - 1)
+    with pytest.raises(DigestError, match=r"stage-1\.msgpack"):
+        stagepack.load(editor.path, verify="manifest")
+    stagepack.load(editor.path, verify="off")
+    # Without digests the rules still hold.
+    (editor / "stage-1.msgpack").write_bytes(b"\xc1" * (editor / "stage-1.msgpack").stat().st_size)
+    with pytest.raises(FormatError, match=r"stage-1\.msgpack: not msgpack"):
+        stagepack.load(editor.path, verify="off")
+
+
+@pytest.mark.parametrize("verify", [True, False, "all", None])
+def test_an_unknown_way_to_verify_is_refused(verify: Any, editor: BundleEditor) -> None:
+    with pytest.raises(OptionError, match="verify: expected one of 'full', 'manifest', 'off'"):
+        stagepack.load(editor.path, verify=verify)
 
 
 def test_a_changed_example_is_refused_before_it_is_compared(editor: BundleEditor) -> None:
@@ -216,7 +235,7 @@ def test_what_is_not_a_plain_file_is_refused_unread(
     with pytest.raises(DigestError, match=f"{name}: not a plain file"):
         stagepack.open(editor.path).verify()
     if name.startswith(("stage", "shared")):
-        for verify in (True, False):
+        for verify in get_args(Verify):
             with pytest.raises(DigestError, match=f"{name}: not a plain file"):
                 stagepack.load(editor.path, verify=verify)
 

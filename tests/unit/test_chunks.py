@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagepack.errors import DigestError
+from stagepack.format.chunk_reading import hash_file
 from stagepack.format.chunks import CHUNK_BYTES, FileHasher, check_content, chunk_count, file_chunks
-from stagepack.format.file_checks import check_digests, hash_file
+from stagepack.format.file_checks import check_digests
 from stagepack.format.writer import BundleWriter
 from tests.bundle_editor import file_digests
 

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Compile
+from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
@@ -29,6 +29,7 @@ from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
+from stagepack_loaders.preparation import open_for_loading
 
 _CONNECTIONS = itertools.count()
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -41,7 +42,8 @@ def connect(
     runtime: str | Sequence[str] = "torch",
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
-    verify: bool = True,
+    verify: Verify = "full",
+    copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
@@ -62,6 +64,7 @@ def connect(
         types: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
+        copy: as for `stagepack.load`.
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
@@ -89,7 +92,7 @@ def connect(
         raise OptionError(
             "expected the environment of torchrun: run torchrun --nproc-per-node 3 SCRIPT, or use stagepack.load(..., processes=True)"
         )
-    opened_bundle = absolute_bundle(bundle if isinstance(bundle, Bundle) else Bundle(bundle))
+    opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
     rank, size = launched_rank(), launched_size()
     try:
         rank_of_stage = assign_stages(opened_bundle.manifest, range(size))
@@ -103,6 +106,7 @@ def connect(
         runtime=runtime if isinstance(runtime, str) else tuple(runtime),
         allow_ops=tuple(allow_ops),
         verify=verify,
+        copy=copy,
         compile=compile,
         compiled=None if compiled is None else os.path.abspath(compiled),
         in_flight=in_flight,

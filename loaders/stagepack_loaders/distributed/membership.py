@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from stagepack.errors import OptionError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
-from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions
+from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.error_report import rebuild_error, report_error
 from stagepack_loaders.distributed.handshake import (
@@ -29,7 +29,7 @@ from stagepack_loaders.distributed.local_links import LocalLinks
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import Route, find_routes
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import compile_prepared, prepare_stage, runtime_of_each_stage
+from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage
 from stagepack_loaders.registry import find_runtime
 
 # Weights may take long to read; a process that ends meanwhile is found by the launcher.
@@ -45,6 +45,7 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
         runtime: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
+        copy: as for `stagepack.load`.
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
@@ -58,7 +59,8 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ("cpu",)
     runtime: str | tuple[str, ...] = "torch"
     allow_ops: tuple[str, ...] = ()
-    verify: bool = True
+    verify: Verify = "full"
+    copy: bool = False
     compile: Compile = False
     compiled: str | None = None
     in_flight: int = DEFAULT_IN_FLIGHT
@@ -192,7 +194,8 @@ def _load_stages(
     """Load some stages; no file of others is read."""
     runtimes = runtime_of_each_stage(options.runtime, len(bundle.stages))
     devices = place_stages(bundle.manifest, options.devices)
-    prepare_options = PrepareOptions(allow_ops=options.allow_ops)
+    bundle = open_for_loading(bundle, options.verify)
+    prepare_options = PrepareOptions(allow_ops=options.allow_ops, copy=options.copy)
     prepared_stages: dict[int, PreparedStage] = {
         number: prepare_stage(bundle, number, devices[number], runtimes[number].name, prepare_options)
         for number in stage_numbers
@@ -201,7 +204,7 @@ def _load_stages(
     stages, facts = {}, []
     for number, prepared_stage in ready_stages.items():
         start_time = time.perf_counter()
-        stages[number] = stage = prepared_stage.finish(verify=options.verify)
+        stages[number] = stage = prepared_stage.finish(verify=options.verify == "full")
         seconds = time.perf_counter() - start_time
         file_names = find_runtime(stage.runtime).stage_files(bundle, number)
         facts.append(

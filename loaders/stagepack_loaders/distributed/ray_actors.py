@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from stagepack.errors import GroupError, OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Compile
+from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.local_process import ProcessDescription, run_process
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
@@ -28,6 +28,7 @@ from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, ope
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 from stagepack_loaders.placement import place_stages
+from stagepack_loaders.preparation import open_for_loading
 
 _END_SECONDS = 5.0
 # Ray writes the exit status of a process into the text of its error, if it knows it.
@@ -176,7 +177,8 @@ def launch(
     runtime: str | Sequence[str] = "torch",
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
-    verify: bool = True,
+    verify: Verify = "full",
+    copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
     imports: Sequence[str] = (),
@@ -204,6 +206,7 @@ def launch(
         types: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
+        copy: as for `stagepack.load`.
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
         imports: modules that each actor imports first, such as those that register custom operators.
@@ -232,12 +235,13 @@ def launch(
         >>> with stagepack.ray.launch("m.stagepack", devices=["cuda"], max_restarts=3) as pipeline:
         ...     logits = pipeline(input_ids)
     """
-    opened_bundle = absolute_bundle(bundle if isinstance(bundle, Bundle) else Bundle(bundle))
+    opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
     options = GroupOptions(
         devices=tuple(map(str, devices)),
         runtime=runtime if isinstance(runtime, str) else tuple(runtime),
         allow_ops=tuple(allow_ops),
         verify=verify,
+        copy=copy,
         compile=compile,
         compiled=None if compiled is None else os.path.abspath(compiled),
         in_flight=in_flight,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stagepack.errors import DeviceError, OperatorError
+from stagepack.format.chunks import ByteProgress
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
@@ -29,6 +30,8 @@ class PreparedTorchStage:
         stored_tensors: the file and the position of each stored tensor, by name.
         device: the device it will run on.
         cache: the weights read so far, for all stages that are prepared together.
+        copy: read the weights into memory, where they would be mapped.
+        progress: see `stagepack_loaders.base.PrepareOptions`.
     """
 
     bundle: Bundle
@@ -37,6 +40,8 @@ class PreparedTorchStage:
     stored_tensors: Mapping[str, tuple[Path, StoredTensor]]
     device: torch.device
     cache: WeightCache
+    copy: bool = False
+    progress: ByteProgress | None = None
 
     @property
     def runtime(self) -> str:
@@ -53,8 +58,9 @@ class PreparedTorchStage:
             DigestError: a weight file is not the one that the manifest lists.
         """
         stage_entry = self.bundle.stages[self.stage_number]
-        if verify:
-            self.bundle.check_digests(stage_entry.weights)
+        # On another device the weights are copies anyway.
+        copy = self.copy and self.device.type == "cpu"
+        self.cache.open_files(self.bundle, stage_entry.weights, verify=verify, copy=copy, progress=self.progress)
         tensors = {
             weight.value: self.cache.read(weight, self.stored_tensors, self.device)
             for weight in self.code.graph.weights
@@ -85,6 +91,8 @@ def prepare_stages(
             stored_tensors=bundle.tensors(stage_number, parts.graph),
             device=device,
             cache=cache,
+            copy=options.copy,
+            progress=options.progress,
         )
     return prepared_stages
 

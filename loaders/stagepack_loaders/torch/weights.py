@@ -1,15 +1,18 @@
 """The weights of stages: from weight files to tensors on a device."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from stagepack.errors import FormatError, Problem
+from stagepack.errors import DigestError, Problem
+from stagepack.format.chunks import ByteProgress
+from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Weight
+from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.weight_files import WeightFile, map_weight_file, open_weight_files
 
 
 class WeightCache:
@@ -17,15 +20,41 @@ class WeightCache:
 
     def __init__(self) -> None:
         """Start with nothing read."""
+        self._files: dict[str, WeightFile] = {}
+        self._verified_files: set[str] = set()
         self._stored: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._weights: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def open_files(
+        self,
+        bundle: Bundle,
+        file_names: Iterable[str],
+        *,
+        verify: bool,
+        copy: bool = False,
+        progress: ByteProgress | None = None,
+    ) -> None:
+        """Bring weight files into memory, those that are not there yet; see `stagepack_loaders.weight_files.open_weight_files`.
+
+        Raises:
+            DigestError: a file is not the one that the manifest lists.
+            FormatError: a header breaks a rule.
+        """
+        known_files = self._verified_files if verify else self._files.keys()
+        missing_files = [file_name for file_name in file_names if file_name not in known_files]
+        if not self._files.keys().isdisjoint(missing_files):
+            # They were read without verification, and so were the tensors.
+            self._stored.clear()
+            self._weights.clear()
+        self._files |= open_weight_files(bundle, missing_files, verify=verify, copy=copy, progress=progress)
+        self._verified_files.update(missing_files if verify else ())
 
     def read(
         self, weight: Weight, stored_tensors: Mapping[str, tuple[Path, StoredTensor]], device: torch.device
     ) -> torch.Tensor:
         """Return a weight as a tensor on a device; a parameter as a `torch.nn.Parameter`.
 
-        On the CPU its memory is the weight file, mapped copy-on-write.
+        On the CPU its memory is that of the weight file, which is mapped unless `open_files` has copied it.
 
         Args:
             weight: its entry in the graph.
@@ -33,29 +62,41 @@ class WeightCache:
             device: the device.
 
         Raises:
-            FormatError: the safetensors library refuses the weight file.
+            FormatError: the header of the weight file breaks a rule.
+            DigestError: the file was changed after its header was checked.
         """
         key = (weight.names[0], device)
         if key not in self._weights:
             tensor = (
                 zero_weight(weight, device)
                 if weight.zeros
-                else lay_out(weight, self._read_stored(weight.stored, stored_tensors[weight.stored][0], device))
+                else lay_out(weight, self._read_stored(*stored_tensors[weight.stored], device))
             )
             self._weights[key] = as_weight(weight, tensor)
         return self._weights[key]
 
-    def _read_stored(self, stored_name: str, path: Path, device: torch.device) -> torch.Tensor:
-        key = (stored_name, device)
+    def _read_stored(self, path: Path, stored: StoredTensor, device: torch.device) -> torch.Tensor:
+        key = (stored.name, device)
         if key not in self._stored:
-            try:
-                with safe_open(path, framework="pt", device="cpu") as file:
-                    self._stored[key] = file.get_tensor(stored_name).to(device)
-            except SafetensorError as error:
-                raise FormatError(
-                    [Problem(rule="W2", where=f"{path.name}: {stored_name[:80]}", message=str(error))]
-                ) from None
+            if path.name not in self._files:
+                self._files[path.name] = map_weight_file(path)
+            weight_file = self._files[path.name]
+            if weight_file.tensors.get(stored.name) != stored:
+                message = f"{stored.name[:80]}: the file was changed after its header was checked"
+                raise DigestError([Problem(rule="D1", where=path.name, message=message)])
+            self._stored[key] = _tensor_in_file(weight_file, stored).to(device)
         return self._stored[key]
+
+
+def _tensor_in_file(weight_file: WeightFile, stored: StoredTensor) -> torch.Tensor:
+    """A stored tensor on the memory of its file."""
+    dtype: torch.dtype = torch_attribute(TORCH_DTYPES[stored.dtype], torch.dtype)
+    if stored.start == stored.end:
+        return torch.empty(stored.shape, dtype=dtype)
+    elements = torch.frombuffer(
+        weight_file.content, dtype=torch.uint8, count=stored.end - stored.start, offset=stored.start
+    )
+    return elements.view(dtype).reshape(stored.shape)
 
 
 def as_weight(weight: Weight, tensor: torch.Tensor) -> torch.Tensor:

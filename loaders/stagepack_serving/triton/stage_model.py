@@ -46,7 +46,7 @@ class TritonPythonModel:
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         allow_ops = list(filter(None, parameters["allow_ops"].split(",")))
         # Triton passes contiguous tensors between models: strides of the capture are lost.
-        options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True)
+        options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, copy=True)
         prepared_stage = prepare_stage(bundle, self._stage_number, device, self._runtime.name, options)
         self._loaded_stage: Any = prepared_stage.finish(verify=True)
         self._read_interface(bundle)

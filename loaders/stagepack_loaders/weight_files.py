@@ -1,0 +1,95 @@
+"""Weight files in memory: mapped, so that they are ready at once and processes share them, or copied."""
+
+import contextlib
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from stagepack.format.chunk_reading import FileRead, read_chunks
+from stagepack.format.chunks import ByteProgress
+from stagepack.format.file_checks import open_plain_file, raise_digest_problems
+from stagepack.format.manifest import File
+from stagepack.format.reader import Bundle
+from stagepack.format.weights import StoredTensor, parse_weight_header
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A weight file in memory.
+
+    Attributes:
+        content: its bytes. Writing to them does not change the file.
+        tensors: the positions of its tensors, by name.
+    """
+
+    content: mmap.mmap
+    tensors: Mapping[str, StoredTensor]
+
+
+def map_weight_file(path: Path) -> WeightFile:
+    """Map a weight file copy-on-write.
+
+    Raises:
+        FormatError: its header breaks a rule.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return _weight_file(_map(file), path.name)
+
+
+def open_weight_files(
+    bundle: Bundle,
+    file_names: Iterable[str],
+    *,
+    verify: bool,
+    copy: bool,
+    progress: ByteProgress | None = None,
+) -> dict[str, WeightFile]:
+    """Bring weight files of a bundle into memory.
+
+    Args:
+        bundle: the bundle.
+        file_names: the names of the weight files.
+        verify: compare the files with their digests, by as many threads as there are processors. Of copies, the bytes in memory are
+            the ones compared.
+        copy: read the files into memory of this process. Otherwise they are mapped: they take no memory of their own, but if another
+            process cuts a file short while it is in use, this process is killed (SIGBUS).
+        progress: called by several threads with the number of bytes that were read.
+
+    Returns:
+        The weight files by name.
+
+    Raises:
+        DigestError: a file is not the one that the manifest lists.
+        FormatError: a header breaks a rule.
+    """
+    entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
+    with contextlib.ExitStack() as open_files:
+        files = {entry.name: open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in entries}
+        contents = {entry.name: _new_memory(entry) if copy else _map(files[entry.name]) for entry in entries}
+        if copy or verify:
+            reads = [
+                FileRead(entry, files[entry.name].fileno(), memoryview(contents[entry.name]) if copy else None)
+                for entry in entries
+            ]
+            raise_digest_problems(read_chunks(reads, compare=verify, progress=progress))
+    return {file_name: _weight_file(content, file_name) for file_name, content in contents.items()}
+
+
+def _weight_file(content: mmap.mmap, file_name: str) -> WeightFile:
+    return WeightFile(content, parse_weight_header(content, file_name))
+
+
+def _map(file: BinaryIO) -> mmap.mmap:
+    return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _new_memory(entry: File) -> mmap.mmap:
+    """Memory of the size of a file. Large pages make it twice as fast to fill."""
+    memory = mmap.mmap(-1, entry.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the kernel has none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

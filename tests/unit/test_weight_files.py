@@ -1,0 +1,90 @@
+"""Weights on the CPU: mapped by default, copied on request; what a file that is cut short in use does to a process."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import DigestError
+from stagepack_loaders.weight_files import open_weight_files
+from tests.bundle_editor import BundleEditor
+
+SIZE = 1024
+
+# Loads a bundle, cuts its weight file short as another process might, and computes with all of it.
+CUT_SHORT = """
+import json, os, sys
+import torch
+import stagepack
+path, copy = sys.argv[1], sys.argv[2] == "copy"
+stage = stagepack.load_stage(path, 0, copy=copy)
+print("loaded", flush=True)
+with open(os.path.join(path, "stage-0.safetensors"), "r+b") as file:
+    file.truncate(4096)
+print(json.dumps(stage(torch.ones(1, 1024))[0].sum().item()), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with 8 MiB of weights."""
+    path = tmp_path_factory.mktemp("weights") / "linear.stagepack"
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE))
+    stagepack.export(model, (torch.ones(1, SIZE),), out=path)
+    return path
+
+
+@pytest.mark.parametrize("way", ["copy", "map"])
+def test_a_copy_survives_a_file_that_is_cut_short_and_a_map_does_not(way: str, linear: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.stagepack"
+    shutil.copytree(linear, path)
+    found = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, str(path), way], capture_output=True, text=True, check=False
+    )
+    assert found.stdout.startswith("loaded"), found.stderr
+    if way == "map":
+        assert found.returncode == -signal.SIGBUS
+    else:
+        assert found.returncode == 0, found.stderr
+        expected = stagepack.load_stage(linear, 0)(torch.ones(1, SIZE))[0].sum().item()
+        assert json.loads(found.stdout.splitlines()[-1]) == expected
+
+
+def test_copies_and_maps_hold_the_same_bytes_and_neither_writes_to_the_file(linear: Path) -> None:
+    bundle = stagepack.open(linear)
+    before = (linear / "stage-0.safetensors").read_bytes()
+    for copy in (False, True):
+        file = open_weight_files(bundle, ["stage-0.safetensors"], verify=True, copy=copy)["stage-0.safetensors"]
+        assert file.content[:] == before
+        stage = stagepack.load_stage(linear, 0, copy=copy)
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.zero_()
+    assert (linear / "stage-0.safetensors").read_bytes() == before
+    bundle.verify()
+
+
+def test_a_copy_is_not_used_if_a_chunk_is_wrong(linear: Path, tmp_path: Path) -> None:
+    editor = BundleEditor.copy(linear, tmp_path / "m.stagepack")
+    editor.flip_bit("stage-0.safetensors", 5_000_000)
+    bundle = stagepack.open(editor.path)
+    for copy in (False, True):
+        with pytest.raises(DigestError, match=r"stage-0\.safetensors: the content was changed"):
+            open_weight_files(bundle, ["stage-0.safetensors"], verify=True, copy=copy)
+        open_weight_files(bundle, ["stage-0.safetensors"], verify=False, copy=copy)
+
+
+def test_progress_counts_the_bytes_that_are_read(linear: Path) -> None:
+    bundle = stagepack.open(linear)
+    counts: list[int] = []
+    open_weight_files(bundle, ["stage-0.safetensors"], verify=True, copy=True, progress=counts.append)
+    assert sum(counts) == bundle.files["stage-0.safetensors"].size
+    bundle.verify(counts.append)
+    assert sum(counts) > 2 * bundle.files["stage-0.safetensors"].size
