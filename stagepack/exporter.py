@@ -1,9 +1,10 @@
 """Write a model as a bundle: capture, linearize, cut, write."""
 
+import importlib
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
+from stagepack.weight_replacement import replace_weights
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -49,6 +51,7 @@ def export(
     *,
     out: str | os.PathLike[str],
     weights: str | os.PathLike[str] | None = None,
+    graph_from: str | os.PathLike[str] | Bundle | None = None,
     stages: int | None = None,
     split_at: Sequence[str] = (),
     policy: Policy | None = None,
@@ -59,6 +62,7 @@ def export(
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
     onnx: bool = False,
+    allow_ops: Collection[str] = (),
     overwrite: bool = False,
 ) -> Bundle:
     """Write a model as a bundle of pipeline stages.
@@ -77,6 +81,8 @@ def export(
         weights: a checkpoint of the module that `model` makes: a ``.safetensors`` file, a file of ``torch.save``, an index of sharded
             files, or a folder of ``torch.distributed.checkpoint``, of which torch reads a part with pickle. As those of a Hugging Face
             folder, its weights are never in memory together.
+        graph_from: a bundle of the same model with other weights: nothing is captured, its graphs and its cut are used, and `model` is
+            the new checkpoint, or a Hugging Face folder or hub name.
         stages: the number of stages. The cut makes the slowest stage as fast as possible.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
@@ -88,6 +94,7 @@ def export(
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
+        allow_ops: with `graph_from`: the namespaces of custom operators of that bundle that may run.
         overwrite: replace a bundle that exists at `out`.
 
     Returns:
@@ -112,6 +119,10 @@ def export(
 
         >>> stagepack.export("./llama", out="llama.stagepack", split_at=["model.layers.8", "model.layers.16"])
 
+        A fine-tuned checkpoint, with the graphs of the bundle of the original one:
+
+        >>> stagepack.export("./llama-tuned", graph_from="llama.stagepack", out="tuned.stagepack")
+
         A module of which the weights are in a file:
 
         >>> stagepack.export(Net, (x,), weights="net.safetensors", out="net.stagepack")
@@ -130,15 +141,27 @@ def export(
     inputs = _example_inputs(args, kwargs, dynamic_shapes)
     if onnx:
         # Packages that only this needs are missed before the work begins.
-        from stagepack.onnx import add_onnx  # noqa: PLC0415
+        importlib.import_module("stagepack.onnx")
+    if graph_from is not None:
+        if cut_options != CutOptions() or inputs != Inputs() or weights is not None:
+            raise OptionError("graph_from: the inputs and the cut are those of the bundle: leave out the other options")
+        if not isinstance(model, str | os.PathLike):
+            raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
+        bundle = replace_weights(graph_from, model, out=out, allow_ops=allow_ops, overwrite=overwrite)
+        return _with_onnx(bundle) if onnx else bundle
     capture = capture_source(model, inputs) if weights is None else _capture_with_weights(model, inputs, weights)  # type: ignore[arg-type]
     bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
-    if not onnx:
-        return bundle
+    return _with_onnx(bundle) if onnx else bundle
+
+
+def _with_onnx(bundle: Bundle) -> Bundle:
+    """Add ONNX files; warn of stages that have none."""
+    from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
+
     namespaces = {namespace for stage in bundle.stages for namespace in stage.namespaces}
     conversion = add_onnx(bundle, allow_ops=namespaces)
     for stage_number, reason in conversion.torch_only.items():
-        warnings.warn(f"stage {stage_number} runs in torch only: {reason}", stacklevel=2)
+        warnings.warn(f"stage {stage_number} runs in torch only: {reason}", stacklevel=3)
     return conversion.bundle
 
 

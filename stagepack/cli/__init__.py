@@ -21,6 +21,7 @@ _COMMAND_GROUPS = {
     "Examine bundles": {
         "inspect": "Show the stages, edges and nodes of a bundle.",
         "verify": "Check a bundle against its digests and the format rules.",
+        "diff": "Show what differs between two bundles.",
         "report": "Write a report about a bundle as an HTML page.",
     },
     "Run bundles": {

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
+        "stagepack export ./llama-tuned --graph-from llama.stagepack -o tuned.stagepack",
     ],
 )
 @click.argument("source")
@@ -48,6 +49,18 @@ if TYPE_CHECKING:
     metavar="CHECKPOINT",
     help="Weights of the module that SOURCE makes: a .safetensors or .bin file, an index of such files, or a torch DCP folder.",
 )
+@click.option(
+    "--graph-from",
+    type=PathType(),
+    metavar="BUNDLE",
+    help="Bundle of the same model with other weights; nothing is captured. SOURCE is then a checkpoint, or a Hugging Face folder or name.",
+)
+@click.option(
+    "--allow-ops",
+    multiple=True,
+    metavar="NAMESPACE",
+    help="With --graph-from: namespace of custom operators that may run.",
+)
 @cut_option_flags
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also add ONNX files, as 'stagepack onnx' does.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
@@ -58,6 +71,8 @@ def command(
     make_cut_options: "Callable[[], CutOptions] | None",
     inputs_function: str | None,
     weights: str | None,
+    graph_from: str | None,
+    allow_ops: tuple[str, ...],
     with_onnx: bool,
     overwrite: bool,
     as_json: bool,
@@ -70,12 +85,17 @@ def command(
     Without a cut option, the model is cut where its code calls stagepack.split_here(); without such calls it becomes one stage. The
     written bundle is loaded back, and its answer to the example is compared with that of the model.
 
+    With --graph-from, a fine-tuned checkpoint becomes a bundle without a capture: the graphs, the example inputs and the cut are those of
+    the bundle, and names, shapes and dtypes of the weights are compared.
+
     The weights of a Hugging Face model and those of --weights go from their files to the bundle one after the other, so that a model may
     be larger than the memory.
 
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.
     """
+    if graph_from is not None and (make_cut_options or inputs_function or weights):
+        raise click.UsageError("--graph-from takes the inputs and the cut from the bundle: leave out the other options")
     check_output_path(out, overwrite=overwrite)
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
@@ -83,22 +103,31 @@ def command(
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
         from stagepack.exporter import export_capture  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
+        from stagepack.weight_replacement import replace_weights  # noqa: PLC0415 - the same
 
         if with_onnx:
             from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this option needs
-        cut_options = CutOptions() if make_cut_options is None else make_cut_options()
-        next_step("capturing the model")
-        capture = capture_source_argument(source, inputs_function, weights)
-        bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step)
+        if graph_from is not None:
+            method = f"the graphs of {graph_from}"
+            bundle = replace_weights(
+                graph_from, source, out=out, allow_ops=allow_ops, overwrite=overwrite, progress=next_step
+            )
+        else:
+            cut_options = CutOptions() if make_cut_options is None else make_cut_options()
+            next_step("capturing the model")
+            capture = capture_source_argument(source, inputs_function, weights)
+            method = capture.method
+            bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step)
         next_step("replaying the example")
         namespaces = custom_namespaces(bundle)
-        difference = replay(bundle, allow_ops=namespaces).largest
+        # A bundle that gave its graphs may have no example.
+        difference = replay(bundle, allow_ops=namespaces).largest if bundle.example else 0.0
         onnx_fields: dict[str, Any] = {}
         if with_onnx:
             conversion = add_onnx(bundle, allow_ops=namespaces, progress=next_step)
             bundle, onnx_fields = conversion.bundle, {"onnx": conversion_facts(conversion)}
     seconds = round(time.perf_counter() - start_time, 3)
-    run_fields = {"captured_by": capture.method, "difference": finite(difference), "seconds": seconds}
+    run_fields = {"captured_by": method, "difference": finite(difference), "seconds": seconds}
     facts = bundle_facts(bundle) | onnx_fields | run_fields
     if as_json:
         print_json(facts)

@@ -1,0 +1,210 @@
+"""What differs between two bundles: the graph, the weights by name, the cut, and the other files. Without torch."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stagepack.bundle_writing import INDEX_FILE_NAME
+from stagepack.format.graph import Graph, Weight
+from stagepack.format.reader import Bundle
+from stagepack.format.threads import map_in_threads
+from stagepack.format.weights import StoredTensor
+from stagepack.graph.joining import join_stages
+
+_PIECE_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """What differs between a bundle A and a bundle B; each entry is a line. All are empty for equal bundles.
+
+    Attributes:
+        graph: differences of the model: its signature, sizes, nodes, and which weights it has.
+        weights: what differs in a weight, by the name of the weight.
+        plan: differences of the cut: the stages, and what crosses between them.
+        files: differences of other files, such as ``config.json``, the example and ONNX models.
+    """
+
+    graph: tuple[str, ...]
+    weights: Mapping[str, str]
+    plan: tuple[str, ...]
+    files: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.graph or self.weights or self.plan or self.files)
+
+
+def compare_bundles(first: Bundle, second: Bundle) -> Differences:
+    """Compare two bundles.
+
+    Bundles of one digest are equal. Otherwise all graphs are read, and of the weights those whose files differ.
+
+    Args:
+        first: the bundle A.
+        second: the bundle B.
+
+    Raises:
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        CutError: the manifest of a bundle does not record the positions of the nodes in the whole model.
+    """
+    if first.digest == second.digest:
+        return Differences(graph=(), weights={}, plan=(), files=())
+    first_model, second_model = _Model.read(first), _Model.read(second)
+    return Differences(
+        graph=(*_signature_differences(first, second), *_graph_differences(first_model.graph, second_model.graph)),
+        weights=dict(_weight_differences(first_model, second_model)),
+        plan=tuple(_plan_differences(first, second)),
+        files=tuple(_file_differences(first, second)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """The whole model of a bundle, with its weights by name and where they are stored."""
+
+    bundle: Bundle
+    graph: Graph
+    weights: Mapping[str, Weight]
+    locations: Mapping[str, tuple[Path, StoredTensor]]
+
+    @staticmethod
+    def read(bundle: Bundle) -> "_Model":
+        stage_graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+        graph = join_stages(bundle.manifest, stage_graphs)
+        locations: dict[str, tuple[Path, StoredTensor]] = {}
+        for stage_number, stage_graph in enumerate(stage_graphs):
+            locations |= bundle.tensors(stage_number, stage_graph)
+        weights = {weight_name: weight for weight in graph.weights for weight_name in weight.names}
+        return _Model(bundle=bundle, graph=graph, weights=weights, locations=locations)
+
+
+def _signature_differences(first: Bundle, second: Bundle) -> Iterator[str]:
+    for field, title in (
+        ("signature", "how the model is called"),
+        ("symbols", "the dynamic sizes"),
+        ("device", "the device"),
+    ):
+        if getattr(first.manifest, field) != getattr(second.manifest, field):
+            yield f"{title}: differs"
+
+
+def _graph_differences(first: Graph, second: Graph) -> Iterator[str]:
+    """Yield what differs in the graphs but for the content of the weights."""
+    if len(first.nodes) != len(second.nodes):
+        yield f"nodes: {len(first.nodes)} and {len(second.nodes)}"
+    pairs = itertools.zip_longest(_node_facts(first), _node_facts(second))
+    position = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    if position is not None:
+        shown = " and ".join(_shown_node(graph, position) for graph in (first, second))
+        yield f"node {position} is the first that differs: {shown}"
+    for field in ("inputs", "outputs", "subgraphs", "calls"):
+        if getattr(first, field) != getattr(second, field):
+            yield f"{field}: differ"
+
+
+def _node_facts(graph: Graph) -> Iterator[tuple[Any, ...]]:
+    """Yield each node with the rows of the tables that it refers to by number."""
+    for node in graph.nodes:
+        yield (
+            msgspec.structs.replace(node, op=0, scope=0, context=None),
+            graph.ops[node.op],
+            graph.scopes[node.scope],
+            None if node.context is None else graph.contexts[node.context],
+        )
+
+
+def _shown_node(graph: Graph, position: int) -> str:
+    if position >= len(graph.nodes):
+        return "none"
+    node = graph.nodes[position]
+    return f"{graph.ops[node.op].name} in {graph.scopes[node.scope].path or 'the model itself'}"
+
+
+def _weight_differences(first: _Model, second: _Model) -> Iterator[tuple[str, str]]:
+    """Yield the name of each weight that differs, and how."""
+    common = []
+    for weight_name in dict.fromkeys((*first.weights, *second.weights)):
+        weights = first.weights.get(weight_name), second.weights.get(weight_name)
+        a, b = weights
+        if a is None or b is None:
+            yield weight_name, "only in B" if a is None else "only in A"
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
+            described = [f"{weight.dtype}[{', '.join(map(str, weight.shape))}]" for weight in (a, b)]
+            yield weight_name, " and ".join(described)
+        elif a.names != b.names:
+            tied = [", ".join(set(weight.names) - {weight_name}) or "nothing" for weight in (a, b)]
+            yield weight_name, f"tied to {tied[0]} and to {tied[1]}"
+        elif (a.kind, a.trainable, a.strides) != (b.kind, b.trainable, b.strides):
+            yield weight_name, f"{_kind(a)} and {_kind(b)}"
+        elif weight_name == a.names[0]:
+            common.append((weight_name, a, b))
+    same_contents = map_in_threads(lambda pair: _is_same_content(first, second, pair[1], pair[2]), common)
+    for (weight_name, _, _), is_same in zip(common, same_contents, strict=True):
+        if not is_same:
+            yield weight_name, "other values"
+
+
+def _kind(weight: Weight) -> str:
+    return f"{'trainable ' * weight.trainable}{weight.kind.replace('_', ' ')}" + f" of strides {weight.strides}" * bool(
+        weight.strides
+    )
+
+
+def _is_same_content(first: _Model, second: _Model, first_weight: Weight, second_weight: Weight) -> bool:
+    """Whether two weights of one shape and dtype have the same elements."""
+    if first_weight.zeros or second_weight.zeros:
+        stored = [
+            _content(model, weight)
+            for model, weight in ((first, first_weight), (second, second_weight))
+            if not weight.zeros
+        ]
+        return all(not any(piece) for pieces in stored for piece in pieces)
+    (first_path, a), (second_path, b) = first.locations[first_weight.stored], second.locations[second_weight.stored]
+    first_entry, second_entry = first.bundle.files[first_path.name], second.bundle.files[second_path.name]
+    if first_entry.blake3 == second_entry.blake3 and a == b:
+        return True
+    if a.end - a.start != b.end - b.start or first_weight.offset != second_weight.offset:
+        return False
+    return all(x == y for x, y in zip(_content(first, first_weight), _content(second, second_weight), strict=True))
+
+
+def _content(model: _Model, weight: Weight) -> Iterator[bytes]:
+    """Yield the bytes of the stored tensor of a weight."""
+    path, stored = model.locations[weight.stored]
+    with path.open("rb") as file:
+        for start in range(stored.start, stored.end, _PIECE_BYTES):
+            file.seek(start)
+            yield file.read(min(_PIECE_BYTES, stored.end - start))
+
+
+def _plan_differences(first: Bundle, second: Bundle) -> Iterator[str]:
+    if len(first.stages) != len(second.stages):
+        yield f"stages: {len(first.stages)} and {len(second.stages)}"
+    for stage_number, (a, b) in enumerate(zip(first.stages, second.stages, strict=False)):
+        if a.places != b.places or a.added != b.added:
+            yield f"stage {stage_number}: other nodes, {a.nodes} and {b.nodes}"
+        elif a.inputs != b.inputs or a.outputs != b.outputs:
+            yield f"stage {stage_number}: other inputs or outputs"
+
+
+def _file_differences(first: Bundle, second: Bundle) -> Iterator[str]:
+    """Yield the differences of files that are neither graphs nor weights."""
+    described = {
+        file_name
+        for bundle in (first, second)
+        for stage in bundle.stages
+        for file_name in (stage.graph, *stage.weights)
+    } | {INDEX_FILE_NAME}
+    for file_name in sorted({*first.files, *second.files} - described):
+        a, b = first.files.get(file_name), second.files.get(file_name)
+        if a is None or b is None:
+            yield f"{file_name}: only in {'B' if a is None else 'A'}"
+        elif a.blake3 != b.blake3:
+            yield f"{file_name}: other content"
+    if first.manifest.producer != second.manifest.producer:
+        yield "manifest.json: written by other versions of stagepack or torch"

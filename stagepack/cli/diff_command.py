@@ -1,0 +1,67 @@
+"""`stagepack diff`."""
+
+import sys
+from collections.abc import Mapping
+
+import click
+
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import count_of, print_json, print_line, print_table
+from stagepack.cli.path_options import PathType
+from stagepack.cli.run_options import json_option
+from stagepack.format.reader import Bundle
+
+# Rows of the table of weights; --json has all.
+_SHOWN_WEIGHTS = 40
+
+
+@subcommand(
+    "diff", examples=["stagepack diff net.stagepack tuned.stagepack", "stagepack diff a.stagepack b.stagepack --json"]
+)
+@click.argument("first_path", metavar="A", type=PathType())
+@click.argument("second_path", metavar="B", type=PathType())
+@json_option
+def command(first_path: str, second_path: str, as_json: bool) -> None:
+    """Show what differs between two bundles.
+
+    Compared are the graph of the whole model, whatever its cut, the weights by name, the cut, and the other files. Bundles of one digest
+    are equal; otherwise the weights are read whose files differ. Needs no torch.
+
+    The exit status is 0 if the bundles are equal, and 1 if they differ.
+    """
+    from stagepack.bundle_comparison import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
+
+    differences = compare_bundles(Bundle(first_path), Bundle(second_path))
+    if as_json:
+        facts = {
+            "equal": not differences,
+            "graph": list(differences.graph),
+            "weights": dict(differences.weights),
+            "plan": list(differences.plan),
+            "files": list(differences.files),
+        }
+        print_json(facts)
+    elif not differences:
+        print_line("equal")
+    else:
+        _print_lines("graph", differences.graph)
+        _print_weights(differences.weights)
+        _print_lines("plan", differences.plan)
+        _print_lines("files", differences.files)
+    sys.exit(1 if differences else 0)
+
+
+def _print_lines(title: str, lines: tuple[str, ...]) -> None:
+    print_line(f"{title}: {'same' if not lines else ''}".rstrip())
+    for line in lines:
+        print_line(f"  {line}")
+
+
+def _print_weights(weights: Mapping[str, str]) -> None:
+    if not weights:
+        print_line("weights: same")
+        return
+    rows = [[weight_name, difference] for weight_name, difference in weights.items()]
+    print_table(f"weights: {count_of('difference', len(rows))}", ["weight", "A and B"], rows[:_SHOWN_WEIGHTS])
+    if len(rows) > _SHOWN_WEIGHTS:
+        print_line(f"  and {len(rows) - _SHOWN_WEIGHTS} more; --json shows all")

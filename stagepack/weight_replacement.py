@@ -1,0 +1,247 @@
+"""A bundle and other weights of its model, such as fine-tuned ones -> a bundle with these weights, without a capture.
+
+Graphs, edges and plan are those of the bundle. The recorded answer to the example is that of the new stages.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
+from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
+from stagepack.capture.pretrained_model import load_pretrained, model_files
+from stagepack.errors import CaptureError, WriteError
+from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.file_writing import FileRange, Piece
+from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
+from stagepack.format.temporary_folder import TemporaryFolder
+from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
+from stagepack.format.writer import BundleWriter, check_output_path
+from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
+
+_SHOWN_PROBLEMS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Other weights: their tensors by name, the names that a graph must have, and files such as ``config.json``."""
+
+    tensors: Mapping[str, CheckpointTensor]
+    required_names: Collection[str]
+    files: Mapping[str, bytes]
+
+
+def replace_weights(
+    bundle: str | os.PathLike[str] | Bundle,
+    source: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    allow_ops: Collection[str] = (),
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Bundle:
+    """Write a bundle with the graphs of another one and other weights of the same model.
+
+    Names, shapes and dtypes of the weights are compared. Buffers that a checkpoint does not have, and constants, stay those of the
+    bundle. ONNX files belong to the old weights and are left out. The weights are never in memory together.
+
+    Args:
+        bundle: the bundle that has the graphs.
+        source: a checkpoint, see `stagepack.capture.checkpoint.read_checkpoint`, or a Hugging Face folder or hub name.
+        out: the folder to write.
+        allow_ops: the namespaces of custom operators that may run, for the answer to the example.
+        overwrite: replace a bundle that exists at `out`.
+        progress: called with the name of each step before it begins.
+
+    Returns:
+        The new bundle, opened.
+
+    Raises:
+        CaptureError: the source cannot be read, or has other weights than the graphs; the message lists what differs.
+        DigestError, FormatError: the bundle is damaged.
+        OperatorError: a stage cannot run here, or needs a namespace that is not allowed.
+        OutputExistsError, WriteError: see `stagepack.export`.
+    """
+    check_output_path(out, overwrite=overwrite)
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    progress("check the bundle")
+    opened.check_digests(opened.files)
+    progress("read the checkpoint")
+    new_weights = _open_source(source)
+    readers = _readers(opened, new_weights, os.fspath(source))
+    try:
+        temporary = TemporaryFolder(Path(os.path.abspath(out)))
+    except OSError as error:
+        raise WriteError(f"{out}: cannot write there: {error.strerror}") from None
+    with temporary:
+        progress("write")
+        filled = _write_filled(opened, new_weights.files, readers, temporary.path / "filled")
+        if opened.example is None:
+            answers: dict[str, torch.Tensor] = {}
+        else:
+            progress("run the example")
+            answers = _answers(filled, opened, allow_ops)
+        _write_finished(filled, opened, answers, out, overwrite=overwrite)
+    return Bundle(out)
+
+
+def _open_source(source: str | os.PathLike[str]) -> _Source:
+    path = Path(source)
+    if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
+        tensors = read_checkpoint(path)
+        return _Source(tensors=tensors, required_names=tensors.keys(), files={})
+    deferred = DeferredTensors()
+    try:
+        model = load_pretrained(os.fspath(source), deferred)
+    except DataNeededError:
+        model = load_pretrained(os.fspath(source))
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = {
+        weight_name: CheckpointTensor(
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            read=partial(deferred.real, tensor),
+            location=deferred.location(tensor) if tensor.is_contiguous() else None,
+        )
+        for weight_name, tensor in named
+    }
+    return _Source(tensors=tensors, required_names=model.state_dict().keys(), files=model_files(model))
+
+
+def _readers(bundle: Bundle, source: _Source, source_name: str) -> dict[str, Callable[[], Sequence[Piece]]]:
+    """How each stored tensor that is replaced is read.
+
+    Raises:
+        CaptureError: the source has other weights than the graphs.
+    """
+    weights = {
+        weight.names[0]: weight
+        for stage_number in range(len(bundle.stages))
+        for weight in bundle.graph(stage_number).weights
+    }
+    known_names = {weight_name for weight in weights.values() for weight_name in weight.names}
+    problems = [
+        f"{weight_name} is not in the graph" for weight_name in source.required_names if weight_name not in known_names
+    ]
+    readers: dict[str, Callable[[], Sequence[Piece]]] = {}
+    for weight in weights.values():
+        candidates = [weight_name for weight_name in weight.names if weight_name in source.tensors]
+        if not candidates:
+            if weight.kind in ("parameter", "buffer"):
+                problems.append(f"{weight.names[0]} is missing")
+            continue
+        tensor = source.tensors[candidates[0]]
+        found, expected = (dtype_name(tensor.dtype), tensor.shape), (weight.dtype, weight.shape)
+        if found != expected:
+            problems.append(f"{candidates[0]} is {_described(*found)}, in the graph {_described(*expected)}")
+        elif any(not _is_equal(tensor, source.tensors[tied_name]) for tied_name in candidates[1:]):
+            problems.append(f"{' and '.join(candidates)} are one weight in the graph, and differ")
+        elif weight.base is not None or (weight.kind == "constant"):
+            problems.append(f"{candidates[0]} shares memory with other weights in the graph")
+        elif weight.zeros:
+            if not is_all_zeros(tensor.read().contiguous()):
+                problems.append(f"{candidates[0]} is all zeros in the graph")
+        else:
+            readers[weight.stored] = partial(_pieces, tensor)
+    if problems:
+        shown = "; ".join(problems[:_SHOWN_PROBLEMS])
+        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+        raise CaptureError(
+            f"{source_name}: does not fit the graph of {bundle.path}: {shown}{more}: export it by a capture"
+        )
+    return readers
+
+
+def _described(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _is_equal(tensor: CheckpointTensor, other: CheckpointTensor) -> bool:
+    if tensor.location is not None and tensor.location == other.location:
+        return True
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    return bytes(_octets(tensor)) == bytes(_octets(other))
+
+
+def _octets(tensor: CheckpointTensor) -> memoryview:
+    return tensor_bytes(tensor.read().contiguous())
+
+
+def _pieces(tensor: CheckpointTensor) -> Sequence[Piece]:
+    return [_octets(tensor)] if tensor.location is None else [tensor.location]
+
+
+def _write_filled(
+    bundle: Bundle, files: Mapping[str, bytes], readers: Mapping[str, Callable[[], Sequence[Piece]]], path: Path
+) -> Bundle:
+    """Write the bundle with the new weights and without an example."""
+    weight_files = {file_name for stage in bundle.stages for file_name in stage.weights}
+    left_out = {file_name for stage in bundle.stages for file_name in stage.onnx_files} | {EXAMPLE_FILE_NAME}
+    with BundleWriter(path, overwrite=False) as writer:
+        for file_name, entry in bundle.files.items():
+            if file_name in files:
+                writer.write_file(file_name, [files[file_name]])
+            elif file_name in weight_files:
+                header = read_weight_header(bundle.path / file_name)
+                read = partial(_new_or_old_pieces, readers, bundle.path / file_name, header)
+                writer.write_tensors(file_name, map(_spec, header.values()), read)
+            elif file_name not in left_out:
+                writer.link_file(bundle.path / file_name, entry)
+        stages = tuple(msgspec.structs.replace(stage, onnx=None) for stage in bundle.stages)
+        writer.finish(msgspec.structs.replace(bundle.manifest, stages=stages))
+    return Bundle(path)
+
+
+def _new_or_old_pieces(
+    readers: Mapping[str, Callable[[], Sequence[Piece]]],
+    path: Path,
+    header: Mapping[str, StoredTensor],
+    stored_name: str,
+) -> Sequence[Piece]:
+    if stored_name in readers:
+        return readers[stored_name]()
+    return [_file_range(path, header[stored_name])]
+
+
+def _spec(stored: StoredTensor) -> TensorSpec:
+    return TensorSpec(name=stored.name, dtype=TORCH_DTYPES[stored.dtype], shape=stored.shape)
+
+
+def _file_range(path: Path, stored: StoredTensor) -> FileRange:
+    return FileRange(path=path, start=stored.start, size=stored.end - stored.start)
+
+
+def _answers(filled: Bundle, bundle: Bundle, allow_ops: Collection[str]) -> dict[str, torch.Tensor]:
+    """The answer of the stages with the new weights to the example of the old bundle."""
+    from stagepack_loaders.example import read_example, run_on_inputs  # noqa: PLC0415 - only this step runs stages
+    from stagepack_loaders.load import load  # noqa: PLC0415 - the same
+
+    pipeline = load(filled, allow_ops=allow_ops, verify=False)
+    inputs, _ = read_example(pipeline, bundle)
+    return run_on_inputs(pipeline, inputs)
+
+
+def _write_finished(
+    filled: Bundle, bundle: Bundle, answers: Mapping[str, torch.Tensor], out: str | os.PathLike[str], *, overwrite: bool
+) -> None:
+    """Write the bundle again with the recorded answer; its other files are linked."""
+    with BundleWriter(out, overwrite=overwrite) as writer:
+        for file_name, entry in filled.files.items():
+            writer.link_file(filled.path / file_name, entry)
+        if bundle.example is not None:
+            example_path = bundle.example
+            header = read_weight_header(example_path)
+
+            def read(stored_name: str) -> Sequence[Piece]:
+                if stored_name in answers:
+                    return [tensor_bytes(answers[stored_name].contiguous())]
+                return [_file_range(example_path, header[stored_name])]
+
+            writer.write_tensors(EXAMPLE_FILE_NAME, map(_spec, header.values()), read)
+        writer.finish(filled.manifest)

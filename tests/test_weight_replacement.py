@@ -1,0 +1,100 @@
+"""New weights for the graphs of a bundle."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import stagepack
+from stagepack.capture.hugging_face import capture_pretrained
+from stagepack.capture.inputs import Inputs
+from stagepack.cli import main
+from stagepack.errors import CaptureError, OptionError
+from stagepack.exporter import export_capture
+from stagepack.format.reader import Bundle
+from stagepack.partition.cut_options import CutOptions
+from tests.zoo.cases import named
+
+
+def saved(folder: Path, seed: int) -> str:
+    torch.manual_seed(seed)
+    model, _ = named("decoders-llama-tied")[0].build()
+    model.save_pretrained(folder)  # type: ignore[operator]
+    return str(folder)
+
+
+def exported(source: str, out: Path) -> Bundle:
+    return export_capture(capture_pretrained(source, Inputs()), out=out, cut_options=CutOptions(stages=2))
+
+
+def test_a_tuned_model_becomes_the_bundle_of_its_own_export(tmp_path: Path) -> None:
+    old = exported(saved(tmp_path / "old", 0), tmp_path / "old.stagepack")
+    source = saved(tmp_path / "tuned", 1)
+    expected = exported(source, tmp_path / "expected.stagepack")
+    found = stagepack.export(source, graph_from=old, out=tmp_path / "found.stagepack")
+    assert found.digest == expected.digest != old.digest
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).eval()
+
+
+def test_a_checkpoint_becomes_a_bundle(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    old = stagepack.export(net(), (x,), out=tmp_path / "old.stagepack", stages=2)
+    tuned = net()
+    save_file(tuned.state_dict(), tmp_path / "c.safetensors")
+    arguments = [
+        "export",
+        str(tmp_path / "c.safetensors"),
+        "--graph-from",
+        str(old.path),
+        "-o",
+        str(tmp_path / "m.stagepack"),
+    ]
+    main(arguments, standalone_mode=False)
+    found = stagepack.open(tmp_path / "m.stagepack")
+    found.verify()
+    assert found.digest == stagepack.export(tuned, (x,), out=tmp_path / "expected.stagepack", stages=2).digest
+    assert torch.equal(stagepack.load(found)(x), tuned(x))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+    old = stagepack.export(net(), (torch.randn(3, 4),), out=tmp_path / "old.stagepack")
+    state = net().state_dict()
+    state["0.weight"] = torch.zeros(8, 5)
+    state["2.bias"] = state["2.bias"].double()
+    state["1.running_mean"] = torch.ones(8)
+    state["3.bias"] = state.pop("0.bias")
+    save_file(state, tmp_path / "c.safetensors")
+    with pytest.raises(CaptureError) as caught:
+        stagepack.export(tmp_path / "c.safetensors", graph_from=old, out=tmp_path / "m.stagepack")
+    for problem in (
+        "3.bias is not in the graph",
+        "0.bias is missing",
+        "0.weight is float32[8, 5], in the graph float32[8, 4]",
+        "2.bias is float64[2], in the graph float32[2]",
+        "1.running_mean is all zeros in the graph",
+    ):
+        assert problem in str(caught.value)
+    assert not (tmp_path / "m.stagepack").exists()
+    with pytest.raises(OptionError, match="leave out"):
+        stagepack.export(tmp_path / "c.safetensors", graph_from=old, stages=2, out=tmp_path / "m.stagepack")
+    with pytest.raises(OptionError, match="found Sequential"):
+        stagepack.export(net(), graph_from=old, out=tmp_path / "m.stagepack")
+
+
+def test_tied_weights_that_are_no_longer_equal_are_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "old", 0)
+    old = exported(source, tmp_path / "old.stagepack")
+    state = load_file(tmp_path / "old" / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, tmp_path / "same.safetensors")
+    found = stagepack.export(tmp_path / "same.safetensors", graph_from=old, out=tmp_path / "same.stagepack")
+    assert found.digest == old.digest
+    state["lm_head.weight"][0, 0] += 1
+    save_file(state, tmp_path / "other.safetensors")
+    with pytest.raises(CaptureError, match="are one weight in the graph, and differ"):
+        stagepack.export(tmp_path / "other.safetensors", graph_from=old, out=tmp_path / "m.stagepack")
