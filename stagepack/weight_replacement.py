@@ -222,7 +222,7 @@ def _answers(filled: Bundle, bundle: Bundle, allow_ops: Collection[str]) -> dict
     from stagepack_loaders.example import read_example, run_on_inputs  # noqa: PLC0415 - only this step runs stages
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
-    pipeline = load(filled, allow_ops=allow_ops, verify=False)
+    pipeline = load(filled, allow_ops=allow_ops, verify="off")
     inputs, _ = read_example(pipeline, bundle)
     return run_on_inputs(pipeline, inputs)
 

@@ -63,7 +63,7 @@ def test_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_another_model(tmp_path: Path) -> None:
-    wider = torch.nn.Sequential(*net(9)[:-1], torch.nn.ReLU(), torch.nn.Linear(9, 2, bias=False)).eval()
+    wider = torch.nn.Sequential(*list(net(9))[:-1], torch.nn.ReLU(), torch.nn.Linear(9, 2, bias=False)).eval()
     found = compare_bundles(exported(net(), tmp_path / "a"), exported(wider, tmp_path / "b"))
     assert found.weights["0.weight"] == "float32[8, 4] and float32[9, 4]"
     assert found.weights["2.weight"] == "only in A"
