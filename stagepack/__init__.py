@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.exporter import export as export
     from stagepack.format.reader import Bundle as Bundle
-    from stagepack.format.reader import Bundle as open  # noqa: N813 - `stagepack.open` is the name users look for
     from stagepack.onnx import add_onnx as add_onnx
+    from stagepack.opening import open_bundle as open
     from stagepack.partition.plan_file import read_plan as read_plan
     from stagepack.partition.policies import PolicyNode as PolicyNode
     from stagepack.partition.profile import read_profile as read_profile
@@ -35,7 +35,7 @@ _HOMES = {
     "export": ("stagepack.exporter", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
-    "open": ("stagepack.format.reader", "Bundle"),
+    "open": ("stagepack.opening", "open_bundle"),
     "read_plan": ("stagepack.partition.plan_file", "read_plan"),
     "read_profile": ("stagepack.partition.profile", "read_profile"),
     "recut": ("stagepack.recutter", "recut"),

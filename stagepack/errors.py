@@ -101,6 +101,14 @@ class NotABundleError(StagepackError):
     """The path is not a bundle: it does not exist, or has no manifest. Correct the path."""
 
 
+class RemoteError(StagepackError):
+    """A server fails: it does not answer, refuses access, or lacks a file of a remote bundle.
+
+    The message has the URL and the reason. Chunks that were downloaded are kept: solve the reason and repeat the call. Content that
+    differs from the manifest is a `DigestError` instead.
+    """
+
+
 class FileNotListedError(StagepackError):
     """The manifest does not list a file of this name. Choose one of `Bundle.files`."""
 

@@ -7,8 +7,11 @@ from stagepack.errors import MissingPackageError
 
 # Top-level module -> the extra of ``pyproject.toml`` that installs it, the smallest one where several do.
 _EXTRAS = {
+    "aiohttp": "remote",
+    "fsspec": "remote",
     "google": "serve",
     "grpc": "serve",
+    "huggingface_hub": "remote",
     "ml_dtypes": "onnxruntime",
     "onnx": "onnx",
     "onnx_ir": "onnx",
@@ -16,6 +19,7 @@ _EXTRAS = {
     "onnxscript": "onnx",
     "prometheus_client": "serve",
     "ray": "ray",
+    "s3fs": "remote",
     "starlette": "serve",
     "sympy": "torch",
     "torch": "torch",

@@ -19,6 +19,7 @@ from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.joining import join_stages
+from stagepack.opening import BundleSource, opened
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.cut_options import CutOptions
@@ -28,7 +29,7 @@ from stagepack.partition.profile import Profile
 
 
 def recut(
-    bundle: str | os.PathLike[str] | Bundle,
+    bundle: BundleSource,
     *,
     out: str | os.PathLike[str],
     stages: int | None = None,
@@ -48,7 +49,7 @@ def recut(
     without them, the new bundle has one stage.
 
     Args:
-        bundle: the folder of the bundle, or an opened bundle.
+        bundle: the folder of the bundle, its URL, or an opened bundle.
         out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
         stages: the number of stages. The cut makes the slowest stage as fast as possible.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
@@ -75,7 +76,6 @@ def recut(
         >>> stagepack.recut("m.stagepack", out="m8.stagepack", stages=8)
         >>> stagepack.recut("m.stagepack", out="m.stagepack", split_at=["layers.8"], overwrite=True)
     """
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
     cut_options = CutOptions(
         stages=stages,
         split_at=split_at,
@@ -86,7 +86,7 @@ def recut(
         profile=profile,
         shared=shared,
     )
-    return recut_with_options(opened, out=out, cut_options=cut_options, overwrite=overwrite)
+    return recut_with_options(opened(bundle), out=out, cut_options=cut_options, overwrite=overwrite)
 
 
 def recut_with_options(

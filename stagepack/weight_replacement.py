@@ -23,6 +23,7 @@ from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import BundleWriter, check_output_path
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
+from stagepack.opening import open_bundle
 
 _SHOWN_PROBLEMS = 10
 
@@ -68,7 +69,7 @@ def replace_weights(
         OutputExistsError, WriteError: see `stagepack.export`.
     """
     check_output_path(out, overwrite=overwrite)
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     progress("check the bundle")
     opened.check_digests(opened.files)
     progress("read the checkpoint")

@@ -59,7 +59,7 @@ def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, 
         FormatError: the file breaks rules.
     """
     if bundle.example is None:
-        raise InputError(f"{bundle.path}: the bundle has no example to run: pass inputs")
+        raise InputError(f"{bundle.location}: the bundle has no example to run: pass inputs")
     bundle.check_digests([bundle.example.name])
     read_weight_header(bundle.example)
     tensors = pipeline.arrays.load(bundle.example)

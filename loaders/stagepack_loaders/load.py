@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from stagepack.errors import OptionError
-from stagepack.format.reader import Bundle
+from stagepack.opening import BundleSource
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.pipeline import Pipeline
@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
     from stagepack_loaders.torch.stage import TorchStage
 
-# The folder of a bundle, or an opened bundle.
-Source = str | os.PathLike[str] | Bundle
-
 
 @overload
 def load(  # type: ignore[overload-overlap] # False is an integer, too
-    bundle: Source,
+    bundle: BundleSource,
     devices: "Sequence[str | torch.device]" = ...,
     *,
     runtime: str | Sequence[str] = ...,
@@ -50,7 +47,7 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
 
 @overload
 def load(
-    bundle: Source,
+    bundle: BundleSource,
     devices: "Sequence[str | torch.device]" = ...,
     *,
     runtime: str | Sequence[str] = ...,
@@ -70,7 +67,7 @@ def load(
 
 
 def load(
-    bundle: Source,
+    bundle: BundleSource,
     devices: "Sequence[str | torch.device]" = ("cpu",),
     *,
     runtime: str | Sequence[str] = DEFAULT_RUNTIME,
@@ -95,7 +92,7 @@ def load(
     the same.
 
     Args:
-        bundle: the folder of the bundle, or an opened bundle.
+        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
         devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
         runtime: the name of the runtime that executes the stages, such as ``"torch"`` or ``"onnxruntime"``; or a list with a name for
             each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch.
@@ -131,6 +128,7 @@ def load(
     Raises:
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
         DeviceError: a device does not exist here, or there are more devices than stages.
         OperatorError: an operator is missing, not allowed, or has another schema; or a stage has no ONNX model, or one that this
             onnxruntime cannot run.
@@ -184,6 +182,13 @@ def load(
             in_flight=in_flight,
             stall_seconds=stall_seconds,
         )
+        # The processes open the folder of the bundle, which must have all their files.
+        stage_runtimes = runtime_of_each_stage(runtime, len(opened_bundle.stages))
+        opened_bundle.fetch(
+            file_name
+            for stage_number, stage_runtime in enumerate(stage_runtimes)
+            for file_name in stage_runtime.stage_files(opened_bundle, stage_number)
+        )
         process_count = len(opened_bundle.stages) if processes is True else processes
         return start_local_pipeline(
             opened_bundle,
@@ -210,7 +215,7 @@ def _refuse_process_options(**options: Any) -> None:
 
 @overload
 def load_stage(
-    bundle: Source,
+    bundle: BundleSource,
     stage: int,
     device: "str | torch.device" = ...,
     *,
@@ -227,7 +232,7 @@ def load_stage(
 
 @overload
 def load_stage(
-    bundle: Source,
+    bundle: BundleSource,
     stage: int,
     device: "str | torch.device" = ...,
     *,
@@ -244,7 +249,7 @@ def load_stage(
 
 
 def load_stage(
-    bundle: Source,
+    bundle: BundleSource,
     stage: int,
     device: "str | torch.device" = "cpu",
     *,
@@ -267,7 +272,7 @@ def load_stage(
     out of a call.
 
     Args:
-        bundle: the folder of the bundle, or an opened bundle.
+        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
         stage: the stage number, from 0.
         device: the device that the stage runs on.
         runtime: the name of the runtime that executes the stage, such as ``"torch"`` or ``"onnxruntime"``.
@@ -288,8 +293,8 @@ def load_stage(
     Raises:
         IndexError: there is no stage of that number.
         OptionError: a runtime is unknown, or an option does not go with the runtime or with another option.
-        NotABundleError, VersionError, DigestError, FormatError, DeviceError, OperatorError, CompiledError, MissingPackageError: see
-            `load`.
+        NotABundleError, VersionError, DigestError, FormatError, RemoteError, WriteError, DeviceError, OperatorError, CompiledError,
+            MissingPackageError: see `load`.
 
     Examples:
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")

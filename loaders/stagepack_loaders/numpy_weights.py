@@ -19,6 +19,7 @@ def map_stored_tensors(bundle: Bundle, stage_number: int) -> dict[str, Array]:
         The bytes of each stored tensor, by name.
     """
     stored_tensors: dict[str, Array] = {}
+    bundle.fetch(bundle.stages[stage_number].weights)
     for file_name in bundle.stages[stage_number].weights:
         file_bytes = numpy.memmap(bundle.path / file_name, numpy.uint8, "r")
         header = read_weight_header(bundle.path / file_name)

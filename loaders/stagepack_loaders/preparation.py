@@ -7,16 +7,17 @@ from typing import Any, get_args
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
+from stagepack.opening import BundleSource, opened
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
 
 
-def open_for_loading(bundle: str | os.PathLike[str] | Bundle, verify: Verify) -> Bundle:
+def open_for_loading(bundle: BundleSource, verify: Verify) -> Bundle:
     """Open a bundle for `load`. Of the weights only a runtime knows when they are read: it is asked to verify them by `finish`.
 
     Args:
-        bundle: the folder of the bundle, or an opened bundle.
+        bundle: the folder of the bundle, its URL, or an opened bundle.
         verify: see `stagepack.load`.
 
     Raises:
@@ -26,7 +27,7 @@ def open_for_loading(bundle: str | os.PathLike[str] | Bundle, verify: Verify) ->
     if verify not in get_args(Verify):
         choices = ", ".join(map(repr, get_args(Verify)))
         raise OptionError(f"verify: expected one of {choices}, found {verify!r}")
-    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened_bundle = opened(bundle)
     return opened_bundle.without_digests() if verify == "off" else opened_bundle
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from stagepack.errors import Problem
 from stagepack.format.chunk_reading import FileRead, read_chunks
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.file_checks import open_plain_file, raise_digest_problems
@@ -66,6 +67,19 @@ def open_weight_files(
         FormatError: a header breaks a rule.
     """
     entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
+    bundle.fetch(entry.name for entry in entries)
+    contents, problems = _read_files(bundle, entries, verify=verify, copy=copy, progress=progress)
+    if bundle.replace_damaged(problems):
+        contents, problems = _read_files(bundle, entries, verify=verify, copy=copy, progress=progress)
+    raise_digest_problems(problems)
+    return {file_name: _weight_file(content, file_name) for file_name, content in contents.items()}
+
+
+def _read_files(
+    bundle: Bundle, entries: Iterable[File], *, verify: bool, copy: bool, progress: ByteProgress | None
+) -> tuple[dict[str, mmap.mmap], list[Problem]]:
+    """Return the content of each file by name, and the problems of those that differ from the manifest."""
+    problems: list[Problem] = []
     with contextlib.ExitStack() as open_files:
         files = {entry.name: open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in entries}
         contents = {entry.name: _new_memory(entry) if copy else _map(files[entry.name]) for entry in entries}
@@ -74,8 +88,8 @@ def open_weight_files(
                 FileRead(entry, files[entry.name].fileno(), memoryview(contents[entry.name]) if copy else None)
                 for entry in entries
             ]
-            raise_digest_problems(read_chunks(reads, compare=verify, progress=progress))
-    return {file_name: _weight_file(content, file_name) for file_name, content in contents.items()}
+            problems = read_chunks(reads, compare=verify, progress=progress)
+    return contents, problems
 
 
 def _weight_file(content: mmap.mmap, file_name: str) -> WeightFile:

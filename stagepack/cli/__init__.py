@@ -24,6 +24,10 @@ _COMMAND_GROUPS = {
         "diff": "Show what differs between two bundles.",
         "report": "Write a report about a bundle as an HTML page.",
     },
+    "Exchange bundles": {
+        "pull": "Download a bundle into a folder.",
+        "push": "Upload a bundle to the Hugging Face Hub.",
+    },
     "Run bundles": {
         "load": "Load a bundle and run its example.",
         "profile": "Measure how long the operators of a bundle take.",

@@ -16,7 +16,7 @@ def bundle_facts(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest
     result_names = set(value_names(manifest.signature.result))
     return {
-        "path": str(bundle.path),
+        "path": bundle.location,
         "version": manifest.version,
         "digest": bundle.digest,
         "producer": {"stagepack": manifest.producer.stagepack, "torch": manifest.producer.torch},

@@ -8,6 +8,8 @@ from rich.console import Console, RenderableType
 from rich.progress import DownloadColumn, Progress, SpinnerColumn, Task, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
+from stagepack.terminal import active_line
+
 
 class _AfterASecond(TextColumn):
     """Bytes and bytes per second of a step that takes longer than a second."""
@@ -57,4 +59,6 @@ def show_bytes(step: str, total_bytes: int | None) -> Iterator[Callable[[int], N
         A function that takes the number of further bytes that are done. Several threads may call it.
     """
     with _ByteProgress(step, total_bytes) as progress:
-        yield progress.count
+        task_id = progress.task_ids[0]
+        with active_line(lambda line: progress.update(task_id, description=step if line is None else line)):
+            yield progress.count

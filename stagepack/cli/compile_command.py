@@ -7,10 +7,9 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, print_table, progress
-from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder
+from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder, open_argument
 from stagepack.cli.run_options import json_option, operator_options
 from stagepack.cli.termination import orderly_termination
-from stagepack.format.reader import Bundle
 
 
 @subcommand(
@@ -40,7 +39,7 @@ def command(bundle_path: str, out: str, device: str, allow_ops: tuple[str, ...],
     AOTInductor. The code is for inference, with the installed version of torch, on this kind of processor. It is written to a folder
     outside of the bundle, which 'stagepack load --compiled' and 'stagepack serve --compiled' take.
     """
-    bundle = Bundle(bundle_path)
+    bundle = open_argument(bundle_path)
     check_output_folder(out)
     start_time = time.perf_counter()
     with progress("importing torch") as next_step, orderly_termination():

@@ -7,9 +7,9 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table
-from stagepack.cli.path_options import PathType
+from stagepack.cli.path_options import BundleType
 from stagepack.cli.run_options import json_option
-from stagepack.format.reader import Bundle
+from stagepack.opening import open_bundle
 
 # Rows of the table of weights; --json has all.
 _SHOWN_WEIGHTS = 40
@@ -18,8 +18,8 @@ _SHOWN_WEIGHTS = 40
 @subcommand(
     "diff", examples=["stagepack diff net.stagepack tuned.stagepack", "stagepack diff a.stagepack b.stagepack --json"]
 )
-@click.argument("first_path", metavar="A", type=PathType())
-@click.argument("second_path", metavar="B", type=PathType())
+@click.argument("first_path", metavar="A", type=BundleType())
+@click.argument("second_path", metavar="B", type=BundleType())
 @json_option
 def command(first_path: str, second_path: str, as_json: bool) -> None:
     """Show what differs between two bundles.
@@ -31,7 +31,7 @@ def command(first_path: str, second_path: str, as_json: bool) -> None:
     """
     from stagepack.bundle_comparison import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
 
-    differences = compare_bundles(Bundle(first_path), Bundle(second_path))
+    differences = compare_bundles(open_bundle(first_path), open_bundle(second_path))
     if as_json:
         facts = {
             "equal": not differences,

@@ -14,7 +14,7 @@ from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
-from stagepack.cli.path_options import PathType
+from stagepack.cli.path_options import BundleType, PathType
 from stagepack.cli.run_options import custom_namespaces, json_option, replay
 from stagepack.cli.termination import orderly_termination
 from stagepack.format.reader import Bundle
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
-        "stagepack export ./tuned --graph-from old.stagepack -o new.stagepack",
+        "stagepack export ./tuned --graph-from net.stagepack -o tuned.stagepack",
     ],
 )
 @click.argument("source")
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--graph-from",
-    type=PathType(),
+    type=BundleType(),
     metavar="BUNDLE",
     help="Bundle of the same model with other weights; nothing is captured. SOURCE is then a checkpoint, or a Hugging Face folder or name.",
 )

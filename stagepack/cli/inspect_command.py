@@ -8,7 +8,7 @@ from stagepack.cli.bundle_facts import bundle_facts, print_bundle
 from stagepack.cli.command import subcommand
 from stagepack.cli.graph_listing import graph_lines
 from stagepack.cli.output import print_json, print_line
-from stagepack.cli.path_options import bundle_argument
+from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.run_options import check_stage_number, json_option
 from stagepack.cli.stage_facts import print_stage_graph, stage_graph_facts
 from stagepack.format.folded import trivially_folded
@@ -44,7 +44,7 @@ def command(bundle_path: str, stage_number: int | None, as_code: bool, flat: boo
         raise click.UsageError("--graph and --json cannot be used together")
     if flat and not as_code:
         raise click.UsageError("--flat requires --graph")
-    bundle = Bundle(bundle_path)
+    bundle = open_argument(bundle_path)
     check_stage_number(stage_number, bundle)
     if as_code:
         for listed_stage in range(len(bundle.stages)) if stage_number is None else [stage_number]:

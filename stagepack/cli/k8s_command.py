@@ -10,7 +10,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, print_table, printable
-from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.path_options import PathType, bundle_argument, folder_name, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import default_model_name, json_option, limit_option
 from stagepack.errors import CutError, OutputExistsError, WriteError
@@ -257,7 +257,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     options = _Options(**arguments)
     if options.out.exists() and not options.overwrite:
         raise OutputExistsError(f"{options.out} exists: choose another name, or pass --overwrite")
-    bundle = Bundle(bundle_path)
+    bundle = open_argument(bundle_path)
     deployment = _deployment_options(bundle, options)
     from stagepack_serving.kubernetes.objects import deployment_objects  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.kubernetes.sizing import size_pods  # noqa: PLC0415 - the same
@@ -279,14 +279,14 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
             f"expected at most as many processes as stages, {stage_count}, found {pods * options.processes_per_pod}: "
             "choose fewer --pods or --processes-per-pod"
         )
-    folder_name = default_model_name(str(bundle.path))
-    deployment_name = options.deployment_name or re.sub(r"[^a-z0-9]+", "-", folder_name.lower()).strip("-")
+    model_name = default_model_name(bundle.location)
+    deployment_name = options.deployment_name or re.sub(r"[^a-z0-9]+", "-", model_name.lower()).strip("-")
     if not _NAME_PATTERN.fullmatch(deployment_name):
         fail(
             "--name: expected at most 48 lowercase letters, digits and hyphens, a letter first and no hyphen last, found "
             f"{deployment_name!r}"
         )
-    path_in_pod = PurePosixPath(options.bundle_path_in_pod or _MODELS_FOLDER / bundle.path.resolve().name)
+    path_in_pod = PurePosixPath(options.bundle_path_in_pod or _MODELS_FOLDER / folder_name(bundle.location))
     if not path_in_pod.is_absolute() or path_in_pod.parent == PurePosixPath("/"):
         fail(f"--path: expected an absolute path in a folder such as {_MODELS_FOLDER}, found {str(path_in_pod)!r}")
     return DeploymentOptions(
@@ -313,7 +313,7 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
 def _header(bundle: Bundle, deployment: DeploymentOptions, pod_sizes: "tuple[PodSize, ...]") -> str:
     """Comments that say where the numbers come from."""
     lines = [
-        f"Written by stagepack k8s for {printable(bundle.path.name)}, whose manifest has the digest {bundle.digest}.",
+        f"Written by stagepack k8s for {printable(folder_name(bundle.location))}, whose manifest has the digest {bundle.digest}.",
         f"A group has {count_of('pod', deployment.pods)}. Pod 0 has the server; the others have the memory of the largest of them:",
         *(
             f"  pod {pod_index}: {_stages_text(pod)}, {format_bytes(pod.weight_bytes)} of weights, "

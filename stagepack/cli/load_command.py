@@ -11,7 +11,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import byte_progress, count_of, finite, print_json, print_line, print_table, progress
-from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.process_options import processes_option, start_processes
 from stagepack.cli.quantities import format_bytes
@@ -130,7 +130,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     """
     options = _Options(**arguments)
     timer = PhaseTimer()
-    bundle = Bundle(bundle_path)
+    bundle = open_argument(bundle_path)
     timer.end("open")
     check_stage_number(options.stage_number, bundle)
     stage_runtimes = _check_usage(options, bundle)
@@ -174,7 +174,7 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
     if (options.outputs_file or options.trace_file) and options.inputs_file is None and bundle.example is None:
         flag = "--outputs" if options.outputs_file else "--trace"
-        fail(f"{flag}: {bundle.path} has no example to run: pass --inputs")
+        fail(f"{flag}: {bundle.location} has no example to run: pass --inputs")
     return stage_runtimes
 
 
@@ -253,7 +253,7 @@ def _load_in_processes(
             }
             for facts in pipeline.stage_facts
         ]
-        return {"bundle": str(bundle.path), "verify": options.verify, "stages": stage_facts} | _run(
+        return {"bundle": bundle.location, "verify": options.verify, "stages": stage_facts} | _run(
             bundle, pipeline, options, timer
         )
 

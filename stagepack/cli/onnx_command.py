@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from stagepack.cli.bundle_facts import onnx_facts
 from stagepack.cli.command import subcommand
+from stagepack.cli.failures import fail
 from stagepack.cli.output import finite, print_json, print_line, print_table, progress
-from stagepack.cli.path_options import bundle_argument
+from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import json_option, operator_options
 from stagepack.cli.termination import orderly_termination
-from stagepack.format.reader import Bundle
+from stagepack.remote.url import is_url
 
 if TYPE_CHECKING:
     from stagepack.onnx import AddedOnnx
@@ -27,7 +28,11 @@ def command(bundle_path: str, allow_ops: tuple[str, ...], as_json: bool) -> None
     each stage is then run on the example in ONNX Runtime. A stage that cannot be converted, or whose answer differs from that in torch
     by more than a tolerance, gets no ONNX model and runs in torch only.
     """
-    bundle = Bundle(bundle_path)
+    if is_url(bundle_path):
+        fail(
+            f"{bundle_path}: ONNX files are written into the bundle: download it first: stagepack pull {bundle_path} -o FOLDER"
+        )
+    bundle = open_argument(bundle_path)
     start_time = time.perf_counter()
     with progress("importing torch") as next_step, orderly_termination():
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked

@@ -11,6 +11,8 @@ from typing import Any, TextIO
 
 import click
 
+from stagepack.terminal import active_line
+
 _LEAST_WRAPPED_WIDTH = 16
 
 
@@ -117,8 +119,18 @@ def progress(first_step: str) -> Iterator[Callable[[str], None]]:
     def as_text(step: str) -> Text:
         return Text(f"{printable(step)} ...")  # a plain string could contain markup
 
-    with Console(stderr=True).status(as_text(first_step)) as status:
-        yield lambda step: status.update(as_text(step))
+    current_step = first_step
+
+    def show(step: str) -> None:
+        nonlocal current_step
+        current_step = step
+        status.update(as_text(step))
+
+    with (
+        Console(stderr=True).status(as_text(first_step)) as status,
+        active_line(lambda line: status.update(as_text(current_step if line is None else line))),
+    ):
+        yield show
 
 
 @contextlib.contextmanager

@@ -8,10 +8,17 @@ from typing import Any
 import click
 
 from stagepack.cli.failures import fail
+from stagepack.format.reader import Bundle
+from stagepack.opening import open_bundle
+from stagepack.remote.url import BundleUrl, is_url
+
+_DIGEST_KEY = "stagepack.digest"
 
 
 class PathType(click.Path):
     """A path of which only the syntax is checked; the code that opens the file reports all else."""
+
+    takes_urls = False
 
     def __init__(self, path_type: type | None = None) -> None:
         """Pass ``pathlib.Path`` as `path_type` to convert the value."""
@@ -20,10 +27,18 @@ class PathType(click.Path):
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
     ) -> str | bytes | os.PathLike[str]:
-        """Refuse an empty path, which would be the current folder."""
+        """Refuse an empty path, which would be the current folder, and a URL, which would be a folder of that name."""
         if not os.fspath(value):
             self.fail("the path is empty.", param, ctx)
+        if not self.takes_urls and is_url(value):
+            self.fail(f"expected a path on this machine, found the URL {value!r}.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class BundleType(PathType):
+    """The path or the URL of a bundle."""
+
+    takes_urls = True
 
 
 def check_output_folder(out: str | os.PathLike[str]) -> None:
@@ -36,5 +51,41 @@ def check_output_folder(out: str | os.PathLike[str]) -> None:
 
 
 def bundle_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument BUNDLE, passed as `bundle_path`."""
-    return click.argument("bundle_path", metavar="BUNDLE", type=PathType())(function)
+    """Add the argument BUNDLE, passed as `bundle_path`, and the option `--digest`, which `open_argument` reads."""
+    return click.argument("bundle_path", metavar="BUNDLE", type=BundleType())(digest_option(function))
+
+
+def digest_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--digest`, which `open_argument` reads."""
+
+    def remember(context: click.Context, _option: click.Parameter, digest: str | None) -> None:
+        context.meta[_DIGEST_KEY] = digest
+
+    return click.option(
+        "--digest",
+        metavar="HEX",
+        show_default="any",
+        expose_value=False,
+        callback=remember,
+        help="Refuse a bundle of another digest, which 'stagepack inspect' prints. Without it, the manifest that a URL has is trusted.",
+    )(function)
+
+
+def open_argument(bundle_path: str) -> Bundle:
+    """Open the bundle at a path or URL of the command line.
+
+    Raises:
+        StagepackError: it cannot be opened, or has another digest than `--digest`; see `stagepack.open`.
+    """
+    return open_bundle(bundle_path, digest=given_digest())
+
+
+def given_digest() -> str | None:
+    """Return the value of `--digest`, if it is on the command line."""
+    digest: str | None = click.get_current_context().meta.get(_DIGEST_KEY)
+    return digest
+
+
+def folder_name(location: str) -> str:
+    """Return the name of the folder of a bundle at a path or URL."""
+    return BundleUrl.parse(location).name if is_url(location) else Path(location).resolve().name

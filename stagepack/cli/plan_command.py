@@ -17,7 +17,7 @@ from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
-from stagepack.cli.path_options import PathType
+from stagepack.cli.path_options import PathType, digest_option, open_argument
 from stagepack.cli.profile_facts import assumption_lines, measured_facts
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
@@ -28,6 +28,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack.partition.operator_costs import estimated_operators
+from stagepack.remote.url import is_url
 
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions
@@ -63,6 +64,7 @@ class _PlannedCut(NamedTuple):
     ],
 )
 @click.argument("source", metavar="SOURCE|BUNDLE")
+@digest_option
 @click.option(
     "--inputs",
     "inputs_function",
@@ -100,10 +102,10 @@ def command(
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
     time are estimates for one call with inputs of the example's sizes; with --profile, the time is measured.
     """
-    if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
+    if is_url(source) or os.path.isfile(os.path.join(source, MANIFEST_NAME)):
         if inputs_function is not None:
             raise click.UsageError("--inputs is for a SOURCE: a bundle contains its example inputs")
-        planned = _plan_bundle(Bundle(source), make_cut_options)
+        planned = _plan_bundle(open_argument(source), make_cut_options)
     else:
         planned = _plan_source(source, make_cut_options, inputs_function)
     if out is not None:
@@ -128,7 +130,7 @@ def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | N
     own_plan = bundle.manifest.plan
     if make_cut_options is None:
         if own_plan is None:
-            fail(f"{bundle.path}: the bundle contains no plan: pass a cut option, such as --stages 4")
+            fail(f"{bundle.location}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
         return _PlannedCut(own_plan, bundle.edges, bundle.manifest.symbols, graphs, None)
     from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan

@@ -9,7 +9,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
-from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.profile_facts import link_text, machine_text, profile_facts
 from stagepack.cli.quantities import format_time
 from stagepack.cli.run_options import device_option, json_option, operator_options
@@ -82,7 +82,7 @@ def command(
     """
     if out.exists() and not overwrite:
         raise OutputExistsError(f"{out} exists: choose another name, or pass --overwrite")
-    bundle = Bundle(bundle_path)
+    bundle = open_argument(bundle_path)
     if not out.absolute().parent.is_dir():  # before the minutes of measuring
         raise WriteError(f"{out}: cannot be written: {out.parent} is no folder")
     with progress("importing torch") as next_step:

@@ -10,10 +10,9 @@ from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.output import print_json, print_line, progress
-from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.run_options import json_option
 from stagepack.cli.termination import orderly_termination
-from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def command(
     with progress("recutting the bundle"), orderly_termination():
         from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
-        old_bundle = Bundle(bundle_path)
+        old_bundle = open_argument(bundle_path)
         new_bundle = recut_with_options(old_bundle, out=out, cut_options=make_cut_options(), overwrite=overwrite)
     seconds = time.perf_counter() - start_time
     if as_json:

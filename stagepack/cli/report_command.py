@@ -8,7 +8,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import print_line
-from stagepack.cli.path_options import PathType, bundle_argument
+from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.report.page import bundle_page
 from stagepack.errors import OutputExistsError, WriteError
@@ -54,7 +54,7 @@ def command(bundle_path: str, out: Path, trace_file: str | None, profile_file: s
     """
     if out.exists() and not overwrite:
         raise OutputExistsError(f"{out} exists: choose another name, or pass --overwrite")
-    bundle = Bundle(bundle_path)
+    bundle = open_argument(bundle_path)
     html = bundle_page(bundle, _read_profile(profile_file), _read_trace(trace_file, bundle))
     try:
         out.write_text(html, encoding="utf-8")
@@ -79,7 +79,8 @@ def _read_trace(trace_file: str | None, bundle: Bundle) -> "RunTrace | None":
     trace = read_trace(trace_file)
     if trace.bundle != bundle.digest:
         fail(
-            f"{trace_file}: expected a run of {bundle.path} ({bundle.digest[:12]}), found one of {trace.bundle[:12] or 'another bundle'}"
+            f"{trace_file}: expected a run of {bundle.location} ({bundle.digest[:12]}), "
+            f"found one of {trace.bundle[:12] or 'another bundle'}"
         )
     if all(span.kind != "compute" or span.stage is None for span in trace.spans):
         fail(f"{trace_file}: expected a run of at least one stage, found none")

@@ -7,7 +7,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,7 @@ import click
 from stagepack.capture.error_location import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
-from stagepack.cli.path_options import PathType
+from stagepack.cli.path_options import PathType, folder_name
 from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, import_runtime, runtime_names
 from stagepack_loaders.registry import runtimes as registered_runtimes
@@ -257,7 +256,7 @@ def replay(
 
 def default_model_name(bundle_path: str) -> str:
     """Return the name by which clients call a bundle: that of its folder without ``.stagepack``."""
-    return Path(bundle_path).resolve().name.removesuffix(".stagepack")
+    return folder_name(bundle_path).removesuffix(".stagepack")
 
 
 def batching_text(max_batch: int, reason_without: str) -> str:

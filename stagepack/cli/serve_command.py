@@ -15,7 +15,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, progress
-from stagepack.cli.path_options import PathType
+from stagepack.cli.path_options import PathType, digest_option, given_digest, open_argument
 from stagepack.cli.process_options import processes_option, start_processes
 from stagepack.cli.run_options import (
     batching_text,
@@ -72,6 +72,7 @@ class _Options:
     ],
 )
 @click.argument("bundle_arguments", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@digest_option
 @device_option
 @runtime_option
 @partial(operator_options, pass_imports=True)
@@ -211,6 +212,8 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
         check_runtimes_compile("--compiled", options.runtimes)
         if len(bundle_paths) > 1:
             raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
+    if given_digest() and len(bundle_paths) > 1:
+        raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
     if is_launched_group() and len(bundle_paths) > 1:
         raise click.UsageError("under torchrun the processes are those of one bundle: serve that bundle alone")
     if options.trace_file is not None:
@@ -218,7 +221,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             raise click.UsageError("--trace requires --processes, or torchrun")
         if len(bundle_paths) > 1:
             raise click.UsageError("--trace is of one bundle: serve that bundle alone")
-    bundles = {model_name: Bundle(path) for model_name, path in bundle_paths.items()}
+    bundles = {model_name: open_argument(path) for model_name, path in bundle_paths.items()}
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")

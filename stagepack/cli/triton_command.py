@@ -8,7 +8,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line, progress
-from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder
+from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder, open_argument
 from stagepack.cli.run_options import (
     RuntimeName,
     batching_text,
@@ -132,7 +132,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     options = _Options(**arguments)
     if options.backend not in (None, "python", options.runtime):
         raise click.UsageError(f"--backend {options.backend} requires --runtime {options.backend}")
-    bundle = Bundle(bundle_path)
+    bundle = open_argument(bundle_path)
     check_output_folder(options.out)
     with explain_missing_packages("triton"):
         from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked

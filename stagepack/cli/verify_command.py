@@ -7,7 +7,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import byte_progress, finite, print_json, print_line, progress
-from stagepack.cli.path_options import bundle_argument
+from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.run_options import (
     json_option,
     operator_options,
@@ -73,7 +73,7 @@ def command(
 def _verified_bundle(bundle_path: str, json_facts: dict[str, Any] | None) -> Bundle:
     """Open a bundle and verify it; `json_facts` are printed with the problems if there are any."""
     try:
-        bundle = Bundle(bundle_path)
+        bundle = open_argument(bundle_path)
         with byte_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
             bundle.verify(count_bytes)
     except FormatError as error:

@@ -6,34 +6,29 @@ header of a weight file.
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from stagepack.errors import DigestError, FileNotListedError, LimitError, NotABundleError, Problem
+from stagepack.errors import FileNotListedError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, check_content
-from stagepack.format.codec import convert_manifest, decode_graph, parse_json
-from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.file_checks import (
     check_digests,
     check_size,
-    is_plain_file,
     raise_digest_problems,
 )
-from stagepack.format.folded import FoldedGraph
+from stagepack.format.file_source import FileSource
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.manifest import Edge, File, Manifest, Stage
+from stagepack.format.graph_reader import GraphFile, read_graph
+from stagepack.format.manifest import Edge, File, Stage
+from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
-from stagepack.format.unfold import unfold_graph
-from stagepack.format.upgrade import check_version, is_newer_minor
+from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
-    check_folded,
-    check_graph,
-    check_manifest,
     check_onnx,
     check_stage,
     check_weights,
@@ -43,18 +38,6 @@ from stagepack.format.validate import (
 from stagepack.format.weights import StoredTensor, read_weight_header
 
 EXAMPLE_FILE_NAME = "example.safetensors"
-
-
-class GraphFile(NamedTuple):
-    """The content of a graph file.
-
-    Attributes:
-        folded: the graph as the file stores it, with regions and region calls.
-        graph: the same graph unfolded.
-    """
-
-    folded: FoldedGraph
-    graph: Graph
 
 
 class OnnxFile(NamedTuple):
@@ -69,37 +52,16 @@ class OnnxFile(NamedTuple):
     model: OnnxModel
 
 
-def read_graph(content: bytes, file_name: str, *, newer: bool = False, module_calls: bool = True) -> GraphFile:
-    """Decode the content of a graph file, check it and unfold it.
-
-    Args:
-        content: the bytes of the file.
-        file_name: the name of the file, for messages.
-        newer: the bundle is of a newer minor version than this code; unknown fields are then ignored.
-        module_calls: whether to keep the module calls; leaving them out is faster.
-
-    Returns:
-        The graph, folded and unfolded.
-
-    Raises:
-        FormatError: the content breaks a rule.
-    """
-    folded = decode_graph(content, file_name, newer=newer)
-    raise_problems(check_folded(folded, file_name))
-    graph = unfold_graph(folded, file_name, module_calls=module_calls)
-    raise_problems(check_graph(graph, file_name))
-    return GraphFile(folded, graph)
-
-
 class Bundle:
     """An open bundle: its manifest, and its graphs and weight headers on request.
 
-    ``stagepack.open`` is another name of this class. It imports no torch and needs no `close`: every method opens the files that it
-    reads and closes them again.
+    ``stagepack.open`` returns it, for a path or a URL. It imports no torch and needs no `close`: every method opens the files that it
+    reads and closes them again. The files of a remote bundle are downloaded by the first method that reads them.
 
     Attributes:
-        path: the folder of the bundle.
+        path: the folder of the bundle; of a remote bundle, its folder in the cache, which may not have all files yet: see `fetch`.
         manifest: the checked manifest.
+        source: where the files come from that the folder does not have; None for a local bundle.
         compares_digests: files are compared with their digests when they are read; see `without_digests`.
 
     Examples:
@@ -114,11 +76,12 @@ class Bundle:
             bundle.verify()
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, source: FileSource | None = None) -> None:
         """Read and check the manifest; no other file is read.
 
         Args:
             path: the folder of the bundle.
+            source: where the files come from that the folder does not have.
 
         Raises:
             NotABundleError: there is no bundle at `path`.
@@ -128,12 +91,18 @@ class Bundle:
             FormatError: the manifest breaks another rule.
         """
         self.path = Path(path)
-        self.manifest = _read_manifest(self.path)
+        self.source = source
+        self.manifest = read_manifest(self.path)
         self.compares_digests = True
 
     def __repr__(self) -> str:
-        """The folder and the number of stages."""
-        return f"<Bundle {str(self.path)!r}, {len(self.stages)} stages>"
+        """The folder or URL, and the number of stages."""
+        return f"<Bundle {self.location!r}, {len(self.stages)} stages>"
+
+    @property
+    def location(self) -> str:
+        """The folder of the bundle, or the URL of a remote one."""
+        return str(self.path) if self.source is None else self.source.location
 
     def without_digests(self) -> "Bundle":
         """Return the same bundle, whose graphs and other files are read without a comparison with their digests.
@@ -170,7 +139,10 @@ class Bundle:
 
     @property
     def example(self) -> Path | None:
-        """The path of the file with the example inputs and results, or None if the bundle has no example."""
+        """The path of the file with the example inputs and results, or None if the bundle has no example.
+
+        In a remote bundle, `fetch` or `check_digests` downloads the file.
+        """
         return self.path / EXAMPLE_FILE_NAME if EXAMPLE_FILE_NAME in self.files else None
 
     def stage(self, stage_number: int) -> Stage:
@@ -240,7 +212,7 @@ class Bundle:
         stage = self.stage(stage_number)
         if stage.onnx is None:
             raise FileNotListedError(
-                f"{self.path}: stage {stage_number} has no ONNX model: add it with stagepack.add_onnx (stagepack onnx)"
+                f"{self.location}: stage {stage_number} has no ONNX model: add it with stagepack.add_onnx (stagepack onnx)"
             )
         file_name = stage.onnx.model
         content = self.read(file_name, limits.ONNX_BYTES)
@@ -276,6 +248,7 @@ class Bundle:
         if entry.size > max_bytes:
             message = f"expected at most {max_bytes} bytes, found {entry.size}"
             raise LimitError([Problem(rule="L1", where=file_name, message=message)])
+        self.fetch([file_name])
         raise_digest_problems(check_size(self.path, entry))
         content = (self.path / file_name).read_bytes()
         if self.compares_digests:
@@ -313,7 +286,22 @@ class Bundle:
             FileNotListedError: the manifest does not list a file.
             DigestError: files are missing or differ from those that the manifest lists.
         """
-        raise_digest_problems(check_digests(self.path, map(self._entry, file_names), progress))
+        raise_digest_problems(self._digest_problems([self._entry(file_name) for file_name in file_names], progress))
+
+    def fetch(self, file_names: Iterable[str]) -> None:
+        """Download files of a remote bundle, several at a time, unless its folder in the cache has them. A local bundle has all files.
+
+        Args:
+            file_names: the names of files that the manifest lists.
+
+        Raises:
+            FileNotListedError: the manifest does not list a file.
+            RemoteError: a file cannot be downloaded.
+            DigestError: the server has other files than the manifest lists.
+            WriteError: the cache cannot be written.
+        """
+        if self.source is not None:
+            self.source.fetch([self._entry(file_name) for file_name in file_names])
 
     def verify(self, progress: ByteProgress | None = None) -> None:
         """Check the digest of every file and every rule of the format. Reads the whole bundle.
@@ -325,7 +313,7 @@ class Bundle:
             DigestError: files are missing, changed or not listed.
             FormatError: a rule is broken.
         """
-        problems = check_digests(self.path, self.manifest.files, progress)
+        problems = self._digest_problems(self.manifest.files, progress)
         unlisted = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
         problems += [
             Problem(rule="D4", where=file_name[:200], message="the file is not listed in the manifest")
@@ -339,38 +327,45 @@ class Bundle:
         if self.example:
             read_weight_header(self.example)
 
+    def _digest_problems(self, entries: Sequence[File], progress: ByteProgress | None) -> list[Problem]:
+        """Compare files with their digests; those of a remote bundle that were damaged in the cache are downloaded again, once."""
+        self.fetch(entry.name for entry in entries)
+        problems = check_digests(self.path, entries, progress)
+        if self.replace_damaged(problems):
+            problems = check_digests(self.path, entries, progress)
+        return problems
+
+    def replace_damaged(self, problems: Iterable[Problem]) -> bool:
+        """Download files again that were damaged in the cache.
+
+        Args:
+            problems: those of files that differ from the manifest.
+
+        Returns:
+            Whether files were downloaded: there are problems, and the bundle is a remote one.
+
+        Raises:
+            RemoteError, DigestError, WriteError: see `fetch`.
+        """
+        damaged = [self._entry(problem.where) for problem in problems]
+        if not damaged or self.source is None:
+            return False
+        self.source.discard(damaged)
+        self.source.fetch(damaged)
+        return True
+
     def _entry(self, file_name: str) -> File:
         if file_name not in self.files:
             listed = format_names(sorted(self.files))
-            raise FileNotListedError(f"{self.path}: expected one of the files {listed}, found {file_name[:200]!r}")
+            raise FileNotListedError(f"{self.location}: expected one of the files {listed}, found {file_name[:200]!r}")
         return self.files[file_name]
 
     def _read_headers(self, file_names: Iterable[str]) -> list[tuple[str, tuple[StoredTensor, ...]]]:
         """The name and the tensors of each weight file."""
+        file_names = tuple(file_names)
+        self.fetch(file_names)
         headers = []
         for file_name in file_names:
             raise_digest_problems(check_size(self.path, self._entry(file_name)))
             headers.append((file_name, tuple(read_weight_header(self.path / file_name).values())))
         return headers
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST_NAME
-    if not is_plain_file(path):
-        raise NotABundleError(f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME} [M1]")
-    file_size = path.stat().st_size
-    if file_size > limits.MANIFEST_BYTES:
-        message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {file_size}"
-        raise LimitError([Problem(rule="L1", where=MANIFEST_NAME, message=message)])
-    content = path.read_bytes()
-    fields = parse_json(content, MANIFEST_NAME)
-    if not isinstance(fields, dict) or fields.get("format") != "stagepack":
-        raise NotABundleError(f'{path}: not a stagepack manifest: expected the field "format": "stagepack" [M1]')
-    check_version(fields, MANIFEST_NAME)
-    stated_digest, actual_digest = stated_and_actual_digest(content)
-    if stated_digest != actual_digest:
-        message = f"the manifest states the sha256 {stated_digest}, found {actual_digest}: the file was changed"
-        raise DigestError([Problem(rule="D3", where=MANIFEST_NAME, message=message)])
-    manifest = convert_manifest(fields, MANIFEST_NAME)
-    raise_problems(check_manifest(manifest))
-    return manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from stagepack.errors import WriteError
+from stagepack.errors import OptionError, WriteError
 from stagepack.format.manifest import Onnx
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
@@ -16,6 +16,7 @@ from stagepack.format.writer import BundleWriter
 from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, own_weight_file
 from stagepack.onnx.finish import OnnxFiles
+from stagepack.opening import open_bundle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ def add_onnx(
         The bundle with the models, and for each stage how far its answer is from that in torch, or why it has no model.
 
     Raises:
+        OptionError: the bundle is at a URL.
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         OperatorError: an operator is missing here, not allowed, or has another schema.
@@ -64,7 +66,11 @@ def add_onnx(
         {}
         >>> pipe = stagepack.load(added.bundle, runtime="onnxruntime")
     """
-    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    if opened.source is not None:
+        raise OptionError(
+            f"{opened.location}: ONNX models are written into the bundle: download it first (stagepack pull), and give its folder"
+        )
     opened.check_digests(opened.files)
     conversions = {}
     for stage_number in range(len(opened.stages)):

@@ -33,10 +33,11 @@ def folder(user: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", ["nowhere", "empty", "file.txt", "link"])
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("export", "plan")])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("export", "plan", "pull")])
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []
     more += ["--stages", "2"] if command == "recut" else []
+    more += {"push": ["hf://org/name"], "diff": [path]}.get(command, [])
     line = command_fails(command, path, *more)
     assert line == f"stagepack: {path}: not a stagepack bundle: expected a folder with a file manifest.json [M1]\n"
     assert not (folder / "out").exists()
@@ -184,10 +185,10 @@ def test_a_traceback_is_printed_on_request_before_the_line(monkeypatch: pytest.M
     ],
 )
 def test_unexpected_errors_are_one_line_too(error: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def raise_error(*_: object) -> None:
+    def raise_error(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("stagepack.cli.inspect_command.Bundle", raise_error)
+    monkeypatch.setattr("stagepack.cli.path_options.open_bundle", raise_error)
     result = CliRunner().invoke(main, ["inspect", "x"])
     assert result.exit_code == 1
     assert result.stderr.startswith(says)

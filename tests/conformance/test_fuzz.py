@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagepack.errors import FormatError, LimitError, StagepackError
-from stagepack.format import reader
+from stagepack.format import graph_reader
 from stagepack.format.codec import convert_manifest, encode_graph, parse_json
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate import check_manifest, raise_problems
@@ -99,7 +99,7 @@ def damaged(draw: st.DrawFn, base: bytes) -> bytes:
 
 
 def read_graph(content: bytes, newer: bool = False) -> None:
-    file = reader.read_graph(content, "graph", newer=newer)
+    file = graph_reader.read_graph(content, "graph", newer=newer)
     if not newer:
         assert encode_graph(file.folded) == content
 

@@ -21,7 +21,7 @@ from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph, encode_manifest
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import ModuleCall
-from stagepack.format.reader import read_graph
+from stagepack.format.graph_reader import read_graph
 from stagepack.format.traversal import output_names
 from stagepack.partition.cut_options import CutOptions
 from tests import plain_reader

@@ -15,7 +15,7 @@ from stagepack.capture.programs import capture_module
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import FoldedGraph, Region, trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.reader import read_graph
+from stagepack.format.graph_reader import read_graph
 from stagepack.format.shapes import Expr, Symbol
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.template import Hole, TemplateError, escape_template, fill_template, parse_template

@@ -233,6 +233,7 @@ def page_environment(folder: Path) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": f"{source_root}{os.pathsep}{source_root / 'loaders'}",
         "HF_HUB_OFFLINE": "1",
+        "STAGEPACK_CACHE": str(folder / "cache"),
         "COLUMNS": "100",
     }
 

@@ -120,9 +120,12 @@ def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int,
     stages_without_onnx = [stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None]
     if stages_without_onnx:
         raise OperatorError(
-            f"{bundle.path}: no ONNX model of stage {', '.join(map(str, stages_without_onnx))}: add ONNX models (stagepack onnx), "
+            f"{bundle.location}: no ONNX model of stage {', '.join(map(str, stages_without_onnx))}: add ONNX models (stagepack onnx), "
             "or choose another runtime (runtime='torch')"
         )
+    # All at once: a remote bundle downloads several files at a time.
+    stages = [bundle.stages[stage_number] for stage_number in placement]
+    bundle.fetch(file_name for stage in stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files))
     return {
         stage_number: PreparedOnnxRuntimeStage(
             bundle=bundle,

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from stagepack.format.graph import Weight
-from stagepack.format.reader import Bundle, read_graph
+from stagepack.format.graph_reader import read_graph
+from stagepack.format.reader import Bundle
 from stagepack.format.upgrade import is_newer_minor
 from stagepack_loaders.elements import Array
 from stagepack_loaders.numpy_weights import map_stored_tensors, read_weight

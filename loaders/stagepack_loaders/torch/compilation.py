@@ -8,6 +8,7 @@ import torch
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
+from stagepack.opening import BundleSource, opened
 from stagepack_loaders.base import Compile, PrepareOptions
 from stagepack_loaders.torch.ahead_of_time import compile_to_folder
 from stagepack_loaders.torch.compiled_folder import CompiledFolder, CompiledUnit
@@ -44,7 +45,7 @@ def compile_stages(
 
 
 def compile_ahead(
-    bundle: str | os.PathLike[str] | Bundle,
+    bundle: BundleSource,
     out: str | os.PathLike[str],
     device: str | torch.device = "cpu",
     *,
@@ -57,7 +58,7 @@ def compile_ahead(
     cannot be compiled runs without; the result says why.
 
     Args:
-        bundle: the folder of the bundle, or an opened bundle.
+        bundle: the folder of the bundle, its URL, or an opened bundle.
         out: the folder to write; it must not exist.
         device: a device of the kind that the code will run on.
         allow_ops: namespaces of custom operators that may run.
@@ -75,7 +76,7 @@ def compile_ahead(
         >>> compile_ahead("m.stagepack", "m.compiled", "cuda")
         >>> pipeline = stagepack.load("m.stagepack", ["cuda"], compiled="m.compiled")
     """
-    opened_bundle = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    opened_bundle = opened(bundle)
     target_device = parse_device(device)
     placement = dict.fromkeys(range(len(opened_bundle.stages)), target_device)
     prepared_stages = prepare_stages(opened_bundle, placement, PrepareOptions(allow_ops=allow_ops))

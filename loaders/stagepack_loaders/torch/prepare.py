@@ -81,20 +81,27 @@ def prepare_stages(
         DeviceError: a graph names a device that this machine does not have.
     """
     cache = WeightCache()
-    prepared_stages = {}
-    for stage_number, device in placement.items():
-        parts = read_parts(bundle, stage_number, options)
-        prepared_stages[stage_number] = PreparedTorchStage(
+    bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
+    parts_of_stage = {stage_number: read_parts(bundle, stage_number, options) for stage_number in placement}
+    codes = {
+        stage_number: build_code(bundle, stage_number, parts_of_stage[stage_number], device, options)
+        for stage_number, device in placement.items()
+    }
+    # Only now: a stage that cannot run must not be downloaded first.
+    bundle.fetch(file_name for stage_number in placement for file_name in bundle.stages[stage_number].weights)
+    return {
+        stage_number: PreparedTorchStage(
             bundle=bundle,
             stage_number=stage_number,
-            code=build_code(bundle, stage_number, parts, device, options),
-            stored_tensors=bundle.tensors(stage_number, parts.graph),
-            device=device,
+            code=stage_code,
+            stored_tensors=bundle.tensors(stage_number, stage_code.graph),
+            device=placement[stage_number],
             cache=cache,
             copy=options.copy,
             progress=options.progress,
         )
-    return prepared_stages
+        for stage_number, stage_code in codes.items()
+    }
 
 
 class StageParts(NamedTuple):

@@ -14,6 +14,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from stagepack.cli.bundle_facts import bundle_facts
 from stagepack.cli.cut_facts import cut_facts
+from stagepack.cli.path_options import folder_name
 from stagepack.cli.profile_facts import measured_facts
 from stagepack.cli.report.html_element import html_element
 from stagepack.cli.report.sections import (
@@ -51,7 +52,7 @@ def bundle_page(bundle: Bundle, profile: "Profile | None" = None, trace: "RunTra
     """
     plan = bundle.manifest.plan
     if plan is None:
-        raise CutError(f"{bundle.path}: the bundle contains no plan: cut it again with 'stagepack recut'")
+        raise CutError(f"{bundle.location}: the bundle contains no plan: cut it again with 'stagepack recut'")
     profile_facts = None
     if profile is not None:
         plan, profile_facts = _measured_plan(bundle, plan, profile)
@@ -60,7 +61,7 @@ def bundle_page(bundle: Bundle, profile: "Profile | None" = None, trace: "RunTra
     for edge_costs, edge_facts in zip(costs["edges"], facts["edges"], strict=True):
         edge_costs["result"] = edge_facts["result"]
     stage_times = [stage.time for stage in plan.stages]
-    bundle_name = bundle.path.name or str(bundle.path)
+    bundle_name = folder_name(bundle.location)
     style, script = _asset("report.css"), _asset("report.js")
     page = html_element(
         "html",

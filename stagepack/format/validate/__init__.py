@@ -6,6 +6,7 @@ Each check cites the number of its rule in ``schema/SPEC.md``, and yields every 
 from stagepack.format.validate.folded import check_folded as check_folded
 from stagepack.format.validate.graph import check_graph as check_graph
 from stagepack.format.validate.manifest import check_manifest as check_manifest
+from stagepack.format.validate.names import DIGEST_PATTERN as DIGEST_PATTERN
 from stagepack.format.validate.names import MANIFEST_NAME as MANIFEST_NAME
 from stagepack.format.validate.names import SIGNATURE_NAME as SIGNATURE_NAME
 from stagepack.format.validate.names import is_identifier as is_identifier

@@ -1,0 +1,43 @@
+"""Decode and check the content of a graph file."""
+
+from typing import NamedTuple
+
+from stagepack.format.codec import decode_graph
+from stagepack.format.folded import FoldedGraph
+from stagepack.format.graph import Graph
+from stagepack.format.unfold import unfold_graph
+from stagepack.format.validate import check_folded, check_graph, raise_problems
+
+
+class GraphFile(NamedTuple):
+    """The content of a graph file.
+
+    Attributes:
+        folded: the graph as the file stores it, with regions and region calls.
+        graph: the same graph unfolded.
+    """
+
+    folded: FoldedGraph
+    graph: Graph
+
+
+def read_graph(content: bytes, file_name: str, *, newer: bool = False, module_calls: bool = True) -> GraphFile:
+    """Decode the content of a graph file, check it and unfold it.
+
+    Args:
+        content: the bytes of the file.
+        file_name: the name of the file, for messages.
+        newer: the bundle is of a newer minor version than this code; unknown fields are then ignored.
+        module_calls: whether to keep the module calls; leaving them out is faster.
+
+    Returns:
+        The graph, folded and unfolded.
+
+    Raises:
+        FormatError: the content breaks a rule.
+    """
+    folded = decode_graph(content, file_name, newer=newer)
+    raise_problems(check_folded(folded, file_name))
+    graph = unfold_graph(folded, file_name, module_calls=module_calls)
+    raise_problems(check_graph(graph, file_name))
+    return GraphFile(folded, graph)

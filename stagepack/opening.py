@@ -1,0 +1,75 @@
+"""Open a bundle in a folder or at a URL."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from stagepack.errors import DigestError, OptionError, Problem
+from stagepack.extras import explain_missing_packages
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import DIGEST_PATTERN, MANIFEST_NAME
+from stagepack.remote.url import BundleUrl, is_url
+
+# The folder of a bundle, its URL, or an opened bundle.
+BundleSource = str | os.PathLike[str] | Bundle
+
+
+def open_bundle(
+    source: str | os.PathLike[str], *, digest: str | None = None, storage_options: Mapping[str, Any] | None = None
+) -> Bundle:
+    """Open a bundle in a folder or at a URL. Only its manifest is read; needs no torch.
+
+    The files of a remote bundle are downloaded when a method of the bundle, or a loader, reads them: those of one stage for
+    `stagepack.load_stage`. They stay in a cache, in the folder that ``STAGEPACK_CACHE`` names, by default ``~/.cache/stagepack``, which all
+    processes of a user share. Each chunk of 16 MiB is compared with its digest before it is used, and a download that was interrupted
+    goes on where it stopped.
+
+    Args:
+        source: the folder of the bundle; or its URL: ``https://HOST/FOLDER``, ``s3://BUCKET/FOLDER``, ``hf://ORGANIZATION/NAME`` with
+            ``@REVISION`` if it is not that of the main branch, or one of another file system of fsspec.
+        digest: the digest that the bundle must have, as `Bundle.digest` and ``stagepack inspect`` state it. Without it, the manifest that
+            the server sends is trusted. With it, nothing is downloaded that the cache has.
+        storage_options: of a URL, arguments of the file system of fsspec, such as credentials.
+
+    Returns:
+        The opened bundle.
+
+    Raises:
+        NotABundleError: there is no bundle.
+        RemoteError: the server fails.
+        DigestError: the bundle has another digest, or its manifest was changed.
+        VersionError, LimitError, FormatError: see `Bundle`.
+        OptionError: the digest or the URL is malformed, or no file system has its scheme.
+        MissingPackageError: the package of the file system is not installed.
+        WriteError: the cache cannot be written.
+
+    Examples:
+        >>> bundle = stagepack.open("m.stagepack")
+        >>> bundle = stagepack.open("s3://models/m.stagepack", digest="6a664d10...")
+        >>> stage = stagepack.load_stage(bundle, 1)
+    """
+    if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
+        raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest[:80]!r}")
+    if isinstance(source, str) and is_url(source):
+        with explain_missing_packages("remote"):
+            from stagepack.remote.cache import Cache, default_cache_folder  # noqa: PLC0415 - fsspec and aiohttp are optional
+            from stagepack.remote.open_url import open_url  # noqa: PLC0415 - the same
+
+        cache = Cache(default_cache_folder())
+        return open_url(BundleUrl.parse(source), cache, digest=digest, storage_options=storage_options)
+    if storage_options is not None:
+        raise OptionError(f"storage_options: only a URL has them, found the path {os.fspath(source)!r}")
+    bundle = Bundle(source)
+    if digest not in (None, bundle.digest):
+        message = f"expected the bundle of the digest {digest}, found {bundle.digest}: correct the digest or the path"
+        raise DigestError([Problem(rule="D3", where=str(bundle.path / MANIFEST_NAME), message=message)])
+    return bundle
+
+
+def opened(bundle: BundleSource) -> Bundle:
+    """Return a bundle that may be opened already.
+
+    Raises:
+        StagepackError: it cannot be opened; see `open_bundle`.
+    """
+    return bundle if isinstance(bundle, Bundle) else open_bundle(bundle)

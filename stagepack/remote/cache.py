@@ -1,0 +1,249 @@
+"""The cache of downloaded bundles, shared by all processes of a user.
+
+    FOLDER/bundles/DIGEST/     a bundle by its digest: its manifest, and those of its files that were needed
+    FOLDER/files/BLAKE3        a file by its digest; hard links of it are in all bundles that have it
+    FOLDER/files/BLAKE3.part   a file that is not complete yet; the process that downloads it holds a lock on it
+
+A file gets its name without ``.part`` when all its bytes are checked and on disk. So a process that dies at any moment leaves a file that
+is complete, or a ``.part`` file whose chunks the next process checks.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from stagepack.errors import WriteError
+from stagepack.format.manifest import File
+from stagepack.format.validate import MANIFEST_NAME
+
+CACHE_VARIABLE: Final = "STAGEPACK_CACHE"
+
+
+def default_cache_folder() -> Path:
+    """Return the folder that ``STAGEPACK_CACHE`` names, otherwise ``stagepack`` in the user's folder for caches."""
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return Path(folder).absolute()
+    user_caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(user_caches) if user_caches else Path.home() / ".cache") / "stagepack"
+
+
+class PartFile:
+    """A file that is being downloaded. One process at a time holds it; the others wait until it is complete or given up.
+
+    Attributes:
+        path: the path of the ``.part`` file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file, and wait for its lock.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        self.path = path
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                if self._is_at_path():
+                    return
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            os.close(self._descriptor)  # the process that held it has renamed it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give the lock back; what was written stays."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back, unless this was done before; what was written stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _is_at_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of the disk that the file takes."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def read(self, start: int, end: int) -> bytes | None:
+        """Return the bytes from `start` to `end`, not included; None if they were never written."""
+        try:
+            if os.lseek(self._descriptor, start, os.SEEK_DATA) >= end:
+                return None
+        except OSError:  # there is nothing after `start`
+            return None
+        return os.pread(self._descriptor, end - start, start)
+
+    def write(self, content: bytes | bytearray | memoryview, start: int) -> None:
+        """Write bytes at a position. Several threads may write at the same time.
+
+        Raises:
+            OSError: the disk is full or the like.
+        """
+        remaining = memoryview(content)
+        while remaining:
+            written = os.pwrite(self._descriptor, remaining, start)
+            remaining, start = remaining[written:], start + written
+
+    def complete(self, size: int, target: Path) -> None:
+        """Give the file its final name, after its bytes are on disk.
+
+        Args:
+            size: the size of the file in bytes.
+            target: the final path, which may exist.
+
+        Raises:
+            OSError: the disk is full or the like.
+        """
+        os.ftruncate(self._descriptor, size)
+        os.fsync(self._descriptor)
+        self.path.rename(target)
+
+    def discard(self) -> None:
+        """Remove the file."""
+        self.path.unlink()
+
+
+class Cache:
+    """The cache in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Create the folder if it does not exist.
+
+        Raises:
+            WriteError: it cannot be created.
+        """
+        self.folder = folder
+        self._files = folder / "files"
+        try:
+            self._files.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WriteError(
+                f"{folder}: the cache cannot be created: {error.strerror}: choose another folder by {CACHE_VARIABLE}"
+            ) from None
+
+    def bundle_folder(self, digest: str) -> Path:
+        """Return the folder of a bundle, which may not exist.
+
+        Args:
+            digest: the digest of the bundle.
+        """
+        return self.folder / "bundles" / digest
+
+    def add_manifest(self, digest: str, content: bytes) -> Path:
+        """Store the manifest of a bundle, unless it is there.
+
+        Returns:
+            The folder of the bundle.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        folder = self.bundle_folder(digest)
+        path = folder / MANIFEST_NAME
+        with self.errors():
+            if path.is_file() and path.read_bytes() == content:
+                return folder
+            folder.mkdir(parents=True, exist_ok=True)
+            with PartFile(self._files / f"manifest-{digest}.part") as part:
+                part.write(content, 0)
+                part.complete(len(content), path)
+        return folder
+
+    def lock(self, entry: File) -> PartFile:
+        """Wait until no other process downloads a file, and hold it.
+
+        Raises:
+            WriteError: it cannot be created.
+        """
+        with self.errors():
+            return PartFile(self._files / f"{entry.blake3}.part")
+
+    def add(self, entry: File, folder: Path, part: PartFile | None = None) -> bool:
+        """Put a file of the cache into the folder of a bundle that has it.
+
+        Args:
+            entry: the manifest entry of the file.
+            folder: the folder of the bundle.
+            part: the complete file, if it was just downloaded.
+
+        Returns:
+            Whether the folder has the file now.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        file_path, target = self._files / entry.blake3, folder / entry.name
+        with self.errors():
+            if part is not None:
+                part.complete(entry.size, file_path)
+            elif is_complete(target, entry):
+                return True
+            elif not is_complete(file_path, entry):
+                return False
+            target.unlink(missing_ok=True)
+            try:
+                os.link(file_path, target)
+            except OSError:  # the file system has no hard links, or no more of this file
+                file_path.rename(target)
+        return True
+
+    def discard(self, entry: File, folder: Path) -> None:
+        """Remove a damaged file, so that it is downloaded again."""
+        for path in (self._files / entry.blake3, folder / entry.name):
+            path.unlink(missing_ok=True)
+
+    def check_free_bytes(self, needed_bytes: int) -> None:
+        """Refuse to begin a download that the disk cannot hold.
+
+        Raises:
+            WriteError: fewer bytes are free.
+        """
+        with self.errors():
+            free_bytes = shutil.disk_usage(self.folder).free
+        if needed_bytes > free_bytes:
+            raise WriteError(
+                f"{self.folder}: the download needs {needed_bytes} bytes, and {free_bytes} are free: free more, or choose another "
+                f"folder by {CACHE_VARIABLE}"
+            )
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Convert errors of the file system.
+
+        Raises:
+            WriteError: in the place of an `OSError`.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise WriteError(
+                f"{error.filename or self.folder}: the cache cannot be written: {error.strerror or error}. What was downloaded stays: "
+                f"solve this and repeat the call, or choose another folder by {CACHE_VARIABLE}"
+            ) from None
+
+
+def is_complete(path: Path, entry: File) -> bool:
+    """Whether a path is a file of the size that the manifest states. Its content was checked when it got its name."""
+    try:
+        return not path.is_symlink() and path.is_file() and path.stat().st_size == entry.size
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,96 @@
+"""Files at the URLs of all other file systems of fsspec: S3, Google Cloud Storage, Azure, SFTP and so on."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import fsspec
+
+from stagepack.errors import MissingPackageError, OptionError
+from stagepack.extras import install_command
+from stagepack.remote.store import ByteSink, FetchError, MissingFileError, RemoteStore, WrongSizeError
+
+_Result = TypeVar("_Result")
+# Bytes of one request where the store is read from its first byte to its last.
+_WHOLE_STEP = 16 * 2**20
+
+
+class FsspecStore(RemoteStore):
+    """The folder of a bundle in a file system of fsspec."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Make the file system; most open no connection yet.
+
+        Args:
+            url: the folder.
+            storage_options: arguments of the file system, such as credentials.
+
+        Raises:
+            OptionError: fsspec knows no such scheme, or the file system refuses the options.
+            MissingPackageError: the package of the file system is not installed.
+        """
+        scheme = url.partition("://")[0]
+        try:
+            self._file_system, self._folder = fsspec.url_to_fs(url, **(storage_options or {}))
+        except ImportError as error:
+            command = install_command("remote") if scheme in ("s3", "s3a") else f"pip install {error.name or 'it'}"
+            message = f"{scheme}://: a package is not installed: {error}. {command} installs it"
+            raise MissingPackageError(message, name=error.name) from None
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"{scheme}://: {error}") from None
+
+    def read_small(self, file_name: str, max_bytes: int) -> bytes:
+        """Return the content of a file, or its first `max_bytes` + 1 bytes if it is larger; see `RemoteStore.read_small`."""
+        path = self._path(file_name)
+        size: int | None = self._call(lambda: self._file_system.info(path)["size"])
+        if not size:
+            return b""
+        content: bytes = self._call(lambda: self._file_system.cat_file(path, start=0, end=min(size, max_bytes + 1)))
+        return content
+
+    def read_range(self, file_name: str, start: int, end: int, size: int, sink: ByteSink) -> None:
+        """Read a range of a file; see `RemoteStore.read_range`."""
+        path = self._path(file_name)
+        try:
+            content: bytes = self._call(lambda: self._file_system.cat_file(path, start=start, end=end))
+        except MissingFileError:
+            raise
+        except FetchError:
+            self._check_size(path, size)  # most file systems have no error of their own for a range past the end
+            raise
+        if len(content) != end - start:
+            self._check_size(path, size)
+            raise FetchError(f"expected the bytes {start} to {end - 1}, found {len(content)} bytes")
+        sink(content)
+
+    def read_whole(self, file_name: str, size: int, sink: ByteSink) -> None:
+        """Read a file from its first byte to its last; see `RemoteStore.read_whole`."""
+        for start in range(0, size, _WHOLE_STEP):
+            self.read_range(file_name, start, min(start + _WHOLE_STEP, size), size, sink)
+
+    def cancel(self) -> None:
+        """Do nothing: fsspec cannot end a read. It ends by itself, and nobody takes its bytes."""
+
+    def _check_size(self, path: str, size: int) -> None:
+        self._file_system.invalidate_cache()
+        actual_size: int | None = self._call(lambda: self._file_system.info(path)["size"])
+        if actual_size not in (None, size):
+            raise WrongSizeError(f"expected {size} bytes, found a file of {actual_size}")
+
+    def _path(self, file_name: str) -> str:
+        return f"{self._folder.rstrip('/')}/{file_name}"
+
+    def _call(self, read: Callable[[], _Result]) -> _Result:
+        """Convert the errors of a file system, which have no common base."""
+        try:
+            return read()
+        except FileNotFoundError as error:
+            raise MissingFileError(f"there is no such file: {error}") from None
+        except PermissionError as error:
+            raise FetchError(_reason(error), temporary=False) from None
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            raise FetchError(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """The kind and the message of an error, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

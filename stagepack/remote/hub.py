@@ -1,0 +1,164 @@
+"""Bundles on the Hugging Face Hub: the repository of a model whose root, or a folder of it, is the bundle."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, hf_hub_url
+from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
+
+from stagepack.errors import FormatError, NotABundleError, RemoteError, VersionError
+from stagepack.format import limits
+from stagepack.format.manifest_reader import parse_manifest
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
+from stagepack.remote.http_store import STALL_SECONDS, HttpStore
+from stagepack.remote.store import FetchError
+from stagepack.remote.url import BundleUrl, HubLocation
+
+CARD_NAME: Final = "README.md"
+
+
+def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> HttpStore:
+    """Return the files of a bundle on the hub, at the commit that the revision names now.
+
+    So all files are of one commit, also when the repository changes while they are downloaded.
+
+    Args:
+        url: a URL ``hf://``.
+        storage_options: ``token`` and ``endpoint``, where these are not those of the environment; the others go to fsspec.
+
+    Raises:
+        RemoteError: the hub does not answer, or has no such repository or revision.
+        OptionError: the URL has another form.
+    """
+    options = dict(storage_options or {})
+    token, endpoint = options.pop("token", None) or get_token(), options.pop("endpoint", None)
+    location = url.hub_location
+    try:
+        model = HfApi(endpoint=endpoint, token=token).model_info(
+            location.repository, revision=location.revision, timeout=STALL_SECONDS
+        )
+    except OfflineModeIsEnabled:
+        raise RemoteError(
+            f"{url}: HF_HUB_OFFLINE is set: unset it, or give the digest of a bundle in the cache"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
+        raise RemoteError(f"{url}: {_reason(error)}") from None
+
+    def file_url(file_name: str) -> str:
+        return hf_hub_url(
+            location.repository, file_name, subfolder=location.folder or None, revision=model.sha, endpoint=endpoint
+        )
+
+    # Where the hub redirects to another host, the client leaves this header out.
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return HttpStore(file_url, headers=headers, storage_options=options)
+
+
+def push(
+    bundle: Bundle, url: BundleUrl, *, private: bool | None = None, message: str | None = None, token: str | None = None
+) -> str:
+    """Upload a bundle to the Hugging Face Hub, in one commit.
+
+    The repository is created if it does not exist. Files of an older bundle that the new one does not have are removed; the model card
+    and all other files stay. A repository without a model card gets a short one.
+
+    Args:
+        bundle: the bundle. It is verified first.
+        url: a URL ``hf://``, whose revision must be a branch.
+        private: whether a new repository is private; by default as the organization has it.
+        message: the message of the commit.
+        token: the token of the hub, in the place of the one in the environment.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        DigestError, FormatError: the bundle is damaged.
+        OptionError: the URL has another form.
+        RemoteError: the hub does not answer, or refuses.
+    """
+    location = url.hub_location
+    bundle.verify()
+    api = HfApi(token=token)
+    try:
+        api.create_repo(location.repository, private=private, exist_ok=True)
+        commit = api.create_commit(
+            location.repository,
+            _operations(api, bundle, url, location),
+            commit_message=message or f"stagepack bundle {bundle.digest[:12]}",
+            revision=location.revision,
+        )
+    except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
+        raise RemoteError(f"{url}: {_reason(error)}") from None
+    return commit.commit_url
+
+
+def _operations(
+    api: HfApi, bundle: Bundle, url: BundleUrl, location: HubLocation
+) -> list[CommitOperationAdd | CommitOperationDelete]:
+    """What the commit adds and removes."""
+    prefix = _prefix(location)
+    remote_names = _remote_names(api, location)
+    file_names = [*bundle.files, MANIFEST_NAME]
+    if os.path.lexists(bundle.path / SIGNATURE_NAME):
+        file_names.append(SIGNATURE_NAME)
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        CommitOperationAdd(prefix + file_name, bundle.path / file_name) for file_name in file_names
+    ]
+    old_names = _old_file_names(url) if MANIFEST_NAME in remote_names else set()
+    stale_names = old_names & remote_names - set(file_names)
+    operations += [CommitOperationDelete(prefix + file_name) for file_name in sorted(stale_names)]
+    if CARD_NAME not in remote_names | bundle.files.keys():
+        operations.append(CommitOperationAdd(prefix + CARD_NAME, _card(bundle, url).encode()))
+    return operations
+
+
+def _prefix(location: HubLocation) -> str:
+    return f"{location.folder}/" if location.folder else ""
+
+
+def _remote_names(api: HfApi, location: HubLocation) -> set[str]:
+    """The names in the folder of the repository."""
+    entries = api.list_repo_tree(location.repository, location.folder or None, revision=location.revision)
+    try:
+        return {entry.path.removeprefix(_prefix(location)) for entry in entries}
+    except EntryNotFoundError:  # the repository has no such folder yet
+        return set()
+
+
+def _old_file_names(url: BundleUrl) -> set[str]:
+    """The files of the bundle that the repository has now; none if it cannot be read."""
+    try:
+        content = open_hub_store(url).read_small(MANIFEST_NAME, limits.MANIFEST_BYTES)
+        return {file.name for file in parse_manifest(content, MANIFEST_NAME).files}
+    except (FetchError, FormatError, NotABundleError, VersionError):
+        return set()
+
+
+def _card(bundle: Bundle, url: BundleUrl) -> str:
+    """The text of a model card."""
+    return f"""---
+library_name: stagepack
+tags:
+- stagepack
+---
+
+A model in {len(bundle.stages)} pipeline stages, as a [stagepack](https://pypi.org/project/stagepack/) bundle: graphs and weights, without
+pickle and without the model's source code.
+
+```python
+import stagepack
+
+pipeline = stagepack.load("{url}")
+stage = stagepack.load_stage("{url}", 0)  # downloads the files of this stage alone
+```
+
+The digest of the bundle is `{bundle.digest}`.
+"""
+
+
+def _reason(error: Exception) -> str:
+    """The message of an error, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -1,0 +1,99 @@
+"""Open a bundle at a URL."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from stagepack.errors import DigestError, FormatError, NotABundleError, Problem
+from stagepack.format import limits
+from stagepack.format.manifest_reader import parse_manifest
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import MANIFEST_NAME
+from stagepack.remote.cache import Cache
+from stagepack.remote.download import Tries
+from stagepack.remote.fsspec_store import FsspecStore
+from stagepack.remote.http_store import HttpStore
+from stagepack.remote.hub import open_hub_store
+from stagepack.remote.remote_files import RemoteFiles
+from stagepack.remote.store import FetchError, MissingFileError, RemoteStore
+from stagepack.remote.url import HUB_SCHEME, WEB_SCHEMES, BundleUrl
+
+
+def open_url(
+    url: BundleUrl,
+    cache: Cache,
+    *,
+    digest: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Open a bundle at a URL; only its manifest is downloaded.
+
+    Args:
+        url: the URL of the bundle.
+        cache: the cache that its files come into.
+        digest: the digest that the bundle must have. If the cache has its manifest, nothing is downloaded.
+        storage_options: arguments of the file system of fsspec.
+
+    Raises:
+        NotABundleError: there is no manifest at the URL.
+        RemoteError: the manifest could not be downloaded.
+        DigestError: the bundle has another digest.
+        VersionError, LimitError, FormatError: see `Bundle`.
+        WriteError: the cache cannot be written.
+        OptionError, MissingPackageError: there is no file system for the URL.
+    """
+    location = str(url)
+    store = None if digest is not None and _cached_bundle(cache, digest) else open_store(url, storage_options)
+    if store is None:
+        assert digest is not None
+        folder = cache.bundle_folder(digest)
+    else:
+        content = _read_manifest(store, location)
+        manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
+        if digest not in (None, manifest.sha256):
+            message = (
+                f"expected the bundle of the digest {digest}, found {manifest.sha256}: correct the digest or the URL"
+            )
+            raise DigestError([Problem(rule="D3", where=f"{location}/{MANIFEST_NAME}", message=message)])
+        folder = cache.add_manifest(manifest.sha256, content)
+    source = RemoteFiles(location, cache, folder, lambda: store or open_store(url, storage_options))
+    return Bundle(folder, source=source)
+
+
+def open_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:
+    """Return the store of a URL.
+
+    Args:
+        url: the URL of the bundle.
+        storage_options: arguments of the file system of fsspec.
+
+    Raises:
+        RemoteError: the hub does not answer, or has no such repository.
+        OptionError, MissingPackageError: there is no file system for the URL.
+    """
+    if url.scheme in WEB_SCHEMES:
+        return HttpStore(url.file_url, storage_options=storage_options)
+    if url.scheme == HUB_SCHEME:
+        return open_hub_store(url, storage_options)
+    return FsspecStore(url.folder, storage_options)
+
+
+def _cached_bundle(cache: Cache, digest: str) -> bool:
+    """Whether the cache has the manifest of a bundle, undamaged."""
+    try:
+        return Bundle(cache.bundle_folder(digest)).digest == digest
+    except (NotABundleError, FormatError):
+        return False
+
+
+def _read_manifest(store: RemoteStore, location: str) -> bytes:
+    tries = Tries(f"{location}/{MANIFEST_NAME}", threading.Event())
+    while True:
+        try:
+            return store.read_small(MANIFEST_NAME, limits.MANIFEST_BYTES)
+        except MissingFileError as error:
+            raise NotABundleError(
+                f"{location}: not a stagepack bundle: there is no {MANIFEST_NAME}: {error} [M1]"
+            ) from None
+        except FetchError as error:
+            tries.failed(error)

@@ -1,0 +1,77 @@
+"""Download a whole bundle into a folder."""
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stagepack.errors import OutputExistsError
+from stagepack.format import limits
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import SIGNATURE_NAME
+from stagepack.remote.cache import Cache
+from stagepack.remote.download import Tries
+from stagepack.remote.open_url import open_store, open_url
+from stagepack.remote.store import FetchError, MissingFileError, RemoteStore
+from stagepack.remote.url import BundleUrl
+
+# A signature over a bundle has a few kilobytes for each file.
+_SIGNATURE_BYTES = limits.MANIFEST_BYTES
+
+
+def pull(
+    url: BundleUrl,
+    out: str | os.PathLike[str],
+    *,
+    digest: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Download a bundle into a folder, with its signature if it has one. Every chunk is compared with its digest.
+
+    The files come into the folder ``.NAME.download`` beside the output, which is renamed when all are there. If the download is
+    interrupted, the folder stays, and the next call for the same output goes on.
+
+    Args:
+        url: the URL of the bundle.
+        out: the folder to write; it must not exist.
+        digest: the digest that the bundle must have; see `stagepack.open`.
+        storage_options: arguments of the file system of fsspec.
+
+    Returns:
+        The bundle, opened.
+
+    Raises:
+        OutputExistsError: `out` exists.
+        WriteError: it cannot be written.
+        NotABundleError, RemoteError, DigestError, FormatError, VersionError, OptionError, MissingPackageError: see `stagepack.open`.
+    """
+    path = Path(os.path.abspath(out))
+    if os.path.lexists(path):
+        raise OutputExistsError(f"{path}: exists: choose another path")
+    cache = Cache(path.parent / f".{path.name}.download")
+    remote = open_url(url, cache, digest=digest, storage_options=storage_options)
+    remote.fetch(remote.files)
+    signature = _read_signature(open_store(url, storage_options), str(url))
+    with cache.errors():
+        if signature is not None:
+            (remote.path / SIGNATURE_NAME).write_bytes(signature)
+        remote.path.rename(path)
+    with contextlib.suppress(OSError):
+        shutil.rmtree(cache.folder)
+    return Bundle(path)
+
+
+def _read_signature(store: RemoteStore, location: str) -> bytes | None:
+    tries = Tries(f"{location}/{SIGNATURE_NAME}", threading.Event())
+    while True:
+        try:
+            content = store.read_small(SIGNATURE_NAME, _SIGNATURE_BYTES)
+        except MissingFileError:
+            return None
+        except FetchError as error:
+            tries.failed(error)
+        else:
+            return content if len(content) <= _SIGNATURE_BYTES else None

@@ -1,0 +1,113 @@
+"""URLs of bundles."""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit, urlunsplit
+
+from stagepack.errors import OptionError
+
+# A scheme has two characters or more, so that C:/ is a path.
+_URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://", re.ASCII)
+_HUB_PATTERN = re.compile(
+    r"(?P<repository>[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)(@(?P<revision>[^/?#\s]+))?(/(?P<folder>[^?#]*))?", re.ASCII
+)
+_HUB_OTHER_KINDS = ("buckets/", "datasets/", "kernels/", "models/", "spaces/")
+
+WEB_SCHEMES = ("http", "https")
+HUB_SCHEME = "hf"
+
+
+def is_url(source: object) -> bool:
+    """Whether the source of a bundle is a URL, such as ``s3://bucket/m.stagepack``, and not a path."""
+    return isinstance(source, str) and _URL_PATTERN.match(source) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleUrl:
+    """The URL of a bundle: that of the folder that has its ``manifest.json``.
+
+    Attributes:
+        scheme: such as ``https``, ``s3`` or ``hf``, in lower case.
+        folder: the URL without a slash at its end, and for HTTP without its query.
+        query: the query of an HTTP URL, such as a token that gives access; it is sent with the request for each file.
+    """
+
+    scheme: str
+    folder: str
+    query: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Parse a URL.
+
+        Raises:
+            OptionError: it has no host or path, or a fragment.
+        """
+        scheme = url.partition("://")[0].lower()
+        rest = url[len(scheme) + 3 :]
+        if scheme in WEB_SCHEMES:
+            parts = urlsplit(url)
+            if not parts.hostname or parts.fragment:
+                raise OptionError(f"{url[:200]!r}: expected {scheme}://HOST/FOLDER of a bundle")
+            folder = urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
+            return cls(scheme=scheme, folder=folder, query=parts.query)
+        if not rest.strip("/"):
+            raise OptionError(f"{url[:200]!r}: expected {scheme}://... with the folder of a bundle")
+        return cls(scheme=scheme, folder=f"{scheme}://{rest.rstrip('/')}")
+
+    def __str__(self) -> str:
+        """The URL for messages: without a query, a user name or a password, which may be secrets."""
+        if self.scheme not in WEB_SCHEMES:
+            return self.folder
+        parts = urlsplit(self.folder)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL, as the name of a folder would be: ``m.stagepack``; for a repository of the hub, its name."""
+        if self.scheme == HUB_SCHEME:
+            location = self.hub_location
+            return (location.folder or location.repository).rpartition("/")[2]
+        return str(self).rpartition("/")[2]
+
+    def file_url(self, file_name: str) -> str:
+        """Return the URL of one of the bundle's files.
+
+        Args:
+            file_name: a plain name of a file, which needs no quoting (rule M5).
+        """
+        return f"{self.folder}/{file_name}" + (f"?{self.query}" if self.query else "")
+
+    @property
+    def hub_location(self) -> "HubLocation":
+        """The repository of a URL ``hf://ORGANIZATION/NAME[@REVISION][/FOLDER]``.
+
+        Raises:
+            OptionError: the URL has another form.
+        """
+        rest = self.folder.removeprefix(f"{HUB_SCHEME}://")
+        match = _HUB_PATTERN.fullmatch(rest)
+        if match is None or rest.startswith(_HUB_OTHER_KINDS):
+            raise OptionError(
+                f"{self.folder[:200]!r}: expected hf://ORGANIZATION/NAME, hf://ORGANIZATION/NAME@REVISION or a folder in it: "
+                "the repository of a model"
+            )
+        return HubLocation(
+            repository=match["repository"], revision=match["revision"], folder=(match["folder"] or "").strip("/")
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubLocation:
+    """Where a bundle is on the Hugging Face Hub.
+
+    Attributes:
+        repository: ``ORGANIZATION/NAME``.
+        revision: a branch, a tag or a commit; None for the main branch.
+        folder: the folder of the bundle in the repository; empty for its root.
+    """
+
+    repository: str
+    revision: str | None
+    folder: str

@@ -1,0 +1,101 @@
+"""The commands take the URL of a bundle."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import stagepack
+from stagepack.cli import main
+from stagepack.errors import NotABundleError, OptionError
+from tests.remote.http_server import HttpServer, Reply
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def url(server: HttpServer) -> str:
+    return f"{server.url}/tiny.stagepack"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "--stage", "1"],
+        ["plan"],
+        ["verify", "--json"],
+        ["load"],
+        ["load", "--stage", "2"],
+    ],
+)
+def test_commands_that_print(url: str, arguments: list[str]) -> None:
+    result = run(arguments[0], url, *arguments[1:])
+    assert result.exit_code == 0, result.output
+
+
+def test_commands_that_write(url: str, tmp_path: Path, served: Path) -> None:
+    digest = stagepack.open(served / "tiny.stagepack").digest
+    result = run("recut", url, "--stages", 2, "-o", tmp_path / "two.stagepack", "--digest", digest)
+    assert result.exit_code == 0, result.output
+    assert run("report", url, "-o", tmp_path / "page.html").exit_code == 0
+    assert "<h1>tiny.stagepack</h1>" in (tmp_path / "page.html").read_text()
+    result = run("triton", url, "-o", tmp_path / "models", "--json")
+    assert json.loads(result.output)["models"][-1] == "tiny"
+    result = run("k8s", url, "-o", tmp_path / "tiny.yaml", "--image", "image", "--volume", "claim:models")
+    assert result.exit_code == 0, result.output
+    assert "/models/tiny.stagepack" in (tmp_path / "tiny.yaml").read_text()
+
+
+def test_another_digest(url: str, served: Path) -> None:
+    for location in (url, served / "tiny.stagepack"):
+        result = run("inspect", location, "--digest", "0" * 64)
+        assert result.exit_code == 1
+        assert "expected the bundle of the digest 000000" in result.output
+    assert "64 characters" in run("inspect", url, "--digest", "0").output
+
+
+def test_commands_that_cannot_write_to_a_url(url: str, served: Path) -> None:
+    assert "stagepack pull" in run("onnx", url).output
+    for arguments in (["recut", served / "tiny.stagepack", "--stages", 2], ["report", url], ["pull", url]):
+        result = run(*arguments, "-o", "s3://models/m.stagepack")
+        assert result.exit_code == 2
+        assert "expected a path on this machine" in result.output
+    assert "expected hf://ORGANIZATION/NAME" in run("push", served / "tiny.stagepack", url).output
+    with pytest.raises(OptionError, match=r"stagepack pull"):
+        stagepack.add_onnx(stagepack.open(url))
+    with pytest.raises(NotABundleError, match=r"stagepack.open and stagepack.load take a URL"):
+        stagepack.Bundle(url)
+
+
+def test_pull(server: HttpServer, served: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pulled.stagepack"
+
+    def fail(name: str, _index: int, reply: Reply) -> None:
+        if name == "stage-1.safetensors":
+            reply.body, reply.status, reply.headers = b"", 403, {"Content-Length": "0"}
+
+    server.misbehave = fail
+    result = run("pull", f"{server.url}/large.stagepack", "-o", out)
+    assert result.exit_code == 1
+    assert "credentials" in result.output
+    assert not out.exists()
+    server.misbehave = lambda _name, _index, _reply: None
+    first_requests = server.requests["stage-0.safetensors"]
+    result = run("pull", f"{server.url}/large.stagepack", "-o", out, "--json")
+    assert json.loads(result.output)["digest"] == stagepack.open(served / "large.stagepack").digest
+    assert server.requests["stage-0.safetensors"] <= first_requests + 2
+    assert run("verify", out).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
+    assert "exists" in run("pull", f"{server.url}/large.stagepack", "-o", out).output
+
+
+def test_processes_of_stages(url: str, served: Path) -> None:
+    ids = torch.arange(6).reshape(2, 3)
+    expected = stagepack.load(served / "tiny.stagepack")(ids)["logits"]
+    with stagepack.load(url, processes=2) as pipeline:
+        assert torch.equal(pipeline(ids)["logits"], expected)
