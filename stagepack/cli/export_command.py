@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
-        "stagepack export ./tuned --graph-from net.stagepack -o tuned.stagepack",
+        "stagepack export ./tuned --graph-from old.stagepack -o new.stagepack",
     ],
 )
 @click.argument("source")

@@ -20,6 +20,7 @@ from stagepack.format.codec import encode_manifest
 from stagepack.format.file_writing import Piece, write_pieces
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
+from stagepack.format.threads import map_in_threads
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
 from stagepack.format.weights import TensorSpec, weight_file_header
 
@@ -93,6 +94,7 @@ class BundleWriter:
         self._out = Path(os.path.abspath(out))
         self._overwrite = overwrite
         self._file_entries: list[File] = []
+        self._unsynchronized: list[Path] = []
         try:
             self._locked_folder = TemporaryFolder(self._out)
         except OSError as error:
@@ -133,7 +135,9 @@ class BundleWriter:
         Raises:
             OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
         """
-        self._file_entries.append(write_pieces(self._temporary_folder / file_name, pieces))
+        path = self._temporary_folder / file_name
+        self._file_entries.append(write_pieces(path, pieces))
+        self._unsynchronized.append(path)
 
     def link_file(self, path: Path, entry: File) -> None:
         """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Its digest is not computed again.
@@ -151,7 +155,7 @@ class BundleWriter:
         # The other bundle is on another file system, or the file system has no hard links.
         except OSError:
             shutil.copyfile(path, new_path)
-            _sync(new_path)
+            self._unsynchronized.append(new_path)
         self._file_entries.append(entry)
 
     def write_tensors(
@@ -193,7 +197,7 @@ class BundleWriter:
         manifest = msgspec.structs.replace(manifest, files=tuple(entries))
         raise_problems(check_manifest(manifest))
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
-        _sync(self._temporary_folder)
+        map_in_threads(_sync, [*self._unsynchronized, self._temporary_folder])
         check_output_path(self._out, overwrite=self._overwrite)
         try:
             if os.path.lexists(self._out):

@@ -15,6 +15,7 @@ SECTION_TITLES = {
     "profile": "Cuts by measured times",
     "traffic": "Bytes between stages",
     "graph_load": "Loading a graph",
+    "export": "Exporting",
     "compile": "Compiling",
     "onnx": "ONNX Runtime: cut against whole",
     "serve": "Serving",
