@@ -5,6 +5,8 @@ import os
 
 # In one thread each, as more would wait for each other. Read when torch is imported; server processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
+# No test depends on what an earlier one has verified, or leaves a record in the home folder.
+os.environ["STAGEPACK_VERIFIED_FILES"] = ""
 
 
 def pytest_collection_finish() -> None:

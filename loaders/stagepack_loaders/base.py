@@ -193,6 +193,7 @@ class PrepareOptions:
         weight_reader: reads the weight files of a stage that streams; None for the files in the folder of the bundle.
         copy: read weights into memory of this process, where the runtime would map the weight files.
         progress: called by several threads with the number of bytes of weight files that were read.
+        unchanged: called with the size of each weight file that was not read, because it is unchanged since it was verified.
     """
 
     allow_ops: Collection[str] = ()
@@ -204,6 +205,7 @@ class PrepareOptions:
     weight_reader: "WeightReader | None" = None
     copy: bool = False
     progress: ByteProgress | None = None
+    unchanged: ByteProgress | None = None
 
 
 class Runtime(ABC):

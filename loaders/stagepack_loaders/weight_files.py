@@ -2,7 +2,7 @@
 
 import contextlib
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,6 +14,7 @@ from stagepack.format.file_checks import open_plain_file, raise_digest_problems
 from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor, parse_weight_header
+from stagepack_loaders.verified_files import VerifiedFiles, write_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def open_weight_files(
     verify: bool,
     copy: bool,
     progress: ByteProgress | None = None,
+    unchanged: ByteProgress | None = None,
 ) -> dict[str, WeightFile]:
     """Bring weight files of a bundle into memory.
 
@@ -54,10 +56,12 @@ def open_weight_files(
         bundle: the bundle.
         file_names: the names of the weight files.
         verify: compare the files with their digests, by as many threads as there are processors. Of copies, the bytes in memory are
-            the ones compared.
+            the ones compared. Files that are mapped are compared once and then again when they have changed or the machine was
+            restarted; see `stagepack_loaders.verified_files`.
         copy: read the files into memory of this process. Otherwise they are mapped: they take no memory of their own, but if another
             process cuts a file short while it is in use, this process is killed (SIGBUS).
         progress: called by several threads with the number of bytes that were read.
+        unchanged: called with the size of each file that was compared earlier, and not again.
 
     Returns:
         The weight files by name.
@@ -68,28 +72,58 @@ def open_weight_files(
     """
     entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
     bundle.fetch(entry.name for entry in entries)
-    contents, problems = _read_files(bundle, entries, verify=verify, copy=copy, progress=progress)
+    contents, problems = _read_files(bundle, entries, verify=verify, copy=copy, progress=progress, unchanged=unchanged)
     if bundle.replace_damaged(problems):
-        contents, problems = _read_files(bundle, entries, verify=verify, copy=copy, progress=progress)
+        contents, problems = _read_files(
+            bundle, entries, verify=verify, copy=copy, progress=progress, unchanged=unchanged
+        )
     raise_digest_problems(problems)
     return {file_name: _weight_file(content, file_name) for file_name, content in contents.items()}
 
 
 def _read_files(
-    bundle: Bundle, entries: Iterable[File], *, verify: bool, copy: bool, progress: ByteProgress | None
+    bundle: Bundle,
+    entries: Iterable[File],
+    *,
+    verify: bool,
+    copy: bool,
+    progress: ByteProgress | None,
+    unchanged: ByteProgress | None,
 ) -> tuple[dict[str, mmap.mmap], list[Problem]]:
     """Return the content of each file by name, and the problems of those that differ from the manifest."""
     problems: list[Problem] = []
     with contextlib.ExitStack() as open_files:
         files = {entry.name: open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in entries}
         contents = {entry.name: _new_memory(entry) if copy else _map(files[entry.name]) for entry in entries}
-        if copy or verify:
-            reads = [
-                FileRead(entry, files[entry.name].fileno(), memoryview(contents[entry.name]) if copy else None)
-                for entry in entries
-            ]
+        if copy:
+            reads = [FileRead(entry, files[entry.name].fileno(), memoryview(contents[entry.name])) for entry in entries]
             problems = read_chunks(reads, compare=verify, progress=progress)
+        elif verify:
+            reads = [FileRead(entry, files[entry.name].fileno()) for entry in entries]
+            problems = _compare_mapped(reads, progress, unchanged)
     return contents, problems
+
+
+def _compare_mapped(
+    reads: Sequence[FileRead], progress: ByteProgress | None, unchanged: ByteProgress | None
+) -> list[Problem]:
+    """Compare open files with their digests, but those that are unchanged since they were compared; return the problems."""
+    record = VerifiedFiles()
+    new_reads = []
+    for read in reads:
+        if not record.has(record.identity(read.descriptor, read.entry)):
+            new_reads.append(read)
+        elif unchanged is not None:
+            unchanged(read.entry.size)
+    for read in new_reads:
+        write_back(read.descriptor)
+    identities = [record.identity(read.descriptor, read.entry) for read in new_reads]
+    problems = read_chunks(new_reads, compare=True, progress=progress)
+    damaged_files = {problem.where for problem in problems}
+    for read, identity in zip(new_reads, identities, strict=True):
+        if read.entry.name not in damaged_files and record.identity(read.descriptor, read.entry) == identity:
+            record.add(identity)
+    return problems
 
 
 def _weight_file(content: mmap.mmap, file_name: str) -> WeightFile:

@@ -196,9 +196,15 @@ def _load_stages(
 
     facts: list[dict[str, Any]] = []
     stages = []
+    unchanged_sizes: list[int] = []
     bundle = open_for_loading(bundle, options.verify)
     with byte_progress("loading stages") as count_bytes:
-        prepare_options = PrepareOptions(allow_ops=options.allow_ops, copy=options.copy_weights, progress=count_bytes)
+        prepare_options = PrepareOptions(
+            allow_ops=options.allow_ops,
+            copy=options.copy_weights,
+            progress=count_bytes,
+            unchanged=unchanged_sizes.append,
+        )
         if options.stage_number is None:
             prepared = prepare_all(bundle, options.devices, stage_runtimes, prepare_options)
         else:
@@ -213,7 +219,9 @@ def _load_stages(
         for stage_number, prepared_stage in ready.items():
             start_time = time.perf_counter()
             stage = prepared_stage.finish(verify=options.verify == "full")
-            facts.append(_stage_facts(bundle, stage_number, stage, time.perf_counter() - start_time))
+            stage_facts = _stage_facts(bundle, stage_number, stage, time.perf_counter() - start_time)
+            facts.append(stage_facts | {"bytes_unchanged": sum(unchanged_sizes)})
+            unchanged_sizes.clear()
             stages.append(stage)
     timer.end("weights")
     return facts, stages
@@ -302,6 +310,15 @@ def _compile_seconds(options: _Options) -> float:
     return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in set(options.runtimes))
 
 
+def _verified_text(facts: dict[str, Any], options: _Options) -> str:
+    """Say what was compared with its digest, and when."""
+    unchanged_bytes = sum(stage.get("bytes_unchanged", 0) for stage in facts["stages"])
+    earlier = (
+        f"; {format_bytes(unchanged_bytes)} of weights earlier, and they are unchanged since" if unchanged_bytes else ""
+    )
+    return _VERIFIED_PARTS[options.verify] + earlier
+
+
 def _print_facts(facts: dict[str, Any], options: _Options) -> None:
     in_processes = any("process" in stage for stage in facts["stages"])
     rows = [
@@ -318,7 +335,7 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
     ]
     columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
     print_table("loaded stages", columns, rows)
-    print_line(f"verified: {_VERIFIED_PARTS[options.verify]}")
+    print_line(f"verified: {_verified_text(facts, options)}")
     outputs = count_of("output", facts.get("outputs", 0))
     if "difference" in facts:
         print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")

@@ -16,6 +16,7 @@ SECTION_TITLES = {
     "traffic": "Bytes between stages",
     "graph_load": "Loading a graph",
     "export": "Exporting",
+    "load": "Loading weights on the CPU",
     "compile": "Compiling",
     "onnx": "ONNX Runtime: cut against whole",
     "serve": "Serving",

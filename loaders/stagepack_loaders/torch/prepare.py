@@ -32,6 +32,7 @@ class PreparedTorchStage:
         cache: the weights read so far, for all stages that are prepared together.
         copy: read the weights into memory, where they would be mapped.
         progress: see `stagepack_loaders.base.PrepareOptions`.
+        unchanged: the same.
     """
 
     bundle: Bundle
@@ -42,6 +43,7 @@ class PreparedTorchStage:
     cache: WeightCache
     copy: bool = False
     progress: ByteProgress | None = None
+    unchanged: ByteProgress | None = None
 
     @property
     def runtime(self) -> str:
@@ -60,7 +62,9 @@ class PreparedTorchStage:
         stage_entry = self.bundle.stages[self.stage_number]
         # On another device the weights are copies anyway.
         copy = self.copy and self.device.type == "cpu"
-        self.cache.open_files(self.bundle, stage_entry.weights, verify=verify, copy=copy, progress=self.progress)
+        self.cache.open_files(
+            self.bundle, stage_entry.weights, verify=verify, copy=copy, progress=self.progress, unchanged=self.unchanged
+        )
         tensors = {
             weight.value: self.cache.read(weight, self.stored_tensors, self.device)
             for weight in self.code.graph.weights
@@ -99,6 +103,7 @@ def prepare_stages(
             cache=cache,
             copy=options.copy,
             progress=options.progress,
+            unchanged=options.unchanged,
         )
         for stage_number, stage_code in codes.items()
     }

@@ -33,6 +33,7 @@ class WeightCache:
         verify: bool,
         copy: bool = False,
         progress: ByteProgress | None = None,
+        unchanged: ByteProgress | None = None,
     ) -> None:
         """Bring weight files into memory, those that are not there yet; see `stagepack_loaders.weight_files.open_weight_files`.
 
@@ -46,7 +47,9 @@ class WeightCache:
             # They were read without verification, and so were the tensors.
             self._stored.clear()
             self._weights.clear()
-        self._files |= open_weight_files(bundle, missing_files, verify=verify, copy=copy, progress=progress)
+        self._files |= open_weight_files(
+            bundle, missing_files, verify=verify, copy=copy, progress=progress, unchanged=unchanged
+        )
         self._verified_files.update(missing_files if verify else ())
 
     def read(

@@ -1,0 +1,118 @@
+"""A record of weight files that this user has compared with their digests since the machine was started, and that are unchanged since.
+
+A file that is mapped need not be hashed again at each load. The record says: the content of this inode had this digest, when the kernel
+gave it this change time. Every write changes the change time (ctime), and nobody but root can set it back. The record holds only under
+conditions that make this true, and is not used otherwise:
+
+- The file belongs to this user or to root, and nobody else may write to it.
+- The file system is one of the kernel's own that changes the ctime at writes through shared mappings too. (tmpfs does not.) The file was
+  written back before it was hashed, so that such a write to any of its pages is seen.
+- The ctime is seconds older than the comparison: two writes within a tick of the kernel's clock have the same one.
+- The machine has not been restarted since: then every byte comes from the disk again.
+- The folder of the record belongs to this user, and nobody else may write to it.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from stagepack.format.manifest import File
+
+# The folder of the record; empty to keep none.
+FOLDER_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
+
+_BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
+_FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs"})
+_SETTLED_SECONDS = 2.0
+
+
+class VerifiedFiles:
+    """The record of this user. Each entry is an empty file, whose name is a hash of all that it depends on."""
+
+    def __init__(self) -> None:
+        """Find the record. Without one, no file counts as verified."""
+        self._folder = _record_folder()
+
+    def identity(self, descriptor: int, entry: File) -> str | None:
+        """Return the name of the entry of a file, or None if the file cannot have one.
+
+        Args:
+            descriptor: the open file.
+            entry: its manifest entry.
+        """
+        status = os.fstat(descriptor)
+        owned = status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        settled = status.st_ctime + _SETTLED_SECONDS < time.time()
+        if self._folder is None or not owned or not settled or not _is_trusted_file_system(status.st_dev):
+            return None
+        facts = (
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            entry.size,
+            entry.blake3,
+        )
+        return blake3(repr(facts).encode()).hexdigest()
+
+    def has(self, identity: str | None) -> bool:
+        """Whether a file of this identity was verified."""
+        return self._folder is not None and identity is not None and (self._folder / identity).is_file()
+
+    def add(self, identity: str | None) -> None:
+        """Record that a file was verified. Its identity must have been the same before and after the comparison."""
+        if self._folder is not None and identity is not None:
+            # Without space or the right to write, files are compared again.
+            with contextlib.suppress(OSError):
+                os.close(os.open(self._folder / identity, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+
+
+def write_back(descriptor: int) -> None:
+    """Write a file back to the disk, so that later writes through mappings change its ctime."""
+    with contextlib.suppress(OSError):
+        os.fsync(descriptor)
+
+
+def _record_folder() -> Path | None:
+    """The folder of the record of this start of the machine; None if there can be none."""
+    try:
+        boot_id = _BOOT_ID_PATH.read_text().strip()
+        chosen_folder = os.environ.get(FOLDER_VARIABLE)
+        if chosen_folder == "":
+            return None
+        root = Path(chosen_folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagepack")
+        records = root / "verified"
+        for folder in (root, records, records / boot_id):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+            writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
+                return None
+        for old_record in records.iterdir():
+            if old_record.name != boot_id:
+                shutil.rmtree(old_record, ignore_errors=True)
+    # No home folder, no /proc, no right to write.
+    except (OSError, RuntimeError):
+        return None
+    return records / boot_id
+
+
+def _is_trusted_file_system(device: int) -> bool:
+    """Whether a device has a file system that changes the ctime at every write, and is not an image that a file holds."""
+    device_name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        if Path(f"/sys/dev/block/{device_name}/loop").exists():
+            return False
+        mounts = [line.split() for line in _MOUNTS_PATH.read_text().splitlines()]
+    except OSError:
+        return False
+    kinds = {fields[fields.index("-") + 1] for fields in mounts if fields[2] == device_name and "-" in fields}
+    return bool(kinds) and kinds <= _FILE_SYSTEMS

@@ -1,0 +1,161 @@
+"""What `tools.bench_load` times: ``python -m tools.load_programs NAME FOLDER`` loads one model in this process and prints JSON.
+
+Every program loads the same bytes and computes the same answer, which reads every weight once. Imports are not timed, and neither is what
+torch does at its first call.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BUNDLE = "model.stagepack"
+WEIGHTS = f"{BUNDLE}/stage-0.safetensors"
+CHECKPOINT = "model.pt"
+PROGRAM = "model.pt2"
+WIDTH = 4096
+
+Answer = Callable[[torch.Tensor], object]
+
+
+class Layers(torch.nn.Module):
+    """Linear layers, whose weights are 64 MiB each."""
+
+    def __init__(self, layer_count: int) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH) for _ in range(layer_count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers, one after the other.
+
+        Args:
+            x: `[batch, WIDTH]`.
+        """
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def layer_count_of(folder: Path) -> int:
+    """Return the number of layers of the model in a folder."""
+    return round((folder / WEIGHTS).stat().st_size / (WIDTH * WIDTH * 4))
+
+
+def _empty_model(folder: Path) -> Layers:
+    with torch.device("meta"):
+        return Layers(layer_count_of(folder))
+
+
+def _stagepack(**options: object) -> Callable[[Path], Answer]:
+    def load(folder: Path) -> Answer:
+        import stagepack  # noqa: PLC0415 - imported before, and only by the programs that need it
+
+        stage: Answer = stagepack.load_stage(folder / BUNDLE, 0, **options)  # type: ignore[call-overload]
+        return stage
+
+    return load
+
+
+def _safetensors(folder: Path) -> Answer:
+    from safetensors.torch import load_file  # noqa: PLC0415 - see above
+
+    model = _empty_model(folder)
+    model.load_state_dict(load_file(folder / WEIGHTS), strict=False, assign=True)
+    return model
+
+
+def _torch_load(*, mmap: bool) -> Callable[[Path], Answer]:
+    def load(folder: Path) -> Answer:
+        model = _empty_model(folder)
+        state = torch.load(folder / CHECKPOINT, mmap=mmap, weights_only=True)  # noqa: TID251 - the loader to compare with
+        model.load_state_dict(state, assign=True)
+        return model
+
+    return load
+
+
+def _accelerate(folder: Path) -> Answer:
+    accelerate: Any = importlib.import_module("accelerate")
+    answer: Answer = accelerate.load_checkpoint_and_dispatch(
+        _empty_model(folder), str(folder / WEIGHTS), device_map={"": "cpu"}
+    )
+    return answer
+
+
+def _torch_export(folder: Path) -> Answer:
+    answer: Answer = torch.export.load(folder / PROGRAM).module()
+    return answer
+
+
+def _without_record(folder: Path) -> Answer:
+    os.environ["STAGEPACK_VERIFIED_FILES"] = ""
+    return _stagepack()(folder)
+
+
+_STAGEPACK = ("stagepack_loaders.torch.prepare",)
+
+# By name: the packages that must be installed, the file that is loaded, and the program.
+PROGRAMS: dict[str, tuple[tuple[str, ...], str, Callable[[Path], Answer]]] = {
+    "stagepack, verify=full": (_STAGEPACK, WEIGHTS, _stagepack()),
+    "stagepack, verify=full, first load": ((*_STAGEPACK, "blake3"), WEIGHTS, _without_record),
+    "stagepack, verify=full, copy": (_STAGEPACK, WEIGHTS, _stagepack(copy=True)),
+    "stagepack, verify=manifest": (_STAGEPACK, WEIGHTS, _stagepack(verify="manifest")),
+    "stagepack, stream": (("stagepack_loaders.torch.streaming",), WEIGHTS, _stagepack(stream=True)),
+    "safetensors, mapped": (("safetensors.torch",), WEIGHTS, _safetensors),
+    "torch.load, mmap": ((), CHECKPOINT, _torch_load(mmap=True)),
+    "torch.load": ((), CHECKPOINT, _torch_load(mmap=False)),
+    "accelerate": (("accelerate",), WEIGHTS, _accelerate),
+    "torch.export.load": (("torch.export",), PROGRAM, _torch_export),
+}
+
+
+def is_installed(program_name: str) -> bool:
+    """Whether the packages of a program are installed."""
+    return all(importlib.util.find_spec(package.partition(".")[0]) is not None for package in PROGRAMS[program_name][0])
+
+
+def private_bytes() -> int:
+    """Return the memory of this process that is its own and no file's, in bytes."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) * 1024
+
+
+def main(program_name: str, folder: Path) -> None:
+    """Load a model and compute one answer; print the seconds of both and the memory that they took."""
+    packages, _, load = PROGRAMS[program_name]
+    for package in packages:
+        importlib.import_module(package)
+    importlib.import_module("stagepack_loaders.load")
+    x = torch.ones(1, WIDTH)
+    with torch.no_grad():
+        Layers(1)(x)
+        memory_before = private_bytes()
+        start_time = time.perf_counter()
+        answer = load(folder)
+        load_time = time.perf_counter()
+        output = answer(x)
+        end_time = time.perf_counter()
+        result = output[0] if isinstance(output, tuple) else output
+        assert isinstance(result, torch.Tensor)
+        print(
+            json.dumps(
+                {
+                    "load": load_time - start_time,
+                    "answer": end_time - start_time,
+                    "memory": private_bytes() - memory_before,
+                    "check": float(result.double().sum()),
+                }
+            )
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
