@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from stagepack.partition.policies import PolicyNode as PolicyNode
     from stagepack.partition.profile import read_profile as read_profile
     from stagepack.recutter import recut as recut
+    from stagepack.saver import save as save
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
+    from stagepack_loaders.train.training import train as train
 
 # Public name -> the module that defines it, and its name there.
 _HOMES = {
@@ -39,7 +41,9 @@ _HOMES = {
     "read_plan": ("stagepack.partition.plan_file", "read_plan"),
     "read_profile": ("stagepack.partition.profile", "read_profile"),
     "recut": ("stagepack.recutter", "recut"),
+    "save": ("stagepack.saver", "save"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
+    "train": ("stagepack_loaders.train.training", "train"),
 }
 
 # Public modules. `ray` is not in `__all__`: its package is rarely installed, and completion of names would raise for it.
@@ -60,7 +64,9 @@ __all__ = [
     "read_plan",
     "read_profile",
     "recut",
+    "save",
     "split_here",
+    "train",
 ]
 
 

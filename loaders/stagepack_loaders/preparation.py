@@ -97,7 +97,24 @@ def prepare_stage(
     Raises:
         OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
     """
-    return _prepare_in(find_runtime(runtime), bundle, {stage_number: device}, options)[stage_number]
+    return prepare_placed(bundle, {stage_number: device}, runtime, options)[stage_number]
+
+
+def prepare_placed(
+    bundle: Bundle, placement: Mapping[int, Any], runtime: str, options: PrepareOptions
+) -> Mapping[int, PreparedStage]:
+    """Prepare some stages of a bundle in one runtime. Those on one device will share the tensors that are one tensor in the model.
+
+    Args:
+        bundle: the bundle.
+        placement: the device of each stage, by stage number.
+        runtime: the name of their runtime.
+        options: what the caller asks for.
+
+    Raises:
+        OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
+    """
+    return _prepare_in(find_runtime(runtime), bundle, placement, options)
 
 
 def _prepare_in(

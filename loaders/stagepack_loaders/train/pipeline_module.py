@@ -1,0 +1,120 @@
+"""A stage between its neighbours, as torch.distributed.pipelining calls it: tensors in, tensors out."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.manifest import Edge, Stage
+from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.train.boundaries import StageBoundary
+
+_SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.bool}
+
+
+class PipelineModule(torch.nn.Module):
+    """A stage that takes the values of the stage before it by position and inputs of the model by name.
+
+    It returns a tuple of the values of the next stage, or the results of the model. Values that skip stages pass through it.
+    """
+
+    def __init__(
+        self,
+        stage: TorchStage,
+        entry: Stage,
+        boundary: StageBoundary,
+        differentiable: Collection[str],
+        written_inputs: Collection[str],
+        *,
+        splits_backward: bool,
+    ) -> None:
+        """Wrap a stage.
+
+        Args:
+            stage: the stage.
+            entry: its manifest entry.
+            boundary: what it takes and returns.
+            differentiable: the edges that need gradients.
+            written_inputs: the edges whose memory it writes.
+            splits_backward: the schedule computes gradients of inputs and of weights apart; see `backward_link`.
+        """
+        super().__init__()
+        self.stage = stage
+        self._entry = entry
+        self._boundary = boundary
+        self._differentiable = differentiable
+        self._written_inputs = written_inputs
+        self._splits_backward = splits_backward
+        self._edges = {edge.name: edge for edge in (*boundary.received, *boundary.model_inputs)}
+        # Inputs that are the same for each microbatch; they come with a first dimension of size 1.
+        self.replicated: Collection[str] = ()
+
+    def forward(self, *received: torch.Tensor, **model_inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Run the stage on a microbatch.
+
+        Args:
+            *received: the values from the stage before it.
+            **model_inputs: the inputs of the model; those that the stage does not use are left out.
+        """
+        values: dict[str, Any] = {
+            edge.name: value for edge, value in zip(self._boundary.received, received, strict=False)
+        }
+        values |= {
+            input_name: value[0] if input_name in self.replicated else value
+            for input_name, value in model_inputs.items()
+        }
+        inputs = [self._unpacked(edge_name, values[edge_name]) for edge_name in self._entry.inputs]
+        outputs = self.stage.run(inputs)
+        values.update(zip(self._entry.outputs, outputs, strict=True))
+        sent = tuple(self._packed(edge, values[edge.name]) for edge in self._boundary.sent)
+        if not self._splits_backward:
+            return sent
+        link = received[-1] if self._boundary.is_linked else backward_link(self.stage.device)
+        linked = (*sent, link) if self._boundary.links_next else sent
+        return tuple(_Linked.apply(tensor, link) if tensor.requires_grad else tensor for tensor in linked)  # type: ignore[no-untyped-call]
+
+    def _unpacked(self, edge_name: str, value: Any) -> Any:
+        """A value as the stage takes it."""
+        if self._edges[edge_name].dtype in SCALAR_DTYPES:
+            return value.item() if isinstance(value, torch.Tensor) else value
+        # A received tensor is a leaf of autograd, which nothing may write.
+        return value.clone() if edge_name in self._written_inputs else value
+
+    def _packed(self, edge: Edge, value: Any) -> torch.Tensor:
+        """A value as it is sent: contiguous, and with a gradient function if the next stage sends a gradient back."""
+        if edge.dtype in SCALAR_DTYPES:
+            return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=scalar_dtype(edge))
+        tensor: torch.Tensor = value.contiguous()
+        if edge.name not in self._differentiable:
+            return tensor.detach()
+        if torch.is_grad_enabled() and not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()
+        return tensor.view_as(tensor) if tensor.is_leaf else tensor
+
+
+class _Linked(torch.autograd.Function):
+    """A copy of a tensor that autograd takes for a function of another one too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return gradients[0], None
+
+
+def backward_link(device: Any) -> torch.Tensor:
+    """Return the additional value that passes through all stages of a schedule that splits the backward pass.
+
+    torch finds the gradients of weights by the nodes at which paths from the inputs of a stage and from its weights meet, and loses
+    those of weights whose paths meet none (`stage_backward_input` in `torch.distributed.pipelining._backward`, 2.13). So every output
+    is linked to an input. It is no view either, which torch could not detach in place.
+    """
+    return torch.zeros((), device=device, requires_grad=True)
+
+
+def scalar_dtype(edge: Edge) -> torch.dtype:
+    """The dtype of the tensor that a symbolic scalar is sent as."""
+    return _SCALAR_TENSOR_DTYPES[edge.dtype]

@@ -1,0 +1,1 @@
+"""Bundles are trained in real processes."""

@@ -1,0 +1,92 @@
+"""What cannot be trained is refused with the reason."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
+
+import stagepack
+from stagepack.errors import InputError, OptionError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
+from stagepack_loaders.train.training import Training, place_stages_for
+from tests.train.models import batch, export_model, loss_of
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """A process group of this process."""
+    store = HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The model in four stages."""
+    return export_model(tmp_path_factory.mktemp("bundle") / "4.stagepack", 4)
+
+
+@pytest.fixture
+def training(one_process: None, bundle: Bundle) -> Training:
+    """All stages in this process."""
+    return stagepack.train(bundle, loss_of, microbatches=4, schedule="looped-bfs")
+
+
+def test_skips_pass_through_the_stages_between(bundle: Bundle) -> None:
+    boundaries = find_boundaries(bundle.manifest)
+    names = [{edge.name for edge in boundary.sent} for boundary in boundaries]
+    (skip,) = names[0] & names[1] & names[2]
+    assert {edge.name for edge in boundaries[3].received} == names[2]
+    assert skip in find_differentiable(bundle)
+    assert all(len(boundary.model_inputs) >= 2 for boundary in boundaries[1:3])
+
+
+def test_a_batch_that_does_not_divide(training: Training) -> None:
+    args, target = batch(0)
+    with pytest.raises(InputError, match=r"ids: expected a multiple of 4 rows, .* found 7"):
+        training.step(*(arg[:7] if arg.dim() > 1 else arg for arg in args), target=target)
+    with pytest.raises(InputError, match="target: expected a multiple of 4 rows, found 3"):
+        training.step(*args, target={"labels": target["labels"][:3]})
+    assert training.step(*args, target=target) > 0
+
+
+def test_stages_and_processes_that_do_not_fit_a_schedule(one_process: None, bundle: Bundle) -> None:
+    with pytest.raises(OptionError, match="'1f1b' runs one stage in each process: expected 4 processes, found 1"):
+        stagepack.train(bundle, loss_of, microbatches=4)
+    with pytest.raises(OptionError, match="two stages in each process: expected 2 processes, found 3"):
+        place_stages_for("zbv-zero-bubble", 4, 3)
+    with pytest.raises(OptionError, match="4 stages do not divide into 3"):
+        place_stages_for("looped-bfs", 4, 3)
+    with pytest.raises(OptionError, match=r"expected one of 'gpipe', .* found 'fast'"):
+        stagepack.train(bundle, loss_of, microbatches=4, schedule="fast")
+
+
+class Selection(torch.nn.Module):
+    """A size that data decide crosses from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.second(hidden[x[:, 0] > 0]).sum()
+
+
+def test_sizes_that_depend_on_data(one_process: None, tmp_path: Path) -> None:
+    selected = stagepack.export(Selection(), (torch.randn(8, 4),), out=tmp_path / "s.stagepack", split_at=["second"])
+    training = stagepack.train(selected, lambda result, _: result, microbatches=1, schedule="looped-bfs")
+    with pytest.raises(OptionError, match="depends on data: schedules of torch exchange tensors of fixed shapes"):
+        training.step(torch.randn(8, 4))
+
+
+def test_an_existing_output_is_kept(training: Training, bundle: Bundle) -> None:
+    with pytest.raises(stagepack.errors.OutputExistsError):
+        stagepack.save(training, out=bundle.path)
+    saved: Any = stagepack.save(training, out=bundle.path.with_name("same.stagepack"))
+    assert saved.stages == bundle.stages
