@@ -30,6 +30,22 @@ with open(os.path.join(path, "stage-0.safetensors"), "r+b") as file:
 print(json.dumps(stage(torch.ones(1, 1024))[0].sum().item()), flush=True)
 """
 
+# The same for all stages of a bundle in a runtime, with its example. One of its stages has state, which begins anew.
+CUT_EXAMPLE_SHORT = """
+import os, sys
+import stagepack
+from stagepack_loaders.example import replay_example
+bundle = stagepack.open(sys.argv[1])
+pipeline = stagepack.load(bundle, runtime=sys.argv[2], copy=True)
+for stage in bundle.stages:
+    for name in (*stage.weights, *stage.onnx.weights):
+        os.truncate(bundle.path / name, 0)
+for _ in range(2):
+    assert replay_example(pipeline, bundle).largest == 0.0
+    pipeline.reset_state()
+"""
+TOWER = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
+
 
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,6 +71,15 @@ def test_a_copy_survives_a_file_that_is_cut_short_and_a_map_does_not(way: str, l
         assert found.returncode == 0, found.stderr
         expected = stagepack.load_stage(linear, 0)(torch.ones(1, SIZE))[0].sum().item()
         assert json.loads(found.stdout.splitlines()[-1]) == expected
+
+
+@pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
+def test_a_copy_in_any_runtime_needs_no_file(runtime: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.stagepack"
+    shutil.copytree(TOWER, path)
+    command = [sys.executable, "-c", CUT_EXAMPLE_SHORT, str(path), runtime]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, (found.returncode, found.stderr)
 
 
 def test_copies_and_maps_hold_the_same_bytes_and_neither_writes_to_the_file(linear: Path) -> None:

@@ -10,9 +10,11 @@ import onnxruntime
 
 from stagepack.errors import OperatorError
 from stagepack.format.reader import Bundle, OnnxFile
+from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.onnxruntime.devices import PROVIDERS, Device
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 from stagepack_loaders.onnxruntime.weights import StageWeights
+from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class PreparedOnnxRuntimeStage:
     Attributes:
         graph_content: the content of its graph file, which says what the weights are.
         onnx: its ONNX file.
+        options: what the caller asks for.
         spins: its threads wait for work in a loop. Those of stages that take turns must not: they would keep each other from working.
     """
 
@@ -30,6 +33,7 @@ class PreparedOnnxRuntimeStage:
     device: Device
     graph_content: bytes
     onnx: OnnxFile
+    options: PrepareOptions
     spins: bool
 
     @property
@@ -65,12 +69,24 @@ class PreparedOnnxRuntimeStage:
             DigestError, OperatorError: see `finish`.
         """
         weights = StageWeights(self.bundle, self.stage_number, self.graph_content)
-        self.bundle.check_digests(unchecked_files)
+        copied_files: dict[str, WeightFile] = {}
+        if self.options.copy:
+            copied_files = open_weight_files(
+                self.bundle,
+                self.weight_files(),
+                verify=bool(unchecked_files),
+                copy=True,
+                progress=self.options.progress,
+            )
+            weights.keep(self.bundle.stages[self.stage_number].state, copied_files)
+        else:
+            self.bundle.check_digests(unchecked_files, self.options.progress)
         # ONNX Runtime takes no model without outputs.
-        session = self._make_session() if self.onnx.model.outputs else None
+        session = self._make_session(copied_files) if self.onnx.model.outputs else None
         return OnnxRuntimeStage(self.bundle, self.stage_number, self.device, session, weights)
 
-    def _make_session(self) -> onnxruntime.InferenceSession:
+    def _make_session(self, copied_files: Mapping[str, WeightFile]) -> onnxruntime.InferenceSession:
+        """Make the session. It copies what it needs of the copied files, and maps others as far as it does not rearrange their tensors."""
         providers: list[Any] = [PROVIDERS["cpu"]]
         if self.device.type != "cpu":
             providers.insert(0, (PROVIDERS[self.device.type], {"device_id": self.device.index}))
@@ -80,6 +96,10 @@ class PreparedOnnxRuntimeStage:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         folder = str(self.bundle.path.absolute())
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+        if copied_files:
+            contents = [weight_file.content for weight_file in copied_files.values()]
+            sizes = [len(content) for content in contents]
+            options.add_external_initializers_from_files_in_memory(list(copied_files), contents, sizes)
         try:  # from the bytes that were checked, not from the file
             return onnxruntime.InferenceSession(self.onnx.content, options, providers=providers, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - errors of onnxruntime have no other common base
@@ -99,10 +119,15 @@ def finish_stages(
         DigestError: a weight file is not the one that the manifest lists.
         OperatorError: this onnxruntime cannot run a stage.
     """
-    stage_counts = Counter(name for stage in stages.values() for name in set(stage.weight_files()) if verify)
+    stage_counts = Counter(
+        name for stage in stages.values() for name in set(stage.weight_files()) if verify and not stage.options.copy
+    )
     bundle.check_digests([name for name, stage_count in stage_counts.items() if stage_count > 1])
 
     def finish(stage: PreparedOnnxRuntimeStage) -> OnnxRuntimeStage:
+        # Of copies, the bytes in memory are the ones compared.
+        if stage.options.copy:
+            return stage.finish(verify=verify)
         return stage.finish_unchecked([name for name in stage.weight_files() if stage_counts[name] == 1])
 
     # A session is made by one thread, most of the time without the GIL: three sessions of 0.9 s took 0.5 s on two processors.
@@ -110,7 +135,9 @@ def finish_stages(
         return dict(zip(stages, pool.map(finish, stages.values()), strict=True))
 
 
-def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int, PreparedOnnxRuntimeStage]:
+def prepare_stages(
+    bundle: Bundle, placement: Mapping[int, Device], options: PrepareOptions
+) -> dict[int, PreparedOnnxRuntimeStage]:
     """Read and check the ONNX files of stages; see `stagepack_loaders.base.Runtime.prepare`.
 
     Raises:
@@ -133,6 +160,7 @@ def prepare_stages(bundle: Bundle, placement: Mapping[int, Device]) -> dict[int,
             device=device,
             graph_content=bundle.read(bundle.stages[stage_number].graph),
             onnx=bundle.onnx_file(stage_number),
+            options=options,
             spins=len(placement) == 1,
         )
         for stage_number, device in placement.items()

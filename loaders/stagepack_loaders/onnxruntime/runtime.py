@@ -54,10 +54,10 @@ class OnnxRuntime(Runtime):
     def prepare(
         self, bundle: Bundle, placement: "Mapping[int, Device]", options: PrepareOptions
     ) -> "dict[int, PreparedOnnxRuntimeStage]":
-        """See `Runtime`. The options change nothing: a session runs the operators of ONNX alone, and copies values into dense memory."""
+        """See `Runtime`. A session runs the operators of ONNX alone, and copies values into dense memory: of the options, `copy` counts."""
         from stagepack_loaders.onnxruntime.prepare import prepare_stages
 
-        return prepare_stages(bundle, placement)
+        return prepare_stages(bundle, placement, options)
 
     def finish_stages(
         self, bundle: Bundle, stages: Mapping[int, Any], *, verify: bool
