@@ -4,7 +4,7 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import print_json, print_line, progress
+from stagepack.cli.output import print_json, print_line
 from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.run_options import json_option
 from stagepack.extras import explain_missing_packages
@@ -37,8 +37,8 @@ def command(bundle_path: str, url: str, private: bool, message: str | None, as_j
     with explain_missing_packages("remote"):
         from stagepack.remote.hub import push  # noqa: PLC0415 - huggingface_hub is optional
 
-    with progress(f"uploading to {url}"):
-        commit_url = push(bundle, BundleUrl.parse(url), private=private or None, message=message)
+    # On a terminal, the library of the hub shows the progress.
+    commit_url = push(bundle, BundleUrl.parse(url), private=private or None, message=message)
     if as_json:
         print_json({"bundle": bundle_path, "digest": bundle.digest, "url": url, "commit": commit_url})
     else:

@@ -1,11 +1,13 @@
 """Bundles on the Hugging Face Hub: the repository of a model whose root, or a folder of it, is the bundle."""
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from stagepack.errors import FormatError, NotABundleError, RemoteError, VersionError
 from stagepack.format import limits
@@ -17,6 +19,7 @@ from stagepack.remote.store import FetchError
 from stagepack.remote.url import BundleUrl, HubLocation
 
 CARD_NAME: Final = "README.md"
+_SHOWN_CAUSES: Final = 3
 
 
 def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> HttpStore:
@@ -35,10 +38,9 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
     options = dict(storage_options or {})
     token, endpoint = options.pop("token", None) or get_token(), options.pop("endpoint", None)
     location = url.hub_location
+    api = HfApi(endpoint=endpoint, token=token)
     try:
-        model = HfApi(endpoint=endpoint, token=token).model_info(
-            location.repository, revision=location.revision, timeout=STALL_SECONDS
-        )
+        model = api.model_info(location.repository, revision=location.revision, timeout=STALL_SECONDS)
     except OfflineModeIsEnabled:
         raise RemoteError(
             f"{url}: HF_HUB_OFFLINE is set: unset it, or give the digest of a bundle in the cache"
@@ -48,7 +50,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
 
     def file_url(file_name: str) -> str:
         return hf_hub_url(
-            location.repository, file_name, subfolder=location.folder or None, revision=model.sha, endpoint=endpoint
+            location.repository, file_name, subfolder=location.folder or None, revision=model.sha, endpoint=api.endpoint
         )
 
     # Where the hub redirects to another host, the client leaves this header out.
@@ -81,6 +83,8 @@ def push(
     """
     location = url.hub_location
     bundle.verify()
+    if sys.stderr is None or not sys.stderr.isatty():
+        disable_progress_bars()
     api = HfApi(token=token)
     try:
         api.create_repo(location.repository, private=private, exist_ok=True)
@@ -160,5 +164,8 @@ The digest of the bundle is `{bundle.digest}`.
 
 
 def _reason(error: Exception) -> str:
-    """The message of an error, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+    """The messages of an error and of what caused it, in one line."""
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None and len(causes) < _SHOWN_CAUSES:
+        causes.append(causes[-1].__cause__)
+    return ": ".join(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300] for cause in causes)
