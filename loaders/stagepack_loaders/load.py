@@ -41,6 +41,7 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
+    device_memory: int | str | None = ...,
     processes: Literal[False] = ...,
 ) -> Pipeline: ...
 
@@ -78,6 +79,7 @@ def load(
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
+    device_memory: int | str | None = None,
     processes: bool | int = False,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
@@ -111,6 +113,9 @@ def load(
             at its first use. With ``verify="full"``, its bytes are compared with their digests before they are computed with, so it
             is a call that raises `DigestError`. Parameters that you read yourself may not be there before
             `TorchStage.wait_for_weights` returns. Not with `compile`, `compiled` and `processes`; only in torch.
+        device_memory: the memory for weights on each device, in bytes or as ``"8GiB"``. If the weights are larger, some stay there, and
+            the others pass through a part of it in each call, read ahead from their files; `TorchStage.residency` says how many.
+            Gradients are not recorded then. Not with `stream`, `copy`, `compile`, `compiled` and `processes`; only in torch.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages share one.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
             `stagepack.distributed.connect`.
@@ -147,13 +152,15 @@ def load(
     """
     opened_bundle = open_for_loading(bundle, verify)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
-    if stream:
-        check_stream_options(
-            runtime_of_each_stage(runtime, len(opened_bundle.stages)),
-            compile=compile,
-            compiled=compiled is not None,
-            processes=processes is not False,
-        )
+    memory_bytes = check_stream_options(
+        runtime_of_each_stage(runtime, len(opened_bundle.stages)),
+        stream,
+        device_memory,
+        compile=compile,
+        compiled=compiled is not None,
+        copy=copy,
+        processes=processes is not False,
+    )
     named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
     if processes is False:
         _refuse_process_options(
@@ -199,7 +206,7 @@ def load(
             max_restarts=max_restarts,
             microbatch_size=microbatch_size,
         )
-    prepare_options = PrepareOptions(allow_ops=allow_ops, stream=stream, copy=copy)
+    prepare_options = PrepareOptions(allow_ops=allow_ops, stream=stream, device_memory=memory_bytes, copy=copy)
     prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
     loaded_stages = finish_prepared(opened_bundle, ready_stages, verify=verify == "full")
@@ -227,6 +234,7 @@ def load_stage(
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
+    device_memory: int | str | None = ...,
 ) -> "TorchStage": ...
 
 
@@ -245,6 +253,7 @@ def load_stage(
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
+    device_memory: int | str | None = ...,
 ) -> Any: ...
 
 
@@ -262,6 +271,7 @@ def load_stage(
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
+    device_memory: int | str | None = None,
 ) -> Any:
     """Load one stage of a bundle. Only its own files and the shared files that it names are read.
 
@@ -284,6 +294,7 @@ def load_stage(
         compile: see `load`.
         compiled: see `load`.
         stream: see `load`; not with `modules`.
+        device_memory: see `load`; not with `modules`.
 
     Returns:
         A callable that takes the inputs of the stage, by position or by edge name, and returns a tuple of its outputs: in torch a
@@ -305,8 +316,17 @@ def load_stage(
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
     check_compile_options([find_runtime(runtime)], compile, compiled)
-    if stream:
-        check_stream_options([find_runtime(runtime)], compile=compile, compiled=compiled is not None, modules=modules)
-    options = PrepareOptions(allow_ops=allow_ops, modules=modules, types=types, stream=stream, copy=copy)
+    memory_bytes = check_stream_options(
+        [find_runtime(runtime)],
+        stream,
+        device_memory,
+        compile=compile,
+        compiled=compiled is not None,
+        copy=copy,
+        modules=modules,
+    )
+    options = PrepareOptions(
+        allow_ops=allow_ops, modules=modules, types=types, stream=stream, device_memory=memory_bytes, copy=copy
+    )
     prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, runtime, options)}
     return compile_prepared(opened_bundle, prepared_stages, compile, compiled)[stage].finish(verify=verify == "full")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from stagepack.errors import OptionError
+from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, opened
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
@@ -149,23 +150,39 @@ def check_compile_options(
             )
 
 
-def check_stream_options(stage_runtimes: Sequence[Runtime], **excluded_options: object) -> None:
-    """Check that weights of stages can arrive while the stages run.
+def check_stream_options(
+    stage_runtimes: Sequence[Runtime], stream: bool, device_memory: int | str | None, **excluded_options: object
+) -> int | None:
+    """Check that weights of stages can arrive while the stages run, if the caller asks for that.
 
     Args:
         stage_runtimes: the runtime of each stage.
-        **excluded_options: options that do not go with it, by name; true values are refused.
+        stream: see `stagepack.load`.
+        device_memory: see `stagepack.load`.
+        **excluded_options: options that do not go with these, by name; true values are refused.
+
+    Returns:
+        `device_memory` in bytes.
 
     Raises:
-        OptionError: a runtime does not stream weights, or another option is given.
+        OptionError: `device_memory` is not a number of bytes, a runtime does not stream weights, or another option is given.
     """
+    if not stream and device_memory is None:
+        return None
+    option = "stream" if device_memory is None else "device_memory"
     for runtime in stage_runtimes:
         if not runtime.streams:
             able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.streams)
-            raise OptionError(f"{runtime.title} does not stream weights: leave out stream, or choose runtime={able}")
+            raise OptionError(f"{runtime.title} does not stream weights: leave out {option}, or choose runtime={able}")
+    if device_memory is not None:
+        excluded_options["stream"] = stream
     for option_name, value in excluded_options.items():
         if value:
-            raise OptionError(f"stream excludes {option_name}: leave out one of them")
+            raise OptionError(f"{option} excludes {option_name}: leave out one of them")
+    try:
+        return None if device_memory is None else parse_byte_size(device_memory)
+    except ValueError as error:
+        raise OptionError(f"device_memory: {error}") from None
 
 
 def compile_prepared(

@@ -13,7 +13,8 @@ from stagepack.cli.output import count_of, print_json, print_line, print_table, 
 from stagepack.cli.path_options import PathType, bundle_argument, folder_name, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import default_model_name, json_option, limit_option
-from stagepack.errors import CutError, OutputExistsError, WriteError
+from stagepack.errors import OutputExistsError, WriteError
+from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
 from stagepack_serving.kubernetes.quantities import memory_quantity
@@ -50,11 +51,9 @@ class _VolumeType(click.ParamType):  # type: ignore[type-arg]
 
 
 def _parse_memory(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
-    from stagepack.partition.cut_options import parse_byte_size  # noqa: PLC0415 - imports numpy
-
     try:
         return None if value is None else parse_byte_size(value)
-    except CutError:
+    except ValueError:
         raise click.BadParameter(f"expected a number of bytes such as 24GiB or 24GB, found {value!r}.") from None
 
 

@@ -1,7 +1,7 @@
 """`stagepack load`."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.registry import find_runtime, import_runtime
+from stagepack_loaders.window_plan import Residency
 
 if TYPE_CHECKING:
     from stagepack_loaders.base import LoadedStage, Verify
@@ -61,6 +62,7 @@ class _Options:
     imports: tuple[str, ...]
     verify: "Verify"
     copy_weights: bool
+    device_memory: str | None
     as_json: bool
 
 
@@ -121,6 +123,13 @@ class _Options:
     is_flag=True,
     help="Read the weights into memory; by default the CPU maps the weight files.",
 )
+@click.option(
+    "--device-memory",
+    metavar="SIZE",
+    show_default="no limit",
+    help="Memory for weights on each device, such as 8GiB: weights that do not fit pass through it in each call. "
+    "The output says how many stay.",
+)
 @json_option
 def command(bundle_path: str, **arguments: Any) -> None:
     """Load a bundle and run its example.
@@ -166,6 +175,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         raise click.UsageError("--trace runs the whole pipeline: leave out --stage")
     if options.compile_mode and options.compiled_folder:
         raise click.UsageError("--compile and --compiled cannot be used together")
+    if options.processes and options.device_memory is not None:
+        raise click.UsageError("--processes cannot be used with --device-memory")
     if options.processes and options.stage_number is not None:
         raise click.UsageError("--processes cannot be used with --stage")
     stage_count = len(bundle.stages) if options.stage_number is None else 1
@@ -188,6 +199,7 @@ def _load_stages(
         timer.end(f"import {runtime}")
     from stagepack_loaders.base import PrepareOptions  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.preparation import (  # noqa: PLC0415 - the same
+        check_stream_options,
         compile_prepared,
         open_for_loading,
         prepare_all,
@@ -199,9 +211,18 @@ def _load_stages(
     unchanged_sizes: list[int] = []
     bundle = open_for_loading(bundle, options.verify)
     with byte_progress("loading stages") as count_bytes:
+        memory_bytes = check_stream_options(
+            [find_runtime(runtime_name) for runtime_name in stage_runtimes],
+            stream=False,
+            device_memory=options.device_memory,
+            compile=options.compile_mode,
+            compiled=options.compiled_folder,
+            copy=options.copy_weights,
+        )
         prepare_options = PrepareOptions(
             allow_ops=options.allow_ops,
             copy=options.copy_weights,
+            device_memory=memory_bytes,
             progress=count_bytes,
             unchanged=unchanged_sizes.append,
         )
@@ -268,6 +289,7 @@ def _load_in_processes(
 
 def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", seconds: float) -> dict[str, Any]:
     file_names = list(find_runtime(stage.runtime).stage_files(bundle, stage_number))
+    residency: Residency | None = getattr(stage, "residency", None)  # of the stages of torch
     return {
         "stage": stage_number,
         "runtime": stage.runtime,
@@ -275,6 +297,7 @@ def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", second
         "files": file_names,
         "bytes_read": sum(bundle.files[file_name].size for file_name in file_names),
         "seconds": round(seconds, 6),
+        **({} if residency is None else {"residency": asdict(residency)}),
     }
 
 
@@ -336,6 +359,9 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
     columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
     print_table("loaded stages", columns, rows)
     print_line(f"verified: {_verified_text(facts, options)}")
+    for stage in facts["stages"]:
+        if "residency" in stage:
+            print_line(f"stage {stage['stage']}: {Residency(**stage['residency'])}")
     outputs = count_of("output", facts.get("outputs", 0))
     if "difference" in facts:
         print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")

@@ -1,20 +1,15 @@
 """What the caller asks for when a model is cut."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagepack.errors import CutError
+from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.plan import Plan
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
 
-_BYTE_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-}
 _SLOWEST_SPEED, _FASTEST_SPEED = 1e-6, 1e6
 
 
@@ -81,27 +76,7 @@ class CutOptions:
         Raises:
             CutError: an item of `memory` is not a number of bytes.
         """
-        return [parse_byte_size(size) for size in self.memory]
-
-
-def parse_byte_size(size: int | str) -> int:
-    """Parse a number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
-
-    Args:
-        size: the number with its unit; a plain number counts bytes.
-
-    Returns:
-        The number of bytes, rounded down, below 2 ** 63.
-
-    Raises:
-        CutError: `size` is not a number of bytes, or is 2 ** 63 bytes or more.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(size))
-    unit = match[2].replace("k", "K") if match else "?"
-    if match is None or unit not in _BYTE_UNITS:
-        raise CutError(f"memory: expected a number of bytes such as 24GiB, 24GB or 25769803776, found {size!r}")
-    scale = _BYTE_UNITS[unit]
-    byte_count = int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
-    if byte_count >= 2**63:
-        raise CutError(f"memory: expected fewer than 2 ** 63 bytes, found {size!r}")
-    return byte_count
+        try:
+            return [parse_byte_size(size) for size in self.memory]
+        except ValueError as error:
+            raise CutError(f"memory: {error}") from None

@@ -20,6 +20,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
+from stagepack_loaders.torch.arriving_files import ArrivingFiles
 from stagepack_loaders.weight_reading import FolderReader
 
 
@@ -168,3 +169,17 @@ def _copy(bundle: Bundle, folder: Path) -> Bundle:
     for file_name in [*bundle.files, "manifest.json"]:
         (folder / file_name).write_bytes((bundle.path / file_name).read_bytes())
     return stagepack.open(folder)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_files_arrive_also_through_staging_memory(bundle: Bundle, is_staged: bool) -> None:
+    [weight_file] = bundle.stages[0].weights
+    counted: list[int] = []
+    files = ArrivingFiles(
+        torch.device("cpu"), FolderReader(bundle.path), verify=True, progress=counted.append, is_staged=is_staged
+    )
+    file = files.add([bundle.files[weight_file]])[weight_file]
+    file.wait(0, file.entry.size)
+    assert file.has_arrived()
+    assert file.memory.numpy().tobytes() == (bundle.path / weight_file).read_bytes()
+    assert sum(counted) == file.entry.size

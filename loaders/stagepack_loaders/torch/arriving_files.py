@@ -9,9 +9,9 @@ import torch
 from blake3 import blake3
 
 from stagepack.errors import DigestError, Problem
-from stagepack.format.chunks import FileChunk, file_chunks
+from stagepack.format.chunks import ByteProgress, FileChunk, file_chunks
 from stagepack.format.manifest import File
-from stagepack_loaders.torch.weight_transfer import ByteRange, DeviceWriter, TransferThreads, empty_bytes
+from stagepack_loaders.torch.weight_transfer import ByteRange, DeviceWriter, TransferThreads, current_event, empty_bytes
 from stagepack_loaders.weight_reading import WeightReader
 
 
@@ -32,6 +32,7 @@ class ArrivingFile:
         """
         self.entry = entry
         self.memory = empty_bytes(entry.size, device)
+        self._allocated = current_event(device)
         self.chunks = file_chunks(entry)
         self._tensor_bytes: dict[tuple[int, int], torch.Tensor] = {}
         self._arrival = threading.Condition()
@@ -53,19 +54,22 @@ class ArrivingFile:
             self._tensor_bytes[start, end] = torch.empty(0, dtype=torch.uint8, device=self.memory.device).set_(storage)
         return self._tensor_bytes[start, end]
 
-    def write_chunk(self, writer: DeviceWriter, chunk: FileChunk, *, verify: bool) -> None:
+    def write_chunk(
+        self, writer: DeviceWriter, chunk: FileChunk, *, verify: bool, progress: ByteProgress | None
+    ) -> None:
         """Read a chunk into the memory. Errors are raised by `wait`.
 
         Args:
             writer: writes the bytes.
             chunk: one of `chunks`.
             verify: compare the chunk with its digest.
+            progress: called with the number of bytes that were read.
         """
         hasher = blake3() if verify else None
         source = ByteRange(self.entry.name, chunk.start, chunk.end)
         event, error = None, None
         try:
-            event = writer.write(source, self.memory[chunk.start : chunk.end], hasher)
+            event = writer.write(source, self.memory[chunk.start : chunk.end], hasher, self._allocated)
             problem = None if hasher is None else chunk.problem(hasher.hexdigest())
             error = None if problem is None else DigestError([problem])
         except DigestError as read_error:
@@ -73,6 +77,8 @@ class ArrivingFile:
         except Exception as unexpected_error:  # noqa: BLE001 - the thread would end, and a call would wait for ever
             message = f"the file cannot be loaded: {unexpected_error}"
             error = DigestError([Problem(rule="D1", where=self.entry.name, message=message)])
+        if progress is not None:
+            progress(chunk.end - chunk.start)
         with self._arrival:
             if error is None:
                 self._events[chunk.index] = event
@@ -110,16 +116,27 @@ class ArrivingFiles:
     The threads end when the object is gone: keep it as long as files are to arrive.
     """
 
-    def __init__(self, device: torch.device, reader: WeightReader, *, verify: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        reader: WeightReader,
+        *,
+        verify: bool,
+        progress: ByteProgress | None = None,
+        is_staged: bool | None = None,
+    ) -> None:
         """Start to read nothing yet.
 
         Args:
             device: the device.
             reader: reads the files.
             verify: compare each chunk with its digest before it counts as arrived.
+            progress: called by the threads with the number of bytes that were read.
+            is_staged: see `DeviceWriter`.
         """
         self._device = device
-        self._writer = DeviceWriter(device, reader)
+        self._progress = progress
+        self._writer = DeviceWriter(device, reader, is_staged=is_staged)
         self._verify = verify
         self._threads = TransferThreads()
         self._files: dict[str, ArrivingFile] = {}
@@ -138,6 +155,8 @@ class ArrivingFiles:
             if entry.name not in self._files:
                 file = self._files[entry.name] = ArrivingFile(entry, self._device)
                 for chunk in file.chunks:
-                    self._threads.submit(partial(file.write_chunk, self._writer, chunk, verify=self._verify))
+                    self._threads.submit(
+                        partial(file.write_chunk, self._writer, chunk, verify=self._verify, progress=self._progress)
+                    )
             files[entry.name] = self._files[entry.name]
         return files

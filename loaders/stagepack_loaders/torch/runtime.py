@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from stagepack_loaders.torch.device_memory import PlannedTorchStage
     from stagepack_loaders.torch.prepare import PreparedTorchStage
     from stagepack_loaders.torch.streaming import StreamedTorchStage
 
@@ -56,16 +57,19 @@ class TorchRuntime(Runtime):
 
     def prepare(
         self, bundle: Bundle, placement: "Mapping[int, torch.device]", options: PrepareOptions
-    ) -> "Mapping[int, PreparedTorchStage | StreamedTorchStage]":
+    ) -> "Mapping[int, PreparedTorchStage | StreamedTorchStage | PlannedTorchStage]":
         """See `Runtime`. Stages on one device share the tensors that are one tensor in the model."""
-        from stagepack_loaders.torch.prepare import prepare_stages
-        from stagepack_loaders.torch.streaming import prepare_streamed_stages
+        if options.device_memory is not None:
+            from stagepack_loaders.torch.device_memory import prepare_planned_stages
 
-        return (
-            prepare_streamed_stages(bundle, placement, options)
-            if options.stream
-            else prepare_stages(bundle, placement, options)
-        )
+            return prepare_planned_stages(bundle, placement, options)
+        if options.stream:
+            from stagepack_loaders.torch.streaming import prepare_streamed_stages
+
+            return prepare_streamed_stages(bundle, placement, options)
+        from stagepack_loaders.torch.prepare import prepare_stages
+
+        return prepare_stages(bundle, placement, options)
 
     def compile_stages(
         self,

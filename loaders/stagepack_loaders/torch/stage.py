@@ -17,6 +17,7 @@ from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.module_call import ModuleCallBody
 from stagepack_loaders.torch.slots import register_weight, submodule
 from stagepack_loaders.torch.state import StageState
+from stagepack_loaders.window_plan import Residency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class TorchStage(Container):
         runtime: ``"torch"``.
         graph: the graph of the stage.
         device: the device of its weights, which its inputs are moved to.
+        residency: with ``device_memory=``, which weights stay in the memory of the device; otherwise None.
     """
 
     runtime = "torch"
@@ -55,6 +57,7 @@ class TorchStage(Container):
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         state_names: Collection[str] = (),
+        residency: Residency | None = None,
     ) -> None:
         """Register the modules and the weights.
 
@@ -63,10 +66,12 @@ class TorchStage(Container):
             tensors: the weights, by value name.
             device: their device.
             state_names: the names of the buffers that calls write.
+            residency: which weights stay in the memory of the device, if not all do.
         """
         super().__init__()
         self.graph = code.graph
         self.device = device
+        self.residency = residency
         # In an object, not registered as a child module: the names in state_dict are the model's own.
         self._code = code
         for path, module in called_modules(code.module_calls):

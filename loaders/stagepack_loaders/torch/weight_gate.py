@@ -3,6 +3,7 @@
 A gate answers: it waits until the bytes of a weight are there, or brings them, and may reuse the memory after the last use.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -96,29 +97,21 @@ def build_gated_module(
     builder = GraphBuilder(graph, regions, operators, device)
     # The names of values are identifiers: none has a space.
     given_names = {weight.value: f"given {weight.value}" for weight in graph.weights}
-    uses_by_first_step: dict[int, list[int]] = {}
-    uses_by_last_step: dict[int, list[int]] = {}
+    acquired, released = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for use_index, use in enumerate(uses):
-        uses_by_first_step.setdefault(use.first_step, []).append(use_index)
-        uses_by_last_step.setdefault(use.last_step, []).append(use_index)
+        acquired[use.first_step].append(use_index)
+        released[use.last_step].append(use_index)
     steps: list[Step] = []
-    for step_number, step in enumerate(builder.steps(items)):
-        for use_index in uses_by_first_step.get(step_number, []):
+    # What is only returned is acquired after the last step.
+    for step_number, step in enumerate([*builder.steps(items), None]):
+        context = None if step is None else step.context
+        for use_index in acquired[step_number]:
             weight_names = [graph.weights[index].value for index in uses[use_index].weights]
-            steps.append(
-                FunctionStep(
-                    _acquire,
-                    (gate, use_index),
-                    [given_names[weight_name] for weight_name in weight_names],
-                    weight_names,
-                    step.context,
-                )
-            )
-        steps.append(step)
-        steps += [
-            FunctionStep(_release, (gate, use_index), [], [], step.context)
-            for use_index in uses_by_last_step.get(step_number, [])
-        ]
+            given = [given_names[weight_name] for weight_name in weight_names]
+            steps.append(FunctionStep(_acquire, (gate, use_index), given, weight_names, context))
+        if step is not None:
+            steps.append(step)
+            steps += [FunctionStep(_release, (gate, use_index), [], [], context) for use_index in released[step_number]]
     return builder.build_module(
         [*(value.name for value in graph.inputs), *given_names.values()], steps, tuple_of(graph.outputs), None, "Stage"
     )

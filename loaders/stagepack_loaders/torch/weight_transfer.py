@@ -15,7 +15,8 @@ from stagepack_loaders.weight_reading import DIRECT_ALIGNMENT, WeightReader
 # A piece is read into memory, hashed, and copied to the device. Smaller ones cost more of the interpreter lock: 16 MiB chunks of 8 GB
 # in pieces of 1 MiB are 8,000 reads. Larger ones need more page-locked memory, which takes 0.3 s per GB to allocate.
 PIECE_BYTES: Final = 4 * 2**20
-_PINNED_PIECES: Final = 2
+_STAGED_PIECES: Final = 2
+_HASHED_BYTES: Final = 2**20
 _MOST_THREADS: Final = 16
 
 
@@ -93,15 +94,17 @@ class ByteRange:
 class DeviceWriter:
     """Writes bytes of files into the memory of one device. It is called by the threads that do it."""
 
-    def __init__(self, device: torch.device, reader: WeightReader) -> None:
+    def __init__(self, device: torch.device, reader: WeightReader, *, is_staged: bool | None = None) -> None:
         """Allocate nothing yet.
 
         Args:
             device: the device.
             reader: reads the files.
+            is_staged: read into memory of the host first, and copy from there; by default unless the device is the CPU.
         """
         self.device = device
         self._reader = reader
+        self._is_staged = device.type != "cpu" if is_staged is None else is_staged
         self._of_thread = threading.local()
 
     def write(self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None, after: Any = None) -> Any:
@@ -119,63 +122,91 @@ class DeviceWriter:
         Raises:
             DigestError: the file cannot be read.
         """
-        if self.device.type == "cpu":
-            self._read(source, 0, _writeable_view(memory), hasher)
-            return None
-        return self._write_through_pinned_memory(source, memory, hasher, after)
+        if self._is_staged:
+            return self._write_staged(source, memory, hasher, after)
+        self._write_directly(source, memory, hasher)
+        return None
 
-    def _read(self, source: ByteRange, offset: int, memory: memoryview, hasher: Hasher | None) -> None:
-        """Read the bytes of a range from an offset on. The pieces are small enough to be in the cache when they are hashed."""
-        piece_bytes = 2**20 if hasher is not None else len(memory)
-        for position in range(0, len(memory), max(1, piece_bytes)):
-            piece = memory[position : position + piece_bytes]
-            self._reader.read_into(source.file_name, source.start + offset + position, piece)
+    def _write_directly(self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None) -> None:
+        """Read into memory of the host. The pieces are small enough to be in the cache when they are hashed."""
+        piece_bytes = _HASHED_BYTES if hasher is not None else max(1, len(memory))
+        for offset in range(0, len(memory), piece_bytes):
+            piece = _writeable_view(memory[offset : offset + piece_bytes])
+            self._reader.read_into(source.file_name, source.start + offset, piece)
             if hasher is not None:
                 hasher.update(piece)
 
-    def _write_through_pinned_memory(
-        self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None, after: Any
-    ) -> Any:
+    def _write_staged(self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None, after: Any) -> Any:
+        """Read into pieces of page-locked memory, from which the device copies while the next piece is read."""
         if not hasattr(self._of_thread, "staging"):
-            self._of_thread.staging = _PinnedPieces(self.device)
-        staging: _PinnedPieces = self._of_thread.staging
-        if after is not None:
-            staging.stream.wait_event(after)
+            self._of_thread.staging = _Staging(self.device)
+        staging: _Staging = self._of_thread.staging
+        staging.begin(memory, after)
         for offset in range(0, len(memory), PIECE_BYTES):
             device_piece = memory[offset : offset + PIECE_BYTES]
-            pinned_piece = staging.next_piece()[: len(device_piece)]
-            view = _writeable_view(pinned_piece)
+            staged_piece = staging.next_piece()[: len(device_piece)]
+            view = _writeable_view(staged_piece)
             self._reader.read_into(source.file_name, source.start + offset, view)
             if hasher is not None:
                 hasher.update(view)
-            staging.copy(pinned_piece, device_piece)
+            staging.copy(staged_piece, device_piece)
+        return staging.end()
+
+
+class _Staging:
+    """The pieces of host memory of one thread, and the stream that copies them to the device. The CPU, in tests, has no streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._memory = torch.empty(PIECE_BYTES * _STAGED_PIECES, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self._pieces: list[torch.Tensor] = list(self._memory.split(PIECE_BYTES))
+        self._copied: list[Any] = [None] * len(self._pieces)
+        self._index = 0
+
+    def begin(self, memory: torch.Tensor, after: Any) -> None:
+        """Begin to write memory of the device, which is in use before the event `after`."""
+        if self._stream is not None:
+            # If the memory is freed before the copies are made, the allocator keeps it until they are.
+            memory.record_stream(self._stream)
+            if after is not None:
+                self._stream.wait_event(after)
+
+    def next_piece(self) -> torch.Tensor:
+        """Return host memory whose last copy is finished."""
+        self._index = (self._index + 1) % len(self._pieces)
+        if self._copied[self._index] is not None:
+            self._copied[self._index].synchronize()
+        return self._pieces[self._index]
+
+    def copy(self, staged_piece: torch.Tensor, device_piece: torch.Tensor) -> None:
+        """Begin to copy the memory that `next_piece` returned."""
+        if self._stream is None:
+            device_piece.copy_(staged_piece)
+            return
+        with torch.cuda.stream(self._stream):
+            device_piece.copy_(staged_piece, non_blocking=True)
+        self._copied[self._index] = self._record()
+
+    def end(self) -> Any:
+        """Return the event after which all copies are made."""
+        return None if self._stream is None else self._record()
+
+    def _record(self) -> Any:
         event = torch.cuda.Event()
-        event.record(staging.stream)
+        event.record(self._stream)
         return event
 
 
-class _PinnedPieces:
-    """The page-locked memory of one thread, and the stream that copies it to the device."""
+def current_event(device: torch.device) -> Any:
+    """Return an event after all work that the current stream of a device was given; None on the CPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        memory = torch.empty(PIECE_BYTES * _PINNED_PIECES, dtype=torch.uint8, pin_memory=True)
-        assert not memory.data_ptr() % DIRECT_ALIGNMENT
-        self._pieces: list[torch.Tensor] = list(memory.split(PIECE_BYTES))
-        self._copied = [torch.cuda.Event() for _ in self._pieces]
-        self._index = 0
-
-    def next_piece(self) -> torch.Tensor:
-        """Return memory whose last copy is finished."""
-        self._index = (self._index + 1) % len(self._pieces)
-        self._copied[self._index].synchronize()
-        return self._pieces[self._index]
-
-    def copy(self, pinned_piece: torch.Tensor, device_piece: torch.Tensor) -> None:
-        """Begin to copy the memory that `next_piece` returned."""
-        with torch.cuda.stream(self.stream):
-            device_piece.copy_(pinned_piece, non_blocking=True)
-        self._copied[self._index].record(self.stream)
+    Memory that was just allocated may still be in use by work that was given before.
+    """
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def empty_bytes(byte_count: int, device: torch.device) -> torch.Tensor:

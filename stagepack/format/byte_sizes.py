@@ -1,0 +1,32 @@
+"""Numbers of bytes as users write them."""
+
+import re
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_byte_size(size: int | str) -> int:
+    """Parse a number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
+
+    Args:
+        size: the number with its unit; a plain number counts bytes.
+
+    Returns:
+        The number of bytes, rounded down, below 2 ** 63.
+
+    Raises:
+        ValueError: `size` is not a number of bytes, or is 2 ** 63 bytes or more.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(size))
+    unit = match[2].replace("k", "K") if match else "?"
+    if match is None or unit not in _UNITS:
+        raise ValueError(f"expected a number of bytes such as 24GiB, 24GB or 25769803776, found {size!r}")
+    scale = _UNITS[unit]
+    byte_count = int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
+    if byte_count >= 2**63:
+        raise ValueError(f"expected fewer than 2 ** 63 bytes, found {size!r}")
+    return byte_count
