@@ -41,7 +41,7 @@ class ModelOrigin:
         signature: how the model is called.
         symbols: the dynamic sizes.
         producer: the versions of stagepack and torch that captured the model.
-        plan: how the model is cut.
+        plan: how the model is cut; None if that is not known.
         device: the type of the device that the model was captured on.
         seed: the seed of the random numbers of the example.
         files: further files of the bundle by name, such as ``config.json``.
@@ -50,7 +50,7 @@ class ModelOrigin:
     signature: Signature
     symbols: tuple[Symbol, ...]
     producer: Producer
-    plan: Plan
+    plan: Plan | None
     device: str
     seed: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)

@@ -5,18 +5,17 @@ would have.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagepack.bundle_writing import INDEX_FILE_NAME, ModelOrigin, write_bundle
-from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.file_writing import FileRange
-from stagepack.format.graph import Graph, Weight
+from stagepack.bundle_content import further_files, recorded_example, stored_tensors
+from stagepack.bundle_writing import ModelOrigin, write_bundle
+from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
-from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
+from stagepack.format.reader import Bundle
 from stagepack.format.validate import check_graph, raise_problems
-from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
+from stagepack.format.weights import StoredTensor
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.joining import join_stages
 from stagepack.opening import BundleSource, opened
@@ -118,9 +117,11 @@ def recut_with_options(
         plan=partition.plan,
         device=manifest.device,
         seed=manifest.seed,
-        files=_further_files(bundle),
+        files=further_files(bundle),
     )
-    write_bundle(out, partition.cut, whole_model.weights, lambda _: _example(bundle), origin, overwrite=overwrite)
+    write_bundle(
+        out, partition.cut, whole_model.weights, lambda _: recorded_example(bundle), origin, overwrite=overwrite
+    )
     return Bundle(out)
 
 
@@ -172,41 +173,9 @@ def _join(bundle: Bundle) -> _WholeModel:
     locations: dict[str, tuple[Path, StoredTensor]] = {}
     for stage_number, stage_graph in enumerate(stage_graphs):
         locations.update(bundle.tensors(stage_number, stage_graph))
-    return _WholeModel(graph=graph, weights=_tensor_source(locations, graph.weights))
+    return _WholeModel(graph=graph, weights=stored_tensors(locations, graph.weights))
 
 
 def _cut(whole_model: _WholeModel, cut_options: CutOptions) -> Partition:
     weight_bytes = {tensor: spec.nbytes for tensor, spec in whole_model.weights.specs.items()}
     return partition_graph(whole_model.graph, graph_costs(whole_model.graph, weight_bytes), cut_options)
-
-
-def _further_files(bundle: Bundle) -> dict[str, bytes]:
-    """The files of a bundle that do not depend on its cut, such as ``config.json``, less the example."""
-    stage_files = {
-        file_name for stage in bundle.stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files)
-    }
-    rewritten_files = stage_files | {EXAMPLE_FILE_NAME, INDEX_FILE_NAME}
-    return {file_name: bundle.read(file_name) for file_name in bundle.files if file_name not in rewritten_files}
-
-
-def _example(bundle: Bundle) -> TensorSource:
-    if bundle.example is None:
-        return _tensor_source({})
-    header = read_weight_header(bundle.example)
-    return _tensor_source({tensor: (bundle.example, stored) for tensor, stored in header.items()})
-
-
-def _tensor_source(locations: Mapping[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> TensorSource:
-    """The tensors of weight files, and the weights of zeros, which no file stores."""
-    specs = {
-        tensor: TensorSpec(name=tensor, dtype=TORCH_DTYPES[stored.dtype], shape=stored.shape)
-        for tensor, (_, stored) in locations.items()
-    }
-    for weight in weights:
-        if weight.zeros:
-            specs[weight.stored] = TensorSpec(name=weight.stored, dtype=weight.dtype, shape=weight.shape)
-    return TensorSource(specs=specs, read=lambda tensor: [_file_range(*locations[tensor])])
-
-
-def _file_range(path: Path, stored: StoredTensor) -> FileRange:
-    return FileRange(path=path, start=stored.start, size=stored.end - stored.start)

@@ -12,18 +12,20 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stagepack.bundle_content import further_files, recorded_example, stored_tensors
+from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.errors import CaptureError, WriteError
-from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.file_writing import FileRange, Piece
+from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
-from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
-from stagepack.format.writer import BundleWriter, check_output_path
+from stagepack.format.weights import StoredTensor
+from stagepack.format.writer import BundleWriter, Pieces, TensorSource, check_output_path
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import open_bundle
+from stagepack.partition.cut import Cut, CutStage
 
 _SHOWN_PROBLEMS = 10
 
@@ -74,14 +76,14 @@ def replace_weights(
     opened.check_digests(opened.files)
     progress("read the checkpoint")
     new_weights = _open_source(source)
-    readers = _readers(opened, new_weights, os.fspath(source))
+    replacements = _replacements(opened, new_weights, os.fspath(source))
     try:
         temporary = TemporaryFolder(Path(os.path.abspath(out)))
     except OSError as error:
         raise WriteError(f"{out}: cannot write there: {error.strerror}") from None
     with temporary:
         progress("write")
-        filled = _write_filled(opened, new_weights.files, readers, temporary.path / "filled")
+        filled = _write_filled(opened, new_weights.files, replacements, temporary.path / "filled")
         if opened.example is None:
             answers: dict[str, torch.Tensor] = {}
         else:
@@ -114,8 +116,8 @@ def _open_source(source: str | os.PathLike[str]) -> _Source:
     return _Source(tensors=tensors, required_names=model.state_dict().keys(), files=model_files(model))
 
 
-def _readers(bundle: Bundle, source: _Source, source_name: str) -> dict[str, Callable[[], Sequence[Piece]]]:
-    """How each stored tensor that is replaced is read.
+def _replacements(bundle: Bundle, source: _Source, source_name: str) -> dict[str, CheckpointTensor]:
+    """The new tensor of each stored tensor that is replaced, by stored name.
 
     Raises:
         CaptureError: the source has other weights than the graphs.
@@ -129,7 +131,7 @@ def _readers(bundle: Bundle, source: _Source, source_name: str) -> dict[str, Cal
     problems = [
         f"{weight_name} is not in the graph" for weight_name in source.required_names if weight_name not in known_names
     ]
-    readers: dict[str, Callable[[], Sequence[Piece]]] = {}
+    replacements: dict[str, CheckpointTensor] = {}
     for weight in weights.values():
         candidates = [weight_name for weight_name in weight.names if weight_name in source.tensors]
         if not candidates:
@@ -144,18 +146,15 @@ def _readers(bundle: Bundle, source: _Source, source_name: str) -> dict[str, Cal
             problems.append(f"{' and '.join(candidates)} are one weight in the graph, and differ")
         elif weight.base is not None or (weight.kind == "constant"):
             problems.append(f"{candidates[0]} shares memory with other weights in the graph")
-        elif weight.zeros:
-            if not is_all_zeros(tensor.read().contiguous()):
-                problems.append(f"{candidates[0]} is all zeros in the graph")
         else:
-            readers[weight.stored] = partial(_pieces, tensor)
+            replacements[weight.stored] = tensor
     if problems:
         shown = "; ".join(problems[:_SHOWN_PROBLEMS])
         more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
         raise CaptureError(
             f"{source_name}: does not fit the graph of {bundle.path}: {shown}{more}: export it by a capture"
         )
-    return readers
+    return replacements
 
 
 def _described(dtype: str, shape: Sequence[int]) -> str:
@@ -174,48 +173,58 @@ def _octets(tensor: CheckpointTensor) -> memoryview:
     return tensor_bytes(tensor.read().contiguous())
 
 
-def _pieces(tensor: CheckpointTensor) -> Sequence[Piece]:
+def _pieces(tensor: CheckpointTensor) -> Pieces:
     return [_octets(tensor)] if tensor.location is None else [tensor.location]
 
 
 def _write_filled(
-    bundle: Bundle, files: Mapping[str, bytes], readers: Mapping[str, Callable[[], Sequence[Piece]]], path: Path
+    bundle: Bundle, files: Mapping[str, bytes], replacements: Mapping[str, CheckpointTensor], path: Path
 ) -> Bundle:
     """Write the bundle with the new weights and without an example."""
-    weight_files = {file_name for stage in bundle.stages for file_name in stage.weights}
-    left_out = {file_name for stage in bundle.stages for file_name in stage.onnx_files} | {EXAMPLE_FILE_NAME}
-    with BundleWriter(path, overwrite=False) as writer:
-        for file_name, entry in bundle.files.items():
-            if file_name in files:
-                writer.write_file(file_name, [files[file_name]])
-            elif file_name in weight_files:
-                header = read_weight_header(bundle.path / file_name)
-                read = partial(_new_or_old_pieces, readers, bundle.path / file_name, header)
-                writer.write_tensors(file_name, map(_spec, header.values()), read)
-            elif file_name not in left_out:
-                writer.link_file(bundle.path / file_name, entry)
-        stages = tuple(msgspec.structs.replace(stage, onnx=None) for stage in bundle.stages)
-        writer.finish(msgspec.structs.replace(bundle.manifest, stages=stages))
+    graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+    locations: dict[str, tuple[Path, StoredTensor]] = {}
+    for stage_number, graph in enumerate(graphs):
+        locations.update(bundle.tensors(stage_number, graph))
+    old_tensors = stored_tensors(locations, [weight for graph in graphs for weight in graph.weights])
+
+    def read(stored_name: str) -> Pieces:
+        return _pieces(replacements[stored_name]) if stored_name in replacements else old_tensors.read(stored_name)
+
+    stages = [
+        CutStage(graph=_with_new_zeros(graph, replacements), added_count=stage.added, node_runs=stage.places)
+        for graph, stage in zip(graphs, bundle.stages, strict=True)
+    ]
+    manifest = bundle.manifest
+    origin = ModelOrigin(
+        signature=manifest.signature,
+        symbols=manifest.symbols,
+        producer=manifest.producer,
+        plan=manifest.plan,
+        device=manifest.device,
+        seed=manifest.seed,
+        files={**further_files(bundle), **files},
+    )
+    write_bundle(
+        path,
+        Cut(stages=tuple(stages), edges=bundle.edges),
+        TensorSource(specs=old_tensors.specs, read=read),
+        lambda _: TensorSource(specs={}, read=read),
+        origin,
+        overwrite=False,
+    )
     return Bundle(path)
 
 
-def _new_or_old_pieces(
-    readers: Mapping[str, Callable[[], Sequence[Piece]]],
-    path: Path,
-    header: Mapping[str, StoredTensor],
-    stored_name: str,
-) -> Sequence[Piece]:
-    if stored_name in readers:
-        return readers[stored_name]()
-    return [_file_range(path, header[stored_name])]
+def _with_new_zeros(graph: Graph, replacements: Mapping[str, CheckpointTensor]) -> Graph:
+    """The graph, whose buffers of zeros are stored if they are no zeros any more."""
 
+    def is_zero(weight: Weight) -> bool:
+        tensor = replacements.get(weight.stored)
+        return weight.zeros and (tensor is None or is_all_zeros(tensor.read().contiguous()))
 
-def _spec(stored: StoredTensor) -> TensorSpec:
-    return TensorSpec(name=stored.name, dtype=TORCH_DTYPES[stored.dtype], shape=stored.shape)
-
-
-def _file_range(path: Path, stored: StoredTensor) -> FileRange:
-    return FileRange(path=path, start=stored.start, size=stored.end - stored.start)
+    return msgspec.structs.replace(
+        graph, weights=tuple(msgspec.structs.replace(weight, zeros=is_zero(weight)) for weight in graph.weights)
+    )
 
 
 def _answers(filled: Bundle, bundle: Bundle, allow_ops: Collection[str]) -> dict[str, torch.Tensor]:
@@ -235,14 +244,13 @@ def _write_finished(
     with BundleWriter(out, overwrite=overwrite) as writer:
         for file_name, entry in filled.files.items():
             writer.link_file(filled.path / file_name, entry)
-        if bundle.example is not None:
-            example_path = bundle.example
-            header = read_weight_header(example_path)
+        example = recorded_example(bundle)
 
-            def read(stored_name: str) -> Sequence[Piece]:
-                if stored_name in answers:
-                    return [tensor_bytes(answers[stored_name].contiguous())]
-                return [_file_range(example_path, header[stored_name])]
+        def read(stored_name: str) -> Pieces:
+            if stored_name in answers:
+                return [tensor_bytes(answers[stored_name].contiguous())]
+            return example.read(stored_name)
 
-            writer.write_tensors(EXAMPLE_FILE_NAME, map(_spec, header.values()), read)
+        if example.specs:
+            writer.write_tensors(EXAMPLE_FILE_NAME, example.specs.values(), read)
         writer.finish(filled.manifest)
