@@ -21,6 +21,7 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
 from stagepack_loaders.torch.arriving_files import ArrivingFiles
+from stagepack_loaders.torch.streaming import prepare_streamed_stages
 from stagepack_loaders.weight_reading import FolderReader
 
 
@@ -169,6 +170,22 @@ def _copy(bundle: Bundle, folder: Path) -> Bundle:
     for file_name in [*bundle.files, "manifest.json"]:
         (folder / file_name).write_bytes((bundle.path / file_name).read_bytes())
     return stagepack.open(folder)
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_a_stage_that_does_not_ask_is_ready_when_its_weights_are(bundle: Bundle, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    x = torch.randn(2, 2048)
+    stage = prepare_streamed_stages(bundle, {0: cpu}, PrepareOptions())[0].finish(verify=True)
+    assert torch.equal(stage(x)[0], stagepack.load(bundle)(x))
+    changed = _copy(bundle, tmp_path)
+    [weight_file] = changed.stages[0].weights
+    with open(changed.path / weight_file, "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"x")
+    prepared = prepare_streamed_stages(changed, {0: cpu}, PrepareOptions())[0]
+    with pytest.raises(DigestError, match="expected blake3"):
+        prepared.finish(verify=True)
 
 
 @pytest.mark.parametrize("is_staged", [False, True])

@@ -63,13 +63,20 @@ class TorchRuntime(Runtime):
             from stagepack_loaders.torch.device_memory import prepare_planned_stages
 
             return prepare_planned_stages(bundle, placement, options)
-        if options.stream:
-            from stagepack_loaders.torch.streaming import prepare_streamed_stages
-
-            return prepare_streamed_stages(bundle, placement, options)
         from stagepack_loaders.torch.prepare import prepare_stages
+        from stagepack_loaders.torch.streaming import prepare_streamed_stages
 
-        return prepare_stages(bundle, placement, options)
+        # The CPU maps weight files. Into the memory of a GPU several threads copy, which hash the bytes on their way.
+        streamed = {
+            stage_number: device
+            for stage_number, device in placement.items()
+            if options.stream or device.type == "cuda"
+        }
+        mapped = {stage_number: device for stage_number, device in placement.items() if stage_number not in streamed}
+        return {
+            **prepare_stages(bundle, mapped, options),
+            **prepare_streamed_stages(bundle, streamed, options),
+        }
 
     def compile_stages(
         self,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
@@ -21,13 +22,15 @@ from stagepack_loaders.weight_reading import FolderReader, WeightReader
 class Arrivals:
     """The files on their way to each device."""
 
-    def __init__(self, reader: WeightReader) -> None:
+    def __init__(self, reader: WeightReader, progress: ByteProgress | None) -> None:
         """Read nothing yet.
 
         Args:
             reader: reads the weight files.
+            progress: called by threads with the number of bytes that were read.
         """
         self._reader = reader
+        self._progress = progress
         self._files: dict[torch.device, ArrivingFiles] = {}
 
     def files(self, device: torch.device, *, verify: bool) -> ArrivingFiles:
@@ -38,16 +41,16 @@ class Arrivals:
             verify: compare chunks with their digests.
         """
         if device not in self._files:
-            self._files[device] = ArrivingFiles(device, self._reader, verify=verify)
+            self._files[device] = ArrivingFiles(device, self._reader, verify=verify, progress=self._progress)
         return self._files[device]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedTorchStage:
-    """A stage that is built, and that will be ready before its weights are read.
+    """A stage that is built, and whose weights threads will read into the memory of its device.
 
     Attributes:
-        code: what it will run, with a `GatedModule` as compiled module.
+        code: what it will run. With a `GatedModule` as compiled module, the stage is ready before its weights are.
         uses: the uses of its weights.
         stored_tensors: the file and the position of each stored tensor, by name.
         device: the device it will run on.
@@ -68,15 +71,16 @@ class StreamedTorchStage:
         return TorchStage.runtime
 
     def finish(self, *, verify: bool) -> TorchStage:
-        """Begin to read the weights. Returns when the buffers that calls write are there.
+        """Begin to read the weights. Returns when all are there, or, with a `GatedModule`, the buffers that calls write.
 
         Args:
             verify: compare each chunk of a weight file with its digest before it is computed with.
 
         Raises:
-            DigestError: the file of a buffer cannot be read, or is not the one that the manifest lists.
+            DigestError: a file cannot be read, or is not the one that the manifest lists.
         """
         stage_entry = self.bundle.stages[self.stage_number]
+        self.bundle.fetch(stage_entry.weights)
         arriving_files = self.arrivals.files(self.device, verify=verify)
         weights = ArrivingWeights(
             self.code.graph,
@@ -86,33 +90,33 @@ class StreamedTorchStage:
             self.device,
             arriving_files,
         )
-        weights.wait(
-            [weight.value for weight in self.code.graph.weights if weight.names[0] in stage_entry.state],
-        )
-        module = self.code.compiled_module
-        assert isinstance(module, GatedModule)
-        module.weights = weights
+        if isinstance(self.code.compiled_module, GatedModule):
+            state_names = stage_entry.state
+            weights.wait([weight.value for weight in self.code.graph.weights if weight.names[0] in state_names])
+            self.code.compiled_module.weights = weights
+        else:
+            weights.wait()
         return TorchStage(self.code, weights.tensors, self.device, stage_entry.state)
 
 
 def prepare_streamed_stages(
     bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
 ) -> dict[int, StreamedTorchStage]:
-    """Read and check stages, all but their weights, which will arrive while they run.
+    """Read and check stages, all but their weights; with ``options.stream`` these will arrive while the stages run.
 
     Raises:
         DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
     """
-    arrivals = Arrivals(options.weight_reader or FolderReader(bundle.path))
+    arrivals = Arrivals(options.weight_reader or FolderReader(bundle.path), options.progress)
     prepared_stages = {}
     for stage_number, device in placement.items():
         parts = read_parts(bundle, stage_number, options)
-        uses = weight_uses(parts.folded, parts.graph)
+        uses = weight_uses(parts.folded, parts.graph) if options.stream else []
         code = build_code(bundle, stage_number, parts, device, options)
         prepared_stages[stage_number] = StreamedTorchStage(
             bundle=bundle,
             stage_number=stage_number,
-            code=gate_code(code, parts, device, uses),
+            code=gate_code(code, parts, device, uses) if options.stream else code,
             uses=uses,
             stored_tensors=bundle.tensors(stage_number, parts.graph),
             device=device,
