@@ -13,8 +13,9 @@ from torch.export import ExportedProgram
 
 from stagepack.bundle_writing import ExampleRecorder, ModelOrigin, write_bundle
 from stagepack.capture.dimension_names import dimension_names
-from stagepack.capture.hugging_face import AnswerDiffersError, answers_are_identical
+from stagepack.capture.hugging_face import AnswerDiffersError, are_identical
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.model_run import run_model
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
@@ -29,7 +30,7 @@ from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import LinearizedProgram, linearize_program
-from stagepack.linearize.example import EXAMPLE_SEED, record_example
+from stagepack.linearize.example import EXAMPLE_SEED, example_tensors, run_example
 from stagepack.linearize.filled_model import TensorLocations, fill_modules
 from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.partition.costs import graph_costs
@@ -199,7 +200,7 @@ def export_capture(
         # Before the weights are written, since it may fail.
         progress("run the example")
         written_tensors = [program.weights.tensors[weight] for weight in _written_weights(program)]
-        example = record_example(capture, program.signature, written_tensors)
+        example = example_tensors(capture, program.signature, run_example(capture, written_tensors))
         recorder = lambda _: example  # noqa: E731
     progress("write")
     try:
@@ -224,9 +225,11 @@ def _record_from_files(
     assert capture.model is not None
     compared = [] if capture.capture_loaded is None else [capture.program.module()]
     fill_modules([capture.model, *compared], capture, program.weights, locations, _written_weights(program))
-    if compared and not answers_are_identical(capture.model, compared[0], capture.inputs):
-        raise AnswerDiffersError
-    return record_example(capture, program.signature, ())
+    answer = run_example(capture)
+    for module in compared:
+        if not are_identical(answer, run_model(module, capture.inputs, seed=EXAMPLE_SEED)):
+            raise AnswerDiffersError
+    return example_tensors(capture, program.signature, answer)
 
 
 def _written_weights(program: LinearizedProgram) -> tuple[str, ...]:

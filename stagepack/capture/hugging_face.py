@@ -96,16 +96,16 @@ def _capture_exactly(exporter: Callable[[Any, Inputs], Capture], model: torch.nn
         CaptureError: the exporter fails, or the program answers otherwise than the model.
     """
     capture = exporter(model, inputs)
-    if not answers_are_identical(model, capture.program.module(), capture.inputs):
+    model_answer = run_model(model, capture.inputs, seed=0)
+    if not are_identical(model_answer, run_model(capture.program.module(), capture.inputs, seed=0)):
         raise CaptureError("the program's answer differs from the model's")
     return capture
 
 
-def answers_are_identical(model: torch.nn.Module, program: torch.nn.Module, inputs: Inputs) -> bool:
-    """Whether a model and its captured program answer an example with the same bits."""
-    model_answer = tree_leaves(run_model(model, inputs, seed=0))
-    program_answer = tree_leaves(run_model(program, inputs, seed=0))
-    return len(model_answer) == len(program_answer) and all(map(_is_identical, model_answer, program_answer))
+def are_identical(answer: Any, other_answer: Any) -> bool:
+    """Whether two answers, of a model and of its captured program, have the same bits; every NaN equals every other."""
+    leaves, other_leaves = tree_leaves(answer), tree_leaves(other_answer)
+    return len(leaves) == len(other_leaves) and all(map(_is_identical, leaves, other_leaves))
 
 
 def _is_identical(first: Any, second: Any) -> bool:

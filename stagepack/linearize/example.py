@@ -1,6 +1,7 @@
 """Record the answer of the original model to its example, for a self-check anywhere."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -18,13 +19,27 @@ from stagepack.linearize.tensor_memory import dtype_name, tensor_bytes
 EXAMPLE_SEED = 0
 
 
-def record_example(capture: Capture, signature: Signature, written: Iterable[torch.Tensor]) -> TensorSource:
-    """Run the original model once, and return its inputs and its answer as tensors.
+def run_example(capture: Capture, written: Iterable[torch.Tensor] = ()) -> Any:
+    """Run the original model once on its example.
 
     Args:
         capture: the captured model. The model and its inputs stay as they are.
-        signature: how the model is called.
         written: the tensors of the model that it writes.
+
+    Raises:
+        CaptureError: the model fails.
+    """
+    model = capture.program.module() if capture.model is None else capture.model
+    return run_model(model, capture.inputs, seed=EXAMPLE_SEED, written=written)
+
+
+def example_tensors(capture: Capture, signature: Signature, answer: Any) -> TensorSource:
+    """Return the inputs of the example and the answer of the model as tensors.
+
+    Args:
+        capture: the captured model.
+        signature: how the model is called.
+        answer: the answer, from `run_example`.
 
     Returns:
         The inputs as ``input.NAME`` and the leaves of the answer as ``output.INDEX``; numbers are 0-dimensional tensors.
@@ -36,8 +51,6 @@ def record_example(capture: Capture, signature: Signature, written: Iterable[tor
     tensors = {
         f"input.{tensor_name}": torch.as_tensor(bound.value).detach().clone() for tensor_name, bound in inputs.items()
     }
-    model = capture.program.module() if capture.model is None else capture.model
-    answer = run_model(model, capture.inputs, seed=EXAMPLE_SEED, written=written)
     try:
         results = list(flatten_tree(signature.result, answer, "the answer"))
     except InputError as error:
