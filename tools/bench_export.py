@@ -79,10 +79,14 @@ def _measure(results: BenchmarkResults, folder: Path, options: argparse.Namespac
     )
     copies: list[dict[str, float]] = []
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
-    for _ in range(options.runs):
+    for run in range(options.runs):
         for way in options.ways:
-            measured[way].append(_measure_process(way, folder, options))
+            # In turn which of the two is first: the first one may find more of the source in the page cache.
+            if run % 2:
+                measured[way].append(_measure_process(way, folder, options))
             copies.append(_measure_copy(source, folder / "copy"))
+            if not run % 2:
+                measured[way].append(_measure_process(way, folder, options))
     for way, runs in measured.items():
         middle = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "digest"}
         rate = weight_bytes / middle["weights_s"] / 1e9 if middle["weights_s"] else 0.0

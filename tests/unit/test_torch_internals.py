@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import transformers
 from torch.export import Dim
 
 from stagepack import torch_internals
@@ -349,3 +350,37 @@ def test_the_compiler_and_the_onnx_exporter_are_imported_only_when_they_are_used
     code = f"{imports}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_fake_tensors_and_the_mode_that_sees_operators() -> None:
+    seen = []
+
+    class Recorder(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with canary("models cannot be captured without their weights"):
+        with torch_internals.FakeTensorMode():
+            tensor = torch.ones(2, 3)
+        with Recorder():
+            parameter = torch.nn.Parameter(tensor[...])
+        assert isinstance(parameter, torch_internals.FakeTensor)
+        assert seen[-1] is torch.ops.aten.detach.default
+        with pytest.raises(torch_internals.DataDependentError):
+            parameter.sum().item()
+
+
+def test_checkpoint_tensors_of_transformers_can_be_replaced(tmp_path: Path) -> None:
+    model = transformers.LlamaModel(
+        transformers.LlamaConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=4
+        )
+    )
+    model.save_pretrained(tmp_path)
+    with canary("Hugging Face models are loaded into memory to be exported"):
+        replaced = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+        with torch_internals.replaced_checkpoint_tensors(lambda _, __: replaced):
+            found = transformers.LlamaModel.from_pretrained(tmp_path)
+        assert bool(found.embed_tokens.weight.eq(1).all())
+        assert not bool(found.rotary_emb.inv_freq.eq(1).all())
