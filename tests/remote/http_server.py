@@ -36,6 +36,11 @@ class Reply:
 Misbehavior = Callable[[str, int, Reply], Any]
 
 
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Print nothing when a client has gone."""
+
+
 @dataclass
 class HttpServer:
     """The server, which serves in threads while it is used as a context.
@@ -74,7 +79,7 @@ class HttpServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _QuietServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
