@@ -57,6 +57,29 @@ def test_a_script_that_does_not_close_ends_with_its_own_status(layers: Bundle, l
     assert not any(is_running(int(number)) for number in finished.stdout.split())
 
 
+def test_a_fork_has_results_of_its_own_and_leaves_the_pipeline_to_its_parent(layers: Bundle) -> None:
+    script = [
+        "import os, sys, torch, stagepack",
+        "pipeline = stagepack.load(sys.argv[1], processes=2)",
+        "ids = torch.arange(2_000) % 10",
+        "result, expected = pipeline(ids), pipeline(ids).clone()",
+        "if not os.fork():",
+        "    result.zero_()",
+        "    try:",
+        "        pipeline(ids)",
+        "    except stagepack.errors.OptionError as error:",
+        "        print(error)",
+        "    pipeline.close()",
+        "    sys.exit()",
+        "assert os.wait()[1] == 0",
+        "assert torch.equal(result, expected) and torch.equal(pipeline(ids), expected)",
+        "pipeline.close()",
+    ]
+    finished = run_script(script, str(layers.path))
+    assert finished.returncode == 0, finished.stderr
+    assert "this process is a fork of the one that has loaded the pipeline" in finished.stdout
+
+
 def test_a_pipeline_that_nobody_has_any_more_ends_its_processes(layers: Bundle) -> None:
     pipeline = stagepack.load(layers, processes=2)
     pipeline(IDS)

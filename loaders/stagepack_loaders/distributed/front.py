@@ -88,7 +88,7 @@ class FrontProcess:
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
         self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
         self._senders = RouteSenders(self._group, membership.links)
-        self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols)
+        self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols, copies=True)
         self.trace = GroupTrace(range(self._group.size), self.command)
         self._worker = StageWorker(bundle.manifest, membership, self._senders, self._record_failure, self.trace.spans)
         self._threads = [

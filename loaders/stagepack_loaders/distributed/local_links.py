@@ -84,10 +84,8 @@ class LinkSender:
             with self._lock:
                 while self._read_acknowledgement():
                     pass
-            self._wait_until(lambda: self.blocks.used_count < _MOST_BLOCKS)
             byte_count = sum(aligned(body.nbytes) for body in bodies)
-            with self._lock:
-                number, address, descriptor = self.blocks.take(byte_count)
+            number, address, descriptor = self._take_block(byte_count)
             new_bytes = 0 if descriptor is None else os.fstat(descriptor).st_size
         for body in bodies:
             ctypes.memmove(address, body.data_ptr(), body.nbytes)
@@ -102,6 +100,19 @@ class LinkSender:
                 os.close(descriptor)
         self._sent_count += 1
         return LinkTransfer(self, self._sent_count)
+
+    def _take_block(self, byte_count: int) -> tuple[int, int, int | None]:
+        """Take a block; if there are too many, or the system has no more files or memory, wait for one that the receiver returns."""
+        most_blocks = _MOST_BLOCKS
+        while True:
+            self._wait_until(lambda limit=most_blocks: self.blocks.used_count < limit)  # type: ignore[misc]
+            with self._lock:
+                try:
+                    return self.blocks.take(byte_count)
+                except OSError as error:
+                    most_blocks = self.blocks.used_count
+                    if not most_blocks:
+                        raise ConnectionLostError(f"no memory can be shared with the other process: {error}") from None
 
     def wait(self, message_number: int) -> None:
         """Return when the other process has taken a message.
@@ -181,8 +192,10 @@ class LinkReceiver:
             size, ancillary, flags, _ = self.connection.recvmsg_into(
                 [self._words, head.view], socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
             )
-            if not size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if not size or flags & socket.MSG_TRUNC:
                 raise ConnectionLostError("the connection is closed")
+            if flags & socket.MSG_CTRUNC:
+                raise ConnectionLostError("this process has too many open files to share memory with another one")
             number, byte_count, new_bytes = _BLOCK_WORDS.unpack(self._words)
             for _, _, content in ancillary:
                 descriptor = array("i", content)[0]

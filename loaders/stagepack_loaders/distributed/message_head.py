@@ -37,6 +37,7 @@ class MessageHead:
 
     def data(self, layout: ValueLayout) -> torch.Tensor:
         """The data of a value; empty for a value without elements that is not there."""
-        if layout.data_offset is None:
-            return self.memory[:0]
-        return self.memory[layout.data_offset : layout.data_offset + layout.byte_count]
+        if layout.data_offset is None or not layout.byte_count:
+            return torch.empty(0, dtype=torch.uint8)
+        # Its storage is its own bytes alone, which is what is written when a caller saves it.
+        return torch.frombuffer(self.view, dtype=torch.uint8, count=layout.byte_count, offset=layout.data_offset)

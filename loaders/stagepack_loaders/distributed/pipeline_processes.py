@@ -1,11 +1,12 @@
 """The processes of a pipeline: started, started again when one is lost, and ended with the pipeline."""
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from stagepack.errors import StageLostError, StagepackError
+from stagepack.errors import OptionError, StageLostError, StagepackError
 from stagepack_loaders.distributed.front import FrontProcess
 
 # How long calls in flight have when the pipeline was not closed before this process ends, or before it is collected.
@@ -66,6 +67,7 @@ class PipelineProcesses:
         self._is_closed = False
         self._failure: StagepackError | None = None
         self._starting_thread: int | None = None
+        self._process_id = os.getpid()
 
     @property
     def lost(self) -> StagepackError | None:
@@ -87,16 +89,23 @@ class PipelineProcesses:
                 raise
 
     def check_ready(self) -> None:
-        """Refuse calls while the processes are started, but for those that prepare them.
+        """Refuse calls while the processes are started, but for those that prepare them, and calls of a fork of this process.
 
         Raises:
+            OptionError: this process is a fork of that which has loaded the pipeline.
             StagepackError: why the processes are not there.
         """
+        if self._is_forked():
+            raise OptionError(
+                "this process is a fork of the one that has loaded the pipeline: load the bundle here, too"
+            )
         if self._failure is not None and threading.get_ident() != self._starting_thread:
             raise self._failure
 
     def close(self) -> None:
         """Answer the calls in flight, and end the processes. A start that is under way is given up."""
+        if self._is_forked():
+            return
         self._is_closing.set()
         with self._lock:
             if self._is_closed:
@@ -113,12 +122,18 @@ class PipelineProcesses:
 
     def end(self) -> None:
         """End the processes soon: nobody waits for their answers any more."""
+        if self._is_forked():
+            return
         self._is_closing.set()
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._launcher.stop(wait=self.front.close(_FORGOTTEN_SECONDS))
             self.front.join_threads()
+
+    def _is_forked(self) -> bool:
+        """Whether this is a fork of the process that has the threads and uses the connections."""
+        return os.getpid() != self._process_id
 
     def _start(self) -> None:
         self._starting_thread = threading.get_ident()

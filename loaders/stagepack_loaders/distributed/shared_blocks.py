@@ -64,6 +64,9 @@ class WrittenBlocks:
 
         Returns:
             Its number, its address, and for a new block its file descriptor, which the caller closes.
+
+        Raises:
+            OSError: the system has no more memory, or this process too many open files.
         """
         for number, block in self._blocks.items():
             if block.is_returned and byte_count <= block.array.nbytes <= max(2 * byte_count, _SMALLEST_BLOCK):
@@ -71,9 +74,14 @@ class WrittenBlocks:
                 return number, block.address, None
         capacity = max(byte_count, _SMALLEST_BLOCK)
         descriptor = os.memfd_create("stagepack", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, capacity)
+        try:
+            os.ftruncate(descriptor, capacity)
+            block = _map_block(descriptor, capacity)
+        except OSError:
+            os.close(descriptor)
+            raise
         self._next_number += 1
-        self._blocks[self._next_number] = block = _map_block(descriptor, capacity)
+        self._blocks[self._next_number] = block
         return self._next_number, block.address, descriptor
 
     def clear(self) -> None:

@@ -67,7 +67,13 @@ class RouteReceivers:
     """Receives what the routes to a process bring, request by request."""
 
     def __init__(
-        self, group: ProcessGroup, links: LocalLinks, routes: Sequence[Route], symbols: Sequence[Symbol]
+        self,
+        group: ProcessGroup,
+        links: LocalLinks,
+        routes: Sequence[Route],
+        symbols: Sequence[Symbol],
+        *,
+        copies: bool = False,
     ) -> None:
         """Expect the first messages of the routes that end at this process.
 
@@ -76,12 +82,15 @@ class RouteReceivers:
             links: the routes between this process and others of its machine.
             routes: all routes of the pipeline.
             symbols: the symbols of the manifest.
+            copies: copy values out of memory that another process writes: the caller may keep them, and fork.
         """
         memory = ReceiveMemory()
         self._receivers = []
         for route in routes:
             if route in links.receivers:
-                self._receivers.append(_RouteReceiver(route, _LinkMessages(links.receivers[route]), symbols))
+                self._receivers.append(
+                    _RouteReceiver(route, _LinkMessages(links.receivers[route], memory if copies else None), symbols)
+                )
             elif route.target_rank == group.rank:
                 self._receivers.append(_RouteReceiver(route, _GroupMessages(group, route, symbols, memory), symbols))
         self._last_number = 0
@@ -200,8 +209,9 @@ def _arrived(body: tuple[torch.Tensor, Transfer]) -> torch.Tensor:
 class _LinkMessages:
     """What a route brings by a link. Large values are there as soon as their first message."""
 
-    def __init__(self, receiver: LinkReceiver) -> None:
+    def __init__(self, receiver: LinkReceiver, copy_memory: ReceiveMemory | None) -> None:
         self._receiver = receiver
+        self._copy_memory = copy_memory
         self._content: torch.Tensor | None = None
 
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
@@ -217,7 +227,8 @@ class _LinkMessages:
         for byte_count in byte_counts:
             if self._content is None or self._content.nbytes < byte_count:
                 raise ConnectionLostError("the data of another program: large values are missing")
-            bodies.append(self._content[:byte_count])
+            body = self._content[:byte_count]
+            bodies.append(body if self._copy_memory is None else self._copy_memory.take(byte_count).copy_(body))
             self._content = self._content[aligned(byte_count) :]
         return bodies
 
