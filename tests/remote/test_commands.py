@@ -94,6 +94,7 @@ def test_pull(server: HttpServer, served: Path, tmp_path: Path) -> None:
     assert "exists" in run("pull", f"{server.url}/large.stagepack", "-o", out).output
 
 
+@pytest.mark.slow
 def test_processes_of_stages(url: str, served: Path) -> None:
     ids = torch.arange(6).reshape(2, 3)
     expected = stagepack.load(served / "tiny.stagepack")(ids)["logits"]

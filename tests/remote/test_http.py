@@ -210,7 +210,7 @@ def drip(name: str, _index: int, reply: Reply) -> None:
         (status(403), RemoteError, "credentials"),
         (status(500), RemoteError, "tried 5 times"),
         (status(416), DigestError, "D1"),
-        (drip, RemoteError, "too slowly"),
+        pytest.param(drip, RemoteError, "too slowly", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_keeps_failing_is_refused(
