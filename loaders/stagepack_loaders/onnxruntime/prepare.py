@@ -1,7 +1,7 @@
 """Check the ONNX files of stages, then make sessions of them."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -80,10 +80,15 @@ class PreparedOnnxRuntimeStage:
             )
             weights.keep(self.bundle.stages[self.stage_number].state, copied_files)
         else:
-            self.bundle.check_digests(unchecked_files, self.options.progress)
+            self._check(unchecked_files)
         # ONNX Runtime takes no model without outputs.
         session = self._make_session(copied_files) if self.onnx.model.outputs else None
         return OnnxRuntimeStage(self.bundle, self.stage_number, self.device, session, weights)
+
+    def _check(self, file_names: Iterable[str]) -> None:
+        """Compare weight files with their digests, unless they are unchanged since they were compared."""
+        progress, unchanged = self.options.progress, self.options.unchanged
+        open_weight_files(self.bundle, file_names, verify=True, copy=False, progress=progress, unchanged=unchanged)
 
     def _make_session(self, copied_files: Mapping[str, WeightFile]) -> onnxruntime.InferenceSession:
         """Make the session. It copies what it needs of the copied files, and maps others as far as it does not rearrange their tensors."""
