@@ -87,7 +87,7 @@ class ArrivingFile:
             self._arrival.notify_all()
 
     def wait(self, start: int, end: int) -> None:
-        """Return when a range of bytes has arrived; on a device, for all work that the current stream is given from now on.
+        """Return when a range of bytes has arrived.
 
         Args:
             start: the first byte of the range.
@@ -102,8 +102,9 @@ class ArrivingFile:
                 if chunk.index in self._errors:
                     raise DigestError(list(self._errors[chunk.index].problems))
                 event = self._events[chunk.index]
+            # Not the current stream alone: later calls may be made on others.
             if event is not None:
-                torch.cuda.current_stream(self.memory.device).wait_event(event)
+                event.synchronize()
 
     def has_arrived(self) -> bool:
         """Whether all chunks have arrived, without an error."""
