@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import stagepack
@@ -198,3 +198,70 @@ def test_a_model_larger_than_the_memory_is_exported(how: str, error: str | None,
     else:
         assert run.stderr == ""
         assert stagepack.open(tmp_path / "m.stagepack").manifest.stages[3].weight_bytes == 6 * 2**24
+
+
+class RandomFeatures(torch.nn.Module):
+    """A buffer of random numbers that are drawn after those of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.embedding = torch.nn.Linear(16, 16), torch.nn.Embedding(5, 16)
+        torch.nn.init.orthogonal_(self.first.weight)
+        torch.nn.init.trunc_normal_(self.first.bias)
+        self.register_buffer("features", torch.randn(16, 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ self.features + self.embedding.weight[0, :4]
+
+
+class UsesData(torch.nn.Module):
+    """A module that needs the data of its parameter when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 16)
+        self.size = float(self.first.weight.detach().numpy().max() > -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * self.size
+
+
+class DerivedBuffer(torch.nn.Module):
+    """A buffer that is computed from the first content of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 16)
+        self.register_buffer("twice", self.first.weight.detach() * 2, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ self.twice
+
+
+@pytest.mark.parametrize("module_class", [RandomFeatures, UsesData, DerivedBuffer])
+def test_a_module_that_needs_more_than_shapes(module_class: type[torch.nn.Module], tmp_path: Path) -> None:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return module_class()
+
+    torch.manual_seed(1)
+    trained = module_class().state_dict()
+    save_file(trained, tmp_path / "c.safetensors")
+    args = (torch.randn(2, 16),)
+    found = stagepack.export(make, args, weights=tmp_path / "c.safetensors", out=tmp_path / "found.stagepack")
+    model = make()
+    model.load_state_dict(trained)
+    assert found.digest == stagepack.export(model, args, out=tmp_path / "expected.stagepack").digest
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    model, _ = named("decoders-llama")[0].build()
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = torch.zeros(3, 4)
+    save_file(tensors, path, metadata={"format": "pt"})
+    for deferred in (True, False):
+        with pytest.raises(CaptureError, match=r"lm_head.weight is \[3, 4\] .*; model.norm.weight is missing"):
+            capture_pretrained(str(tmp_path / "model"), Inputs(), deferred=deferred)

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DeferredTensors
 from stagepack.errors import CaptureError
-from stagepack.torch_internals import FakeTensor
+from stagepack.torch_internals import FakeTensor, TorchDispatchMode, tree_leaves, tree_map_tensors
 
 Made = TypeVar("Made")
 
@@ -29,9 +29,39 @@ def _parameters_without_data(deferred: DeferredTensors) -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(replace_parameter)
     try:
-        yield
+        with _RandomNumbers():
+            yield
     finally:
         hook.remove()
+
+
+class _RandomNumbers(TorchDispatchMode):
+    """Draws the random numbers of tensors without data, too: what is drawn after them must be what it is with data."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Used again and again: the heap would grow by pieces of large tensors that come and go between small ones.
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, dict(kwargs)))):
+            real_args, real_kwargs = tree_map_tensors(self._with_data, (args, dict(kwargs)))
+            func(*real_args, **real_kwargs)
+        return func(*args, **kwargs)
+
+    def _with_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Any data for a tensor without."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        byte_count = tensor.untyped_storage().nbytes()
+        if len(self._memory) < byte_count:
+            self._memory = torch.empty(byte_count, dtype=torch.uint8)
+        elements = self._memory[:byte_count].view(tensor.dtype)
+        return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def make_with_checkpoint(
@@ -52,28 +82,34 @@ def make_with_checkpoint(
     """
     tensors = read_checkpoint(path)
     deferred = DeferredTensors()
-    try:
-        with _parameters_without_data(deferred):
-            made = make_model()
+    random_state = torch.get_rng_state()
+    with contextlib.suppress(_MadeWithoutDataError):
+        made = _make_without_data(make_model, deferred)
         _load(module_of(made), tensors, os.fspath(path), deferred)
-    except Exception as error:
-        if not _is_for_lack_of_data(error):
-            raise
-    else:
-        return made, deferred
+        if all(tensor in deferred for tensor in _tensors_without_data(module_of(made))):
+            return made, deferred
+    torch.set_rng_state(random_state)
     made = make_model()
     _load(module_of(made), tensors, os.fspath(path), None)
     return made, None
 
 
-def _is_for_lack_of_data(error: BaseException) -> bool:
-    """Whether an error of a user's function came from an operator on a tensor without data, as far as one can tell."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if "FakeTensor" in str(cause) or "fake_tensor" in type(cause).__module__:
-            return True
-        cause = cause.__cause__
-    return False
+class _MadeWithoutDataError(Exception):
+    """A module cannot be made without data; what is wrong with it, its user is told when it is made with data."""
+
+
+def _make_without_data(make_model: Callable[[], Made], deferred: DeferredTensors) -> Made:
+    try:
+        with _parameters_without_data(deferred):
+            return make_model()
+    except Exception as error:
+        raise _MadeWithoutDataError from error
+
+
+def _tensors_without_data(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, FakeTensor):
+            yield tensor
 
 
 def _load(

@@ -22,6 +22,8 @@ from stagepack.extras import explain_missing_packages
 from stagepack.format.weights import ALIGNMENT
 from stagepack.torch_internals import replaced_checkpoint_tensors
 
+_SHOWN_PROBLEMS = 5
+
 
 def is_transformers_model(model: object) -> bool:
     """Whether a module is a model of transformers. Imports nothing."""
@@ -53,15 +55,37 @@ def load_pretrained(source: str, deferred: DeferredTensors | None = None) -> Any
         class_names = getattr(config, "architectures", None) or ["AutoModel"]
         model_class: Any = getattr(transformers, class_names[0], transformers.AutoModel)
         with contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
-            model = model_class.from_pretrained(source).eval()
-    except (OSError, ValueError, KeyError) as error:
+            model, loading_info = model_class.from_pretrained(
+                source, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CaptureError(f"{source}: transformers cannot load it: {format_torch_error(error)}") from error
     finally:
         if shows_progress:
             transformers.utils.logging.enable_progress_bar()
+    _check_all_loaded(source, type(model).__name__, loading_info)
+    model.eval()
     if deferred is None:
         _align_weights(model)
     return model
+
+
+def _check_all_loaded(source: str, class_name: str, loading_info: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint without some weights of the model, for which transformers would draw random ones.
+
+    Raises:
+        CaptureError: weights are missing, or have other shapes than in the model.
+    """
+    problems = [
+        f"{name} is {list(found)} instead of {list(expected)}"
+        for name, found, expected in sorted(loading_info["mismatched_keys"])
+    ] + [f"{name} is missing" for name in sorted(loading_info["missing_keys"])]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+        raise CaptureError(
+            f"{source}: the checkpoint does not have the weights of {class_name}: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}: look at "
+            "the architectures of its config.json, or save the model again"
+        )
 
 
 @contextlib.contextmanager
