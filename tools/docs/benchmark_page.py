@@ -17,6 +17,7 @@ SECTION_TITLES = {
     "graph_load": "Loading a graph",
     "export": "Exporting",
     "load": "Loading weights on the CPU",
+    "gpu_load": "Loading weights on a GPU",
     "compile": "Compiling",
     "onnx": "ONNX Runtime: cut against whole",
     "serve": "Serving",
