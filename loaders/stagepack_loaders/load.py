@@ -111,8 +111,9 @@ def load(
         compiled: a folder that ``stagepack compile`` wrote for this bundle and this kind of device. Its native code is run.
         stream: return at once; threads read the weights into memory in the order of their first use, and a call waits for each weight
             at its first use. With ``verify="full"``, its bytes are compared with their digests before they are computed with, so it
-            is a call that raises `DigestError`. Parameters that you read yourself may not be there before
-            `TorchStage.wait_for_weights` returns. Not with `compile`, `compiled` and `processes`; only in torch.
+            is a call that raises `DigestError`. `state_dict`, `load_state_dict`, `to` and copies wait too; before you read or write
+            the content of ``parameters()``, call `TorchStage.wait_for_weights`: until then it is undefined, and what you write may be
+            overwritten. Not with `compile`, `compiled` and `processes`; only in torch.
         device_memory: the memory for weights on each device, in bytes or as ``"8GiB"``. If the weights are larger, some stay there, and
             the others pass through a part of it in each call, read ahead from their files; `TorchStage.residency` says how many.
             Gradients are not recorded then. Not with `stream`, `copy`, `compile`, `compiled` and `processes`; only in torch.

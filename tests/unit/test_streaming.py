@@ -3,7 +3,7 @@
 import copy
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,68 @@ def test_a_copy_and_a_state_dict_have_all_weights(bundle: Bundle) -> None:
         assert all(torch.equal(expected[weight_name], state_entries[weight_name]) for weight_name in expected)
 
 
+def _of_part(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda stage: function(stage.last)
+
+
+@pytest.mark.usefixtures("no_gradients")
+@pytest.mark.parametrize(
+    "function",
+    [
+        copy.deepcopy,
+        lambda module: module.double(),
+        lambda module: module.to(torch.float64),
+        lambda module: module.state_dict(),
+        lambda module: module.load_state_dict(
+            {key: value * 0 for key, value in module.named_parameters()}, strict=False
+        ),
+    ],
+    ids=["deepcopy", "double", "to", "state_dict", "load_state_dict"],
+)
+@pytest.mark.parametrize("of", [lambda function: function, _of_part], ids=["stage", "part"])
+def test_what_reads_or_replaces_weights_waits_for_them(
+    bundle: Bundle, of: Callable[[Any], Callable[[Any], Any]], function: Callable[[Any], Any]
+) -> None:
+    function = of(function)
+    expected_stage: Any = stagepack.load_stage(bundle, 0, copy=True)
+    expected = function(expected_stage)
+    reader = HoldingReader(bundle.path, CHUNK_BYTES)
+    stage: Any = _stream(bundle, reader).stages[0]
+    timer = threading.Timer(0.05, reader.rest.set)
+    timer.start()
+    result = function(stage)
+    assert reader.rest.is_set()
+    timer.join()
+    for got, wanted in ((_tensors(result), _tensors(expected)), (_tensors(stage), _tensors(expected_stage))):
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def _tensors(result: Any) -> dict[str, torch.Tensor]:
+    if isinstance(result, nn.Module):
+        return result.state_dict()
+    return result if isinstance(result, dict) else {}
+
+
+class OverwrittenReader(HoldingReader):
+    """Overwrites the weights of a stage after each read, as a user may do who does not wait for them."""
+
+    weights: tuple[torch.Tensor, ...] = ()
+
+    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
+        super().read_into(file_name, start, memory)
+        for weight in self.weights:
+            weight.detach().zero_()
+
+
+def test_a_write_before_the_weights_are_there_does_not_make_the_file_a_damaged_one(bundle: Bundle) -> None:
+    reader = OverwrittenReader(bundle.path, CHUNK_BYTES)
+    stage: Any = _stream(bundle, reader).stages[0]
+    reader.weights = tuple(stage.parameters())
+    reader.rest.set()
+    stage.wait_for_weights()
+
+
 @pytest.mark.usefixtures("no_gradients")
 def test_a_changed_chunk_fails_the_call_that_needs_it(bundle: Bundle, tmp_path: Path) -> None:
     changed = _copy(bundle, tmp_path)
@@ -200,3 +262,36 @@ def test_files_arrive_also_through_staging_memory(bundle: Bundle, is_staged: boo
     assert file.has_arrived()
     assert file.memory.numpy().tobytes() == (bundle.path / weight_file).read_bytes()
     assert sum(counted) == file.entry.size
+
+
+class Tied(nn.Module):
+    """Two stages that use one weight, once as it is stored and once transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.strided = nn.Parameter(torch.randn(8, 8).t())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(self.embedding(tokens)) @ self.strided
+        return self.last(hidden @ self.strided) @ self.embedding.weight.t()
+
+
+def test_a_weight_of_two_stages_is_one_parameter(tmp_path: Path) -> None:
+    tokens = torch.arange(4)
+    path = stagepack.export(Tied(), (tokens,), out=tmp_path / "m", stages=2).path
+    results = []
+    for stream in (False, True):
+        pipeline: Any = stagepack.load(path, stream=stream, copy=not stream)
+        first, last = (dict(stage.named_parameters()) for stage in pipeline.stages)
+        shared_names = first.keys() & last.keys()
+        assert "embedding.weight" in shared_names
+        assert all(first[name] is last[name] for name in shared_names)
+        optimizer = torch.optim.Adam([*{id(weight): weight for weight in pipeline.parameters()}.values()])
+        for _ in range(2):
+            optimizer.zero_grad()
+            pipeline(tokens).sum().backward()
+            optimizer.step()
+        results.append(pipeline.state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

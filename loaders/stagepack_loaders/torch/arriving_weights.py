@@ -16,6 +16,60 @@ from stagepack_loaders.torch.weight_gate import WeightUse
 from stagepack_loaders.torch.weights import as_weight, lay_out, zero_weight
 
 
+class ArrivingWeight:
+    """A weight on the memory of its arriving file. The stages on one device share those that are one tensor in the model.
+
+    Attributes:
+        tensor: the weight. Its content is undefined until `wait` returns.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        stored_tensors: Mapping[str, tuple[Path, StoredTensor]],
+        files: Mapping[str, ArrivingFile],
+        device: torch.device,
+    ) -> None:
+        """Make the tensor.
+
+        Args:
+            weight: its entry in the graph.
+            stored_tensors: the file and the position of each stored tensor, by name.
+            files: the files, by name.
+            device: their device.
+        """
+        self._weight = weight
+        self._location = _location(weight, stored_tensors, files)
+        self._lock = threading.Lock()
+        # A weight whose strides are not those of the stored tensor is a copy of it, made when it has arrived.
+        self._uncopied: torch.Tensor | None = None
+        if self._location is None:
+            tensor = zero_weight(weight, device)
+        elif weight.base is None and weight.strides is not None:
+            dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
+            tensor = torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=device)
+            self._uncopied = tensor
+        else:
+            tensor = _stored_weight(weight, self._location)
+        self.tensor = as_weight(weight, tensor)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Return when the weight has arrived.
+
+        Raises:
+            DigestError: a file cannot be read, or differs from the one that the manifest lists.
+        """
+        if self._location is None:
+            return
+        file, stored = self._location
+        file.wait(stored.start, stored.end)
+        with self._lock:
+            if self._uncopied is not None:
+                self._uncopied.copy_(_stored_weight(self._weight, self._location))
+                self._uncopied = None
+
+
 class ArrivingWeights:
     """The tensors of a stage, on the memory of its arriving files. It is the gate of the stage; see `WeightGate`.
 
@@ -27,33 +81,26 @@ class ArrivingWeights:
         self,
         graph: Graph,
         uses: Sequence[WeightUse],
-        stored_tensors: Mapping[str, tuple[Path, StoredTensor]],
-        files: Mapping[str, ArrivingFile],
-        device: torch.device,
-        sources: ArrivingFiles | None,
+        weights: Sequence[ArrivingWeight],
+        files: Sequence[ArrivingFile],
+        sources: ArrivingFiles,
     ) -> None:
-        """Make the tensors.
+        """Keep the weights.
 
         Args:
             graph: the graph of the stage.
             uses: the uses of its weights, from `weight_uses`.
-            stored_tensors: the file and the position of each stored tensor, by name.
-            files: the weight files of the stage, by name.
-            device: their device.
+            weights: its weights, in the order of the graph.
+            files: its weight files.
             sources: what reads the files; kept until they have arrived.
         """
         self._uses = uses
-        self._weights = graph.weights
-        self._locations = [_location(weight, stored_tensors, files) for weight in graph.weights]
-        self._files = list(files.values())
-        self._sources = sources
-        # Weights whose strides are not those of the stored tensor are copies of it, made when it has arrived.
-        self._uncopied: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._weights = {weight.value: arriving for weight, arriving in zip(graph.weights, weights, strict=True)}
+        self._weight_list = list(weights)
+        self._files = files
+        self._sources: ArrivingFiles | None = sources
         self._waiting = [True] * len(uses)
-        self.tensors = {
-            weight.value: self._make_tensor(index, weight, device) for index, weight in enumerate(graph.weights)
-        }
+        self.tensors = {value_name: arriving.tensor for value_name, arriving in self._weights.items()}
 
     def acquire(self, use_index: int, given_weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """See `WeightGate`. The weights that the module was called with are returned: the user may have replaced them.
@@ -63,7 +110,7 @@ class ArrivingWeights:
         """
         if self._waiting[use_index]:
             for weight_index in self._uses[use_index].weights:
-                self._wait(weight_index)
+                self._weight_list[weight_index].wait()
             self._waiting[use_index] = False
         return given_weights
 
@@ -85,9 +132,10 @@ class ArrivingWeights:
         Raises:
             DigestError: a file cannot be read, or differs from the one that the manifest lists.
         """
-        for weight_index, weight in enumerate(self._weights):
-            if value_names is None or weight.value in value_names:
-                self._wait(weight_index)
+        if self._sources is None:
+            return
+        for value_name in self._weights if value_names is None else value_names:
+            self._weights[value_name].wait()
         if value_names is None:
             for file in self._files:
                 file.wait(0, file.entry.size)
@@ -96,30 +144,6 @@ class ArrivingWeights:
     def run(self, module: GraphModule, values: tuple[Any, ...]) -> Any:
         """Call the module that asks for its weights."""
         return module(*values)
-
-    def _make_tensor(self, index: int, weight: Weight, device: torch.device) -> torch.Tensor:
-        location = self._locations[index]
-        if location is None:
-            return as_weight(weight, zero_weight(weight, device))
-        if weight.base is None and weight.strides is not None:
-            dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
-            tensor = torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=device)
-            self._uncopied[index] = tensor
-        else:
-            tensor = _stored_weight(weight, location)
-        return as_weight(weight, tensor)
-
-    @torch.no_grad()
-    def _wait(self, index: int) -> None:
-        location = self._locations[index]
-        if location is None:
-            return
-        file, stored = location
-        file.wait(stored.start, stored.end)
-        with self._lock:
-            if index in self._uncopied:
-                self._uncopied[index].copy_(_stored_weight(self._weights[index], location))
-                del self._uncopied[index]
 
 
 def _location(

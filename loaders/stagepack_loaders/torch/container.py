@@ -1,6 +1,6 @@
 """The modules of a loaded stage: they hold weights and other modules under the names of the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ class Container(torch.nn.Module):
     is_called = False
 
     _called_children: frozenset[str] = frozenset()
+
+    # Returns when the weights of the stage have arrived; None if they are there.
+    _wait: Callable[[], None] | None = None
 
     def __getitem__(self, module_name: int | str) -> torch.nn.Module:
         """Return the child module of that name.
@@ -65,6 +68,51 @@ class Container(torch.nn.Module):
                 children, key=lambda module_name: (int(split_call_path(module_name)[0]), module_name)
             ):
                 children[module_name] = children.pop(module_name)
+
+    def set_wait(self, wait: Callable[[], None]) -> None:
+        """Set what is called before weights are read or replaced, in this module and those inside it."""
+        for module in self.modules():
+            if isinstance(module, Container):
+                module._wait = wait  # noqa: SLF001 - of the same class
+
+    def wait_for_weights(self) -> None:
+        """Return when all weights of the stage are loaded, which is at once unless it was loaded with ``stream=True``.
+
+        `state_dict`, `load_state_dict`, `to` and copies wait on their own. `parameters` and `buffers` do not: before this returns, the
+        content of a weight is undefined, and what is written into it may be overwritten.
+
+        Raises:
+            DigestError: a weight file cannot be read, or is not the one that the manifest lists.
+        """
+        if self._wait is not None:
+            self._wait()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the parameters and persistent buffers by their names in the model, when all are loaded.
+
+        Raises:
+            DigestError: see `wait_for_weights`.
+        """
+        self.wait_for_weights()
+        return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.wait_for_weights()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # All conversions, such as `to`, `double` and `share_memory`.
+        self.wait_for_weights()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, when all weights are loaded.
+
+        Raises:
+            DigestError: see `wait_for_weights`.
+        """
+        self.wait_for_weights()
+        return {attribute: value for attribute, value in self.__dict__.items() if attribute != "_wait"}
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse the call.

@@ -82,6 +82,8 @@ class TorchStage(Container):
         self._state = StageState(weights, self._slots, state_names)
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, self._slots, strict=True)}
         connect(self, code.module_calls, slot_of_value)
+        if isinstance(code.compiled_module, GatedModule):
+            self.set_wait(code.compiled_module.weights.wait)
 
     @property
     def graph_module(self) -> GraphModule:
@@ -111,24 +113,6 @@ class TorchStage(Container):
         outputs: tuple[Any, ...] = module(*moved_values, *(slot.get() for slot in self._slots))
         return outputs
 
-    def wait_for_weights(self) -> None:
-        """Return when all weights are loaded, which is at once unless the stage was loaded with ``stream=True``.
-
-        Raises:
-            DigestError: a weight file cannot be read, or is not the one that the manifest lists.
-        """
-        if isinstance(self._code.compiled_module, GatedModule):
-            self._code.compiled_module.weights.wait()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the parameters and persistent buffers by their names in the model, when all are loaded.
-
-        Raises:
-            DigestError: see `wait_for_weights`.
-        """
-        self.wait_for_weights()
-        return super().state_dict(*args, **kwargs)
-
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading.
 
@@ -149,7 +133,7 @@ class TorchStage(Container):
         """Return a copy with weights of its own."""
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
-        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        duplicate.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return duplicate
 
     def __reduce_ex__(self, _: Any) -> NoReturn:

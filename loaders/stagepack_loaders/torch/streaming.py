@@ -1,5 +1,6 @@
 """Prepared stages whose weights arrive by threads: before the stage is ready, or while it runs."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.arriving_files import ArrivingFiles
-from stagepack_loaders.torch.arriving_weights import ArrivingWeights
+from stagepack_loaders.torch.arriving_weights import ArrivingWeight, ArrivingWeights
 from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.prepare import StageParts, build_code, read_parts
 from stagepack_loaders.torch.stage import StageCode, TorchStage
@@ -20,7 +21,11 @@ from stagepack_loaders.weight_reading import FolderReader, WeightReader
 
 
 class Arrivals:
-    """The files on their way to each device."""
+    """The files on their way to each device, and the weights in them.
+
+    Attributes:
+        weights: the weights of each device, by their first name.
+    """
 
     def __init__(self, reader: WeightReader, progress: ByteProgress | None) -> None:
         """Read nothing yet.
@@ -32,6 +37,7 @@ class Arrivals:
         self._reader = reader
         self._progress = progress
         self._files: dict[torch.device, ArrivingFiles] = {}
+        self.weights: defaultdict[torch.device, dict[str, ArrivingWeight]] = defaultdict(dict)
 
     def files(self, device: torch.device, *, verify: bool) -> ArrivingFiles:
         """Return the files on their way to a device.
@@ -82,12 +88,16 @@ class StreamedTorchStage:
         stage_entry = self.bundle.stages[self.stage_number]
         self.bundle.fetch(stage_entry.weights)
         arriving_files = self.arrivals.files(self.device, verify=verify)
+        files = arriving_files.add(self.bundle.files[file_name] for file_name in stage_entry.weights)
+        known_weights = self.arrivals.weights[self.device]
+        for weight in self.code.graph.weights:
+            if weight.names[0] not in known_weights:
+                known_weights[weight.names[0]] = ArrivingWeight(weight, self.stored_tensors, files, self.device)
         weights = ArrivingWeights(
             self.code.graph,
             self.uses,
-            self.stored_tensors,
-            arriving_files.add(self.bundle.files[file_name] for file_name in stage_entry.weights),
-            self.device,
+            [known_weights[weight.names[0]] for weight in self.code.graph.weights],
+            list(files.values()),
             arriving_files,
         )
         if isinstance(self.code.compiled_module, GatedModule):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy
 import torch
 
 from stagepack.format.threads import usable_cpu_count
@@ -16,7 +17,8 @@ from stagepack_loaders.weight_reading import DIRECT_ALIGNMENT, WeightReader
 # in pieces of 1 MiB are 8,000 reads. Larger ones need more page-locked memory, which takes 0.3 s per GB to allocate.
 PIECE_BYTES: Final = 4 * 2**20
 _STAGED_PIECES: Final = 2
-_HASHED_BYTES: Final = 2**20
+# On the CPU a piece is in the cache while it is hashed and copied.
+_CACHED_BYTES: Final = 2**20
 _MOST_THREADS: Final = 16
 
 
@@ -122,28 +124,22 @@ class DeviceWriter:
         Raises:
             DigestError: the file cannot be read.
         """
-        if self._is_staged:
+        if self._is_staged or hasher is not None:
             return self._write_staged(source, memory, hasher, after)
-        self._write_directly(source, memory, hasher)
+        self._reader.read_into(source.file_name, source.start, _writeable_view(memory))
         return None
 
-    def _write_directly(self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None) -> None:
-        """Read into memory of the host. The pieces are small enough to be in the cache when they are hashed."""
-        piece_bytes = _HASHED_BYTES if hasher is not None else max(1, len(memory))
-        for offset in range(0, len(memory), piece_bytes):
-            piece = _writeable_view(memory[offset : offset + piece_bytes])
-            self._reader.read_into(source.file_name, source.start + offset, piece)
-            if hasher is not None:
-                hasher.update(piece)
-
     def _write_staged(self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None, after: Any) -> Any:
-        """Read into pieces of page-locked memory, from which the device copies while the next piece is read."""
+        """Read into pieces of memory of the thread, from which the device copies while the next piece is read.
+
+        They are hashed there, also on the CPU: weights are visible to the user, who may write them.
+        """
         if not hasattr(self._of_thread, "staging"):
             self._of_thread.staging = _Staging(self.device)
         staging: _Staging = self._of_thread.staging
         staging.begin(memory, after)
-        for offset in range(0, len(memory), PIECE_BYTES):
-            device_piece = memory[offset : offset + PIECE_BYTES]
+        for offset in range(0, len(memory), staging.piece_bytes):
+            device_piece = memory[offset : offset + staging.piece_bytes]
             staged_piece = staging.next_piece()[: len(device_piece)]
             view = _writeable_view(staged_piece)
             self._reader.read_into(source.file_name, source.start + offset, view)
@@ -154,12 +150,16 @@ class DeviceWriter:
 
 
 class _Staging:
-    """The pieces of host memory of one thread, and the stream that copies them to the device. The CPU, in tests, has no streams."""
+    """The pieces of host memory of one thread, and the stream that copies them to the device. The CPU has no stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-        self._memory = torch.empty(PIECE_BYTES * _STAGED_PIECES, dtype=torch.uint8, pin_memory=self._stream is not None)
-        self._pieces: list[torch.Tensor] = list(self._memory.split(PIECE_BYTES))
+        if device.type == "cpu":
+            self._stream, self.piece_bytes = None, _CACHED_BYTES
+            self._pieces = [empty_bytes(_CACHED_BYTES, device)]
+        else:
+            self._stream, self.piece_bytes = torch.cuda.Stream(device), PIECE_BYTES
+            memory = torch.empty(PIECE_BYTES * _STAGED_PIECES, dtype=torch.uint8, pin_memory=True)
+            self._pieces = list(memory.split(PIECE_BYTES))
         self._copied: list[Any] = [None] * len(self._pieces)
         self._index = 0
 
@@ -181,7 +181,8 @@ class _Staging:
     def copy(self, staged_piece: torch.Tensor, device_piece: torch.Tensor) -> None:
         """Begin to copy the memory that `next_piece` returned."""
         if self._stream is None:
-            device_piece.copy_(staged_piece)
+            # torch would share the copy among threads of its own.
+            numpy.copyto(device_piece.numpy(), staged_piece.numpy())
             return
         with torch.cuda.stream(self._stream):
             device_piece.copy_(staged_piece, non_blocking=True)
