@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 
@@ -29,10 +30,11 @@ def orderly_termination() -> Iterator[None]:
     is_terminated = False
     try:
         yield
-    except _Terminated:
+    except _Terminated as error:
+        # Objects in these frames are cleaned up with their last reference, and the caller keeps the traceback until this one returns.
+        traceback.clear_frames(error.__traceback__)
         is_terminated = True
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Not in the `except` clause, where the traceback keeps objects alive that are cleaned up with their last reference.
     if is_terminated:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -78,6 +78,28 @@ def test_what_a_killed_recut_leaves_is_removed(
     assert os.listdir(tmp_path) == ["out.stagepack"]
 
 
+# The signal comes when the folder exists, and before the `with` statement is entered.
+EARLY_SIGNAL = """
+import os, pathlib, signal, sys
+from stagepack.cli.termination import orderly_termination
+from stagepack.format import temporary_folder
+
+def lock(folder):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return []
+
+temporary_folder._lock = lock
+with orderly_termination(), temporary_folder.TemporaryFolder(pathlib.Path(sys.argv[1])):
+    pass
+"""
+
+
+def test_a_signal_before_the_folder_is_used(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", EARLY_SIGNAL, str(tmp_path / "m.stagepack")])
+    assert run.returncode == -signal.SIGTERM
+    assert os.listdir(tmp_path) == []
+
+
 def test_the_folder_of_a_living_process_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "m.stagepack"
     abandoned = tmp_path / ".m.stagepack.01234567.part"
