@@ -238,7 +238,31 @@ class DerivedBuffer(torch.nn.Module):
         return self.first(x) @ self.twice
 
 
-@pytest.mark.parametrize("module_class", [RandomFeatures, UsesData, DerivedBuffer])
+class DerivedAttribute(torch.nn.Module):
+    """A tensor that is computed from the first content of a parameter, and is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 16)
+        self.twice = self.first.weight.detach() * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ self.twice
+
+
+class ParameterInList(torch.nn.Module):
+    """A parameter that the module also holds in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.nn.Parameter(torch.randn(16))]
+        self.scale = self.held[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.held[0] + self.scale
+
+
+@pytest.mark.parametrize("module_class", [RandomFeatures, UsesData, DerivedBuffer, DerivedAttribute, ParameterInList])
 def test_a_module_that_needs_more_than_shapes(module_class: type[torch.nn.Module], tmp_path: Path) -> None:
     def make() -> torch.nn.Module:
         torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -20,17 +21,25 @@ _SHOWN_NAMES = 5
 
 
 @contextlib.contextmanager
-def _parameters_without_data(deferred: DeferredTensors) -> Iterator[None]:
-    """Replace each parameter by one without data as soon as a module gets it. Buffers keep their data."""
+def _parameters_without_data(deferred: DeferredTensors) -> Iterator[list["weakref.ref[torch.Tensor]"]]:
+    """Replace each parameter by one without data as soon as a module gets it. Buffers keep their data.
+
+    Yields:
+        References to the parameters that were replaced.
+    """
+    replaced: list[weakref.ref[torch.Tensor]] = []
 
     def replace_parameter(_: torch.nn.Module, __: str, parameter: torch.nn.Parameter | None) -> Any:
         is_plain = type(parameter) is torch.nn.Parameter and parameter.device.type == "cpu"
-        return deferred.replace(parameter) if parameter is not None and is_plain else None
+        if parameter is None or not is_plain:
+            return None
+        replaced.append(weakref.ref(parameter))
+        return deferred.replace(parameter)
 
     hook = register_module_parameter_registration_hook(replace_parameter)
     try:
         with _RandomNumbers():
-            yield
+            yield replaced
     finally:
         hook.remove()
 
@@ -100,16 +109,22 @@ class _MadeWithoutDataError(Exception):
 
 def _make_without_data(make_model: Callable[[], Made], deferred: DeferredTensors) -> Made:
     try:
-        with _parameters_without_data(deferred):
-            return make_model()
+        with _parameters_without_data(deferred) as replaced:
+            made = make_model()
     except Exception as error:
         raise _MadeWithoutDataError from error
+    # Such as in a list of the module, where it is not replaced, and would keep its first data.
+    if any(parameter() is not None for parameter in replaced):
+        raise _MadeWithoutDataError
+    return made
 
 
 def _tensors_without_data(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if isinstance(tensor, FakeTensor):
-            yield tensor
+    # Parameters and buffers are in dicts among the attributes.
+    for submodule in module.modules():
+        for leaf in tree_leaves(vars(submodule)):
+            if isinstance(leaf, FakeTensor):
+                yield leaf
 
 
 def _load(
