@@ -36,11 +36,11 @@ def load_pretrained(source: str, deferred: DeferredTensors | None = None) -> Any
 
     Args:
         source: the folder or the hub name.
-        deferred: where the model's weights are deferred; None to load them. Weights that the checkpoint does not have, and buffers
-            that no checkpoint has, have the values that transformers computes for them.
+        deferred: where the model's weights are deferred; None to load them. Buffers that no checkpoint has have the values that
+            transformers computes for them.
 
     Raises:
-        CaptureError: there is no such folder, or transformers cannot load the model.
+        CaptureError: there is no such folder, transformers cannot load the model, or the checkpoint lacks weights of it.
         DataNeededError: the weights cannot be deferred.
         MissingPackageError: transformers is not installed.
     """
