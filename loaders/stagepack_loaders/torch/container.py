@@ -71,9 +71,10 @@ class Container(torch.nn.Module):
 
     def set_wait(self, wait: Callable[[], None]) -> None:
         """Set what is called before weights are read or replaced, in this module and those inside it."""
-        for module in self.modules():
-            if isinstance(module, Container):
-                module._wait = wait  # noqa: SLF001 - of the same class
+        self._wait = wait
+        for child in self.children():
+            if isinstance(child, Container):
+                child.set_wait(wait)
 
     def wait_for_weights(self) -> None:
         """Return when all weights of the stage are loaded, which is at once unless it was loaded with ``stream=True``.
