@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from stagepack.bundle_content import read_entry_point
 from stagepack.bundle_writing import INDEX_FILE_NAME
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
@@ -54,11 +55,28 @@ def compare_bundles(first: Bundle, second: Bundle) -> Differences:
     """
     if first.digest == second.digest:
         return Differences(graph=(), weights={}, plan=(), files=())
-    first_model, second_model = _Model.read(first), _Model.read(second)
+    graph_lines: list[str] = []
+    plan_lines: list[str] = []
+    weight_lines: dict[str, str] = {}
+    names = [[entry_point.name for entry_point in bundle.entry_points] for bundle in (first, second)]
+    for name in dict.fromkeys((*names[0], *names[1])):
+        if name not in names[0] or name not in names[1]:
+            graph_lines.append(f"entry point {name}: only in {'A' if name in names[0] else 'B'}")
+            continue
+        # The only entry point of both needs no name.
+        prefix = f"{name}: " if len(names[0]) + len(names[1]) > 2 else ""
+        first_model, second_model = _Model.read(first.select(name)), _Model.read(second.select(name))
+        differences = (
+            *_signature_differences(first_model.bundle, second_model.bundle),
+            *_graph_differences(first_model.graph, second_model.graph),
+        )
+        graph_lines += [prefix + line for line in differences]
+        plan_lines += [prefix + line for line in _plan_differences(first_model.bundle, second_model.bundle)]
+        weight_lines |= _weight_differences(first_model, second_model)
     return Differences(
-        graph=(*_signature_differences(first, second), *_graph_differences(first_model.graph, second_model.graph)),
-        weights=dict(_weight_differences(first_model, second_model)),
-        plan=tuple(_plan_differences(first, second)),
+        graph=tuple(graph_lines),
+        weights=weight_lines,
+        plan=tuple(plan_lines),
         files=tuple(_file_differences(first, second)),
     )
 
@@ -74,23 +92,18 @@ class _Model:
 
     @staticmethod
     def read(bundle: Bundle) -> "_Model":
-        stage_graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-        graph = join_stages(bundle.manifest, stage_graphs)
-        locations: dict[str, tuple[Path, StoredTensor]] = {}
-        for stage_number, stage_graph in enumerate(stage_graphs):
-            locations |= bundle.tensors(stage_number, stage_graph)
+        stored = read_entry_point(bundle)
+        graph = join_stages(bundle.entry_point, stored.graphs)
         weights = {weight_name: weight for weight in graph.weights for weight_name in weight.names}
-        return _Model(bundle=bundle, graph=graph, weights=weights, locations=locations)
+        return _Model(bundle=bundle, graph=graph, weights=weights, locations=stored.locations)
 
 
 def _signature_differences(first: Bundle, second: Bundle) -> Iterator[str]:
-    for field, title in (
-        ("signature", "how the model is called"),
-        ("symbols", "the dynamic sizes"),
-        ("device", "the device"),
-    ):
-        if getattr(first.manifest, field) != getattr(second.manifest, field):
+    for field, title in (("signature", "how the model is called"), ("symbols", "the dynamic sizes")):
+        if getattr(first.entry_point, field) != getattr(second.entry_point, field):
             yield f"{title}: differs"
+    if first.manifest.device != second.manifest.device:
+        yield "the device: differs"
 
 
 def _graph_differences(first: Graph, second: Graph) -> Iterator[str]:
@@ -197,7 +210,8 @@ def _file_differences(first: Bundle, second: Bundle) -> Iterator[str]:
     described = {
         file_name
         for bundle in (first, second)
-        for stage in bundle.stages
+        for entry_point in bundle.entry_points
+        for stage in entry_point.stages
         for file_name in (stage.graph, *stage.weights)
     } | {INDEX_FILE_NAME}
     for file_name in sorted({*first.files, *second.files} - described):

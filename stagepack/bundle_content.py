@@ -1,15 +1,18 @@
 """What a bundle stores, for another bundle that is made of it: tensors, the recorded example, files such as ``config.json``."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from stagepack.bundle_writing import INDEX_FILE_NAME
+from stagepack.bundle_writing import INDEX_FILE_NAME, EntryPointContent
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange
-from stagepack.format.graph import Weight
-from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
+from stagepack.format.graph import Graph, Weight
+from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import TensorSource
+from stagepack.partition.cut import Cut, CutStage
 
 
 def further_files(bundle: Bundle) -> dict[str, bytes]:
@@ -18,11 +21,67 @@ def further_files(bundle: Bundle) -> dict[str, bytes]:
     Raises:
         DigestError: a file is damaged.
     """
-    stage_files = {
-        file_name for stage in bundle.stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files)
-    }
-    rewritten_files = stage_files | {EXAMPLE_FILE_NAME, INDEX_FILE_NAME}
+    rewritten_files = {INDEX_FILE_NAME}
+    for entry_point in bundle.entry_points:
+        rewritten_files.add(entry_point.example or "")
+        for stage in entry_point.stages:
+            rewritten_files |= {stage.graph, *stage.weights, *stage.onnx_files}
     return {file_name: bundle.read(file_name) for file_name in bundle.files if file_name not in rewritten_files}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEntryPoint:
+    """The graphs of an entry point of a bundle, and where the weights are stored.
+
+    Attributes:
+        bundle: the bundle, at this entry point.
+        graphs: the graphs of its stages.
+        locations: the file and the position of each stored tensor, by name.
+    """
+
+    bundle: Bundle
+    graphs: tuple[Graph, ...]
+    locations: Mapping[str, tuple[Path, StoredTensor]]
+
+    @property
+    def weights(self) -> TensorSource:
+        """The stored tensors of its weights."""
+        return stored_tensors(self.locations, [weight for graph in self.graphs for weight in graph.weights])
+
+    def content(self, **changes: Any) -> EntryPointContent:
+        """Return what `write_bundle` writes for the same entry point, with the same cut.
+
+        Args:
+            changes: other values of fields.
+        """
+        entry_point = self.bundle.entry_point
+        stages = [
+            CutStage(graph=graph, added_count=stage.added, node_runs=stage.places)
+            for graph, stage in zip(self.graphs, entry_point.stages, strict=True)
+        ]
+        unchanged = EntryPointContent(
+            name=entry_point.name,
+            signature=entry_point.signature,
+            symbols=entry_point.symbols,
+            cut=Cut(stages=tuple(stages), edges=entry_point.edges),
+            plan=entry_point.plan,
+            seed=entry_point.seed,
+            record_example=lambda _: recorded_example(self.bundle),
+        )
+        return replace(unchanged, **changes)
+
+
+def read_entry_point(bundle: Bundle) -> StoredEntryPoint:
+    """Read the graphs of the selected entry point, and the headers of its weight files.
+
+    Raises:
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+    """
+    graphs = tuple(bundle.graph(stage_number) for stage_number in range(len(bundle.stages)))
+    locations: dict[str, tuple[Path, StoredTensor]] = {}
+    for stage_number, graph in enumerate(graphs):
+        locations |= bundle.tensors(stage_number, graph)
+    return StoredEntryPoint(bundle=bundle, graphs=graphs, locations=locations)
 
 
 def recorded_example(bundle: Bundle) -> TensorSource:
@@ -48,6 +107,16 @@ def stored_tensors(locations: Mapping[str, tuple[Path, StoredTensor]], weights: 
         if weight.zeros:
             specs[weight.stored] = TensorSpec(name=weight.stored, dtype=weight.dtype, shape=weight.shape)
     return TensorSource(specs=specs, read=lambda tensor: [file_range(*locations[tensor])])
+
+
+def merged_tensors(sources: Sequence[TensorSource]) -> TensorSource:
+    """Return the tensors of several sources. One that several of them have is the same in all."""
+    source_of_tensor: dict[str, TensorSource] = {}
+    for source in sources:
+        for tensor in source.specs:
+            source_of_tensor.setdefault(tensor, source)
+    specs = {tensor: source.specs[tensor] for tensor, source in source_of_tensor.items()}
+    return TensorSource(specs=specs, read=lambda tensor: source_of_tensor[tensor].read(tensor))
 
 
 def file_range(path: Path, stored: StoredTensor) -> FileRange:

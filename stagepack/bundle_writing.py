@@ -1,22 +1,22 @@
-"""A cut, its signature and the content of its weights -> a bundle on disk.
+"""Cuts, their signatures and the content of their weights -> a bundle on disk.
 
 A stored tensor that one stage uses goes into the file of that stage. One that several stages use goes into a shared file; there is
 one for each set of stages, so that a stage reads nothing that it does not use.
 """
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZERO_DIGEST
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import Manifest, Producer, Stage
+from stagepack.format.manifest import EntryPoint, Manifest, Producer, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.plan import Plan
-from stagepack.format.reader import EXAMPLE_FILE_NAME
 from stagepack.format.shapes import Symbol
 from stagepack.format.signature import Signature
 from stagepack.format.validate import check_graph, raise_problems
@@ -28,9 +28,33 @@ from stagepack.graph.folding import fold_graph
 from stagepack.partition.cut import Cut, CutStage
 
 INDEX_FILE_NAME = "model.safetensors.index.json"
+_EXAMPLE_FILE_NAME = "example.safetensors"
 
 # Takes the file and the position of each stored tensor, by name, and returns the recorded example.
 ExampleRecorder = Callable[[Mapping[str, tuple[Path, StoredTensor]]], TensorSource]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryPointContent:
+    """One entry point to be written.
+
+    Attributes:
+        name: its name in the bundle.
+        signature: how it is called.
+        symbols: the dynamic sizes.
+        cut: its stages and edges.
+        plan: how it is cut; None if that is not known.
+        seed: the seed of the random numbers of the example.
+        record_example: returns the recorded example, which may be empty. It is called when the weights are written.
+    """
+
+    name: str
+    signature: Signature
+    symbols: tuple[Symbol, ...]
+    cut: Cut
+    plan: Plan | None
+    seed: int
+    record_example: ExampleRecorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,29 +62,20 @@ class ModelOrigin:
     """The fields of a manifest that describe the whole model.
 
     Attributes:
-        signature: how the model is called.
-        symbols: the dynamic sizes.
         producer: the versions of stagepack and torch that captured the model.
-        plan: how the model is cut; None if that is not known.
         device: the type of the device that the model was captured on.
-        seed: the seed of the random numbers of the example.
         files: further files of the bundle by name, such as ``config.json``.
     """
 
-    signature: Signature
-    symbols: tuple[Symbol, ...]
     producer: Producer
-    plan: Plan | None
     device: str
-    seed: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def write_bundle(
     out: str | os.PathLike[str],
-    cut: Cut,
+    entry_points: Sequence[EntryPointContent],
     weights: TensorSource,
-    record_example: ExampleRecorder,
     origin: ModelOrigin,
     *,
     overwrite: bool,
@@ -69,26 +84,30 @@ def write_bundle(
 
     Args:
         out: the folder to write.
-        cut: the stages and edges.
+        entry_points: the entry points. A stored tensor that several of them use has one name in all of them.
         weights: the stored tensors of the stages' weights.
-        record_example: returns the recorded example, which may be empty. It is called when the weights are written.
         origin: the fields of the manifest that describe the whole model.
         overwrite: replace a bundle that exists at `out`.
 
     Raises:
-        FormatError: the cut breaks rules of the format; nothing is written.
+        FormatError: a cut breaks rules of the format; nothing is written.
         OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
         WriteError: the bundle cannot be written.
     """
-    file_of_tensor = _assign_files(cut)
+    prefixes = [f"{entry_point.name}-" if len(entry_points) > 1 else "" for entry_point in entry_points]
+    stages = {
+        f"{prefix}stage-{stage_number}": stage
+        for prefix, entry_point in zip(prefixes, entry_points, strict=True)
+        for stage_number, stage in enumerate(entry_point.cut.stages)
+    }
+    file_of_tensor = _assign_files(stages)
     with BundleWriter(out, overwrite=overwrite) as writer:
-        stages = []
-        for stage_number, stage in enumerate(cut.stages):
-            graph_file = f"stage-{stage_number}.msgpack"
-            raise_problems(check_graph(stage.graph, graph_file))
-            entry = _stage_entry(graph_file, stage, file_of_tensor, weights)
-            writer.write_file(graph_file, [encode_graph(fold_graph(stage.graph, entry.node_numbers))])
-            stages.append(entry)
+        stage_entries = []
+        for stage_name, stage in stages.items():
+            entry = _stage_entry(stage_name, stage, file_of_tensor, weights)
+            raise_problems(check_graph(stage.graph, entry.graph))
+            writer.write_file(entry.graph, [encode_graph(fold_graph(stage.graph, entry.node_numbers))])
+            stage_entries.append(entry)
         locations: dict[str, tuple[Path, StoredTensor]] = {}
         for file_name in dict.fromkeys(file_of_tensor.values()):
             specs = [
@@ -96,29 +115,46 @@ def write_bundle(
             ]
             writer.write_tensors(file_name, specs, weights.read)
             locations |= {stored.name: (writer.folder / file_name, stored) for stored in tensor_layout(specs)}
-        example = record_example(locations)
-        if example.specs:
-            writer.write_tensors(EXAMPLE_FILE_NAME, example.specs.values(), example.read)
-        for file_name, content in {**origin.files, **_checkpoint_index(cut, file_of_tensor, weights)}.items():
+        remaining_entries = iter(stage_entries)
+        written_entry_points = []
+        for prefix, entry_point in zip(prefixes, entry_points, strict=True):
+            example = entry_point.record_example(locations)
+            example_file = f"{prefix}{_EXAMPLE_FILE_NAME}" if example.specs else None
+            if example_file is not None:
+                writer.write_tensors(example_file, example.specs.values(), example.read)
+            own_entries = tuple(itertools.islice(remaining_entries, len(entry_point.cut.stages)))
+            written_entry_points.append(_manifest_entry_point(entry_point, own_entries, example_file))
+        index_files = _checkpoint_index(list(stages.values()), file_of_tensor, weights)
+        for file_name, content in {**origin.files, **index_files}.items():
             writer.write_file(file_name, [content])
-        writer.finish(_manifest(cut, tuple(stages), origin))
+        writer.finish(_manifest(written_entry_points, origin))
 
 
-def _manifest(cut: Cut, stages: tuple[Stage, ...], origin: ModelOrigin) -> Manifest:
+def _manifest(entry_points: Sequence[EntryPoint], origin: ModelOrigin) -> Manifest:
     """The manifest, without its list of files and its digest, which the writer adds."""
     return Manifest(
         format="stagepack",
         version=VERSION,
         producer=origin.producer,
-        signature=origin.signature,
-        stages=stages,
-        edges=cut.edges,
+        entry_points=tuple(entry_points),
         files=(),
         sha256=ZERO_DIGEST,
         device=origin.device,
-        plan=origin.plan,
-        symbols=origin.symbols,
-        seed=origin.seed,
+    )
+
+
+def _manifest_entry_point(
+    entry_point: EntryPointContent, stages: tuple[Stage, ...], example_file: str | None
+) -> EntryPoint:
+    return EntryPoint(
+        name=entry_point.name,
+        signature=entry_point.signature,
+        stages=stages,
+        edges=entry_point.cut.edges,
+        plan=entry_point.plan,
+        symbols=entry_point.symbols,
+        example=example_file,
+        seed=entry_point.seed,
     )
 
 
@@ -127,32 +163,34 @@ def _tensors_in_files(graph: Graph) -> dict[str, None]:
     return dict.fromkeys(weight.stored for weight in graph.weights if not weight.zeros)
 
 
-def _assign_files(cut: Cut) -> dict[str, str]:
+def _assign_files(stages: Mapping[str, CutStage]) -> dict[str, str]:
     """Return the file name of each stored tensor, in the order of first use."""
-    stages_of_tensor: dict[str, list[int]] = {}
-    for stage_number, stage in enumerate(cut.stages):
+    stages_of_tensor: dict[str, list[str]] = {}
+    for stage_name, stage in stages.items():
         for tensor in _tensors_in_files(stage.graph):
-            stages_of_tensor.setdefault(tensor, []).append(stage_number)
-    shared_files: dict[tuple[int, ...], str] = {}
+            stages_of_tensor.setdefault(tensor, []).append(stage_name)
+    shared_files: dict[tuple[str, ...], str] = {}
     file_of_tensor = {}
-    for tensor, stage_numbers in stages_of_tensor.items():
-        if len(stage_numbers) == 1:
-            file_of_tensor[tensor] = f"stage-{stage_numbers[0]}.safetensors"
+    for tensor, stage_names in stages_of_tensor.items():
+        if len(stage_names) == 1:
+            file_of_tensor[tensor] = f"{stage_names[0]}.safetensors"
         else:
             next_name = f"shared-{len(shared_files)}.safetensors"
-            file_of_tensor[tensor] = shared_files.setdefault(tuple(stage_numbers), next_name)
+            file_of_tensor[tensor] = shared_files.setdefault(tuple(stage_names), next_name)
     return file_of_tensor
 
 
-def _stage_entry(graph_file: str, stage: CutStage, file_of_tensor: Mapping[str, str], weights: TensorSource) -> Stage:
+def _stage_entry(stage_name: str, stage: CutStage, file_of_tensor: Mapping[str, str], weights: TensorSource) -> Stage:
     """The entry of a stage in the manifest."""
     graph = stage.graph
     weight_files = {file_of_tensor[tensor] for tensor in _tensors_in_files(graph)}
     stored_tensors = {weight.stored for weight in graph.weights}
     return Stage(
-        graph=graph_file,
+        graph=f"{stage_name}.msgpack",
         # The stage's own file first.
-        weights=tuple(sorted(weight_files, key=lambda file_name: (file_name.startswith("shared"), file_name))),
+        weights=tuple(
+            sorted(weight_files, key=lambda file_name: (file_name != f"{stage_name}.safetensors", file_name))
+        ),
         inputs=tuple(value.name for value in graph.inputs),
         outputs=graph.outputs,
         nodes=len(graph.nodes),
@@ -165,10 +203,12 @@ def _stage_entry(graph_file: str, stage: CutStage, file_of_tensor: Mapping[str, 
     )
 
 
-def _checkpoint_index(cut: Cut, file_of_tensor: Mapping[str, str], weights: TensorSource) -> dict[str, bytes]:
+def _checkpoint_index(
+    stages: Sequence[CutStage], file_of_tensor: Mapping[str, str], weights: TensorSource
+) -> dict[str, bytes]:
     """The index file that makes a bundle a sharded checkpoint: the files of the parameters and persistent buffers."""
     kind_of_tensor = {
-        weight.stored: weight.kind for stage in cut.stages for weight in stage.graph.weights if weight.base is None
+        weight.stored: weight.kind for stage in stages for weight in stage.graph.weights if weight.base is None
     }
     weight_map = {
         tensor: file_name

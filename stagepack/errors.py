@@ -113,6 +113,10 @@ class FileNotListedError(StagepackError):
     """The manifest does not list a file of this name. Choose one of `Bundle.files`."""
 
 
+class EntryPointError(StagepackError):
+    """The bundle has no entry point of this name, or has several and none is selected. Choose one of `Bundle.entry_points`."""
+
+
 class VersionError(StagepackError):
     """The bundle has a newer major version, or needs a feature that this version of stagepack does not know. Upgrade stagepack."""
 

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.bundle_writing import ExampleRecorder, ModelOrigin, write_bundle
+from stagepack.bundle_content import merged_tensors
+from stagepack.bundle_writing import EntryPointContent, ExampleRecorder, ModelOrigin, write_bundle
 from stagepack.capture.dimension_names import dimension_names
+from stagepack.capture.entry_points import capture_entry_points
 from stagepack.capture.hugging_face import AnswerDiffersError, are_identical
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
-from stagepack.capture.pretrained_model import is_transformers_model, model_files
+from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 from stagepack.capture.source_argument import capture_with_checkpoint
-from stagepack.errors import OptionError
+from stagepack.errors import CaptureError, OptionError
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import Producer
 from stagepack.format.plan import Plan
@@ -39,7 +41,11 @@ from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
+from stagepack.torch_internals import uncompiled_module
 from stagepack.weight_replacement import replace_weights
+
+# The name of the only entry point of a module.
+_FORWARD = "forward"
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -51,10 +57,11 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     *,
     out: str | os.PathLike[str],
+    entry_points: Mapping[str, Inputs] | None = None,
     weights: str | os.PathLike[str] | None = None,
     graph_from: str | os.PathLike[str] | Bundle | None = None,
-    stages: int | None = None,
-    split_at: Sequence[str] = (),
+    stages: int | Mapping[str, int] | None = None,
+    split_at: Sequence[str] | Mapping[str, Sequence[str]] = (),
     policy: Policy | None = None,
     plan: Plan | None = None,
     memory: Sequence[int | str] = (),
@@ -79,15 +86,19 @@ def export(
         args: example inputs by position. An exported program and a Hugging Face model may do without example inputs.
         kwargs: example inputs by name.
         out: the folder to write; it must not exist unless `overwrite` is true.
+        entry_points: the example inputs of several functions of `model`, by their paths in it: a method (``"encode"``), a module
+            (``"text_model"``), or a method of a module (``"vae.decode"``). Each becomes an entry point of the bundle, named by its path
+            with ``_`` in the place of each dot, with its own cut. Weights that several of them use are stored once.
         weights: a checkpoint of the module that `model` makes: a ``.safetensors`` file, a file of ``torch.save``, an index of sharded
             files, or a folder of ``torch.distributed.checkpoint``, of which torch reads a part with pickle. As those of a Hugging Face
             folder, its weights are never in memory together.
         graph_from: a bundle of the same model with other weights: nothing is captured, its graphs and its cut are used, and `model` is
             the new checkpoint, or a Hugging Face folder or hub name.
-        stages: the number of stages. The cut makes the slowest stage as fast as possible.
-        split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
+        stages: the number of stages; with `entry_points`, of each, or a dict from the names of some to theirs. The cut makes the slowest
+            stage as fast as possible.
+        split_at: paths of modules, such as ``"layers.8"``; each starts a stage. With `entry_points`, a dict from names to such lists.
         policy: a function from `PolicyNode` to a stage number.
-        plan: a plan of another bundle (``bundle.manifest.plan``), or from `stagepack.read_plan`.
+        plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.
         memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: the speed of the device of each stage, relative to the others.
         profile: with `stages`: measured times of the model's operators, from `stagepack.read_profile`, in the place of estimates.
@@ -129,20 +140,30 @@ def export(
         >>> stagepack.export(Net, (x,), weights="net.safetensors", out="net.stagepack")
     """
     check_output_path(out, overwrite=overwrite)
-    cut_options = CutOptions(
-        stages=stages,
-        split_at=split_at,
-        policy=policy,
-        plan=plan,
-        memory=memory,
-        speeds=speeds,
-        profile=profile,
-        shared=shared,
-    )
+    further_options: dict[str, Any] = {
+        "policy": policy,
+        "plan": plan,
+        "memory": memory,
+        "speeds": speeds,
+        "profile": profile,
+    }
     inputs = _example_inputs(args, kwargs, dynamic_shapes)
     if onnx:
         # Packages that only this needs are missed before the work begins.
         importlib.import_module("stagepack.onnx")
+    if entry_points is not None:
+        if inputs != Inputs() or weights is not None or graph_from is not None or any(further_options.values()):
+            raise OptionError(
+                "entry_points: each has its own inputs, and is cut by stages or split_at: leave out args, kwargs, dynamic_shapes, weights, "
+                "graph_from and the other ways to cut"
+            )
+        captures = capture_entry_points(_loaded_module(model), entry_points)
+        options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
+        bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, overwrite=overwrite)
+        return _with_onnx(bundle) if onnx else bundle
+    if isinstance(stages, Mapping) or isinstance(split_at, Mapping):
+        raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
+    cut_options = CutOptions(stages=stages, split_at=split_at, shared=shared, **further_options)
     if graph_from is not None:
         if cut_options != CutOptions() or inputs != Inputs() or weights is not None:
             raise OptionError("graph_from: the inputs and the cut are those of the bundle: leave out the other options")
@@ -155,15 +176,56 @@ def export(
     return _with_onnx(bundle) if onnx else bundle
 
 
+def _loaded_module(model: object) -> torch.nn.Module:
+    """The module whose functions become entry points."""
+    if isinstance(model, str | os.PathLike):
+        loaded: torch.nn.Module = load_pretrained(os.fspath(model))
+        return loaded
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(
+            f"entry_points: expected a torch.nn.Module or a Hugging Face folder or hub name, found {type(model).__name__}"
+        )
+    return uncompiled_module(model)
+
+
+def _entry_point_cut_options(
+    names: Collection[str],
+    stages: int | Mapping[str, int] | None,
+    split_at: Sequence[str] | Mapping[str, Sequence[str]],
+    shared: WeightSharing,
+) -> dict[str, CutOptions]:
+    """Where to cut each entry point."""
+    if split_at and not isinstance(split_at, Mapping):
+        raise OptionError("split_at: with entry_points, expected a dict from their names to lists of modules")
+    stages_of_name = stages if isinstance(stages, Mapping) else {}
+    splits_of_name = split_at if isinstance(split_at, Mapping) else {}
+    for option, options_of_name in (("stages", stages_of_name), ("split_at", splits_of_name)):
+        for name in options_of_name:
+            if name not in names:
+                raise OptionError(f"{option}: expected names among {', '.join(names)}, found {name!r}")
+    # Split points in the code of the model hold where neither option does.
+    stage_count = None if isinstance(stages, Mapping) else stages
+    return {
+        name: CutOptions(
+            stages=stages_of_name.get(name, None if name in splits_of_name else stage_count),
+            split_at=splits_of_name.get(name, ()),
+            shared=shared,
+        )
+        for name in names
+    }
+
+
 def _with_onnx(bundle: Bundle) -> Bundle:
     """Add ONNX files; warn of stages that have none."""
     from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
 
-    namespaces = {namespace for stage in bundle.stages for namespace in stage.namespaces}
-    conversion = add_onnx(bundle, allow_ops=namespaces)
-    for stage_number, reason in conversion.torch_only.items():
-        warnings.warn(f"stage {stage_number} runs in torch only: {reason}", stacklevel=3)
-    return conversion.bundle
+    for entry_point in bundle.entry_points:
+        namespaces = {namespace for stage in entry_point.stages for namespace in stage.namespaces}
+        conversion = add_onnx(Bundle(bundle.path).select(entry_point.name), allow_ops=namespaces)
+        prefix = f"{entry_point.name}, " if len(bundle.entry_points) > 1 else ""
+        for stage_number, reason in conversion.torch_only.items():
+            warnings.warn(f"{prefix}stage {stage_number} runs in torch only: {reason}", stacklevel=3)
+    return Bundle(bundle.path)
 
 
 def export_capture(
@@ -189,27 +251,84 @@ def export_capture(
     Raises:
         CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
     """
-    check_output_path(out, overwrite=overwrite)
-    progress("linearize")
-    program = _linearize(capture)
-    progress("cut")
-    partition = _cut(program, cut_options)
-    origin = _origin(program, partition.plan, model_files(capture.model))
-    recorder: ExampleRecorder = partial(_record_from_files, capture, program, progress)
-    if capture.deferred is None:
-        # Before the weights are written, since it may fail.
-        progress("run the example")
-        written_tensors = [program.weights.tensors[weight] for weight in _written_weights(program)]
-        example = example_tensors(capture, program.signature, run_example(capture, written_tensors))
-        recorder = lambda _: example  # noqa: E731
-    progress("write")
     try:
-        write_bundle(out, partition.cut, _weight_source(capture, program), recorder, origin, overwrite=overwrite)
+        return export_entry_points(
+            {_FORWARD: capture}, out=out, cut_options={_FORWARD: cut_options}, overwrite=overwrite, progress=progress
+        )
     except AnswerDiffersError:
         assert capture.capture_loaded is not None
         loaded = capture.capture_loaded()
         return export_capture(loaded, out=out, cut_options=cut_options, overwrite=overwrite, progress=progress)
+
+
+def export_entry_points(
+    captures: Mapping[str, Capture],
+    *,
+    out: str | os.PathLike[str],
+    cut_options: Mapping[str, CutOptions],
+    overwrite: bool = False,
+    progress: Progress = lambda _: None,
+) -> Bundle:
+    """Write captured functions of one model as the entry points of a bundle.
+
+    Args:
+        captures: the captured functions, by the name of the entry point. A weight that several of them use has one name in all.
+        out: the folder to write; it must not exist unless `overwrite` is true.
+        cut_options: where to cut each of them, by name.
+        overwrite: replace a bundle that exists at `out`.
+        progress: called with the name of each step before it begins.
+
+    Returns:
+        The new bundle, opened.
+
+    Raises:
+        AnswerDiffersError: a captured program whose weights are deferred answers otherwise than the model.
+        CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+    """
+    check_output_path(out, overwrite=overwrite)
+    contents, sources, devices = [], [], set()
+    for name, capture in captures.items():
+        progress(_step("linearize", name, captures))
+        program = _linearize(capture)
+        if len(captures) > 1:
+            program = program.with_constant_prefix(f"{name}.")
+        progress(_step("cut", name, captures))
+        partition = _cut(program, cut_options[name])
+        contents.append(
+            EntryPointContent(
+                name=name,
+                signature=program.signature,
+                symbols=program.graph.symbols,
+                cut=partition.cut,
+                plan=partition.plan,
+                seed=EXAMPLE_SEED,
+                record_example=_example_recorder(capture, program, progress),
+            )
+        )
+        sources.append(_weight_source(capture, program))
+        devices.add(program.device)
+    if len(devices) > 1:
+        raise CaptureError(
+            f"expected all entry points on one device, found {', '.join(sorted(devices))}: move the model to one"
+        )
+    progress("write")
+    origin = _origin(next(iter(captures.values())), devices.pop())
+    write_bundle(out, contents, merged_tensors(sources), origin, overwrite=overwrite)
     return Bundle(out)
+
+
+def _step(title: str, name: str, captures: Mapping[str, Capture]) -> str:
+    return f"{title} {name}" if len(captures) > 1 else title
+
+
+def _example_recorder(capture: Capture, program: LinearizedProgram, progress: Progress) -> ExampleRecorder:
+    """What records the example: now, since it may fail, or where the weights are deferred when they are written."""
+    if capture.deferred is not None:
+        return partial(_record_from_files, capture, program, progress)
+    progress("run the example")
+    written_tensors = [program.weights.tensors[weight] for weight in _written_weights(program)]
+    example = example_tensors(capture, program.signature, run_example(capture, written_tensors))
+    return lambda _: example
 
 
 def _record_from_files(
@@ -300,14 +419,6 @@ def _weight_source(capture: Capture, program: LinearizedProgram) -> TensorSource
     return TensorSource(specs={stored_name: spec for stored_name, (spec, _) in stored.items()}, read=read)
 
 
-def _origin(program: LinearizedProgram, plan: Plan, files: Mapping[str, bytes]) -> ModelOrigin:
+def _origin(capture: Capture, device: str) -> ModelOrigin:
     producer = Producer(stagepack=importlib.metadata.version("stagepack"), torch=str(torch.__version__).split("+")[0])
-    return ModelOrigin(
-        signature=program.signature,
-        symbols=program.graph.symbols,
-        producer=producer,
-        plan=plan,
-        device=program.device,
-        seed=EXAMPLE_SEED,
-        files=files,
-    )
+    return ModelOrigin(producer=producer, device=device, files=model_files(capture.model))

@@ -6,17 +6,14 @@ would have.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from stagepack.bundle_content import further_files, recorded_example, stored_tensors
+from stagepack.bundle_content import StoredEntryPoint, further_files, merged_tensors, read_entry_point
 from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import check_graph, raise_problems
-from stagepack.format.weights import StoredTensor
-from stagepack.format.writer import TensorSource, check_output_path
+from stagepack.format.writer import check_output_path
 from stagepack.graph.joining import join_stages
 from stagepack.opening import BundleSource, opened
 from stagepack.partition.costs import graph_costs
@@ -43,7 +40,8 @@ def recut(
 ) -> Bundle:
     """Write the model of a bundle in other stages.
 
-    The new bundle has the same bytes as an export of the model with this cut. Needs no torch. ONNX files belong to the old stages and
+    The new bundle has the same bytes as an export of the model with this cut. Needs no torch. Of a bundle with several entry points, the
+    selected one is cut (``bundle.select(name)``); the others stay as they are. ONNX files belong to the old stages and
     are left out; `stagepack.add_onnx` makes new ones. At most one of `stages`, `split_at`, `policy` and `plan` says where to cut;
     without them, the new bundle has one stage.
 
@@ -53,7 +51,7 @@ def recut(
         stages: the number of stages. The cut makes the slowest stage as fast as possible.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
-        plan: a plan of another bundle (``bundle.manifest.plan``), or from `stagepack.read_plan`.
+        plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.
         memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: the speed of the device of each stage, relative to the others.
         profile: with `stages`: measured times of the model's operators, from `stagepack.read_profile`, in the place of estimates.
@@ -103,25 +101,24 @@ def recut_with_options(
         The new bundle, opened.
 
     Raises:
+        EntryPointError: the bundle has several entry points, and none is selected.
         DigestError, FormatError, CutError, OutputExistsError, WriteError: see `recut`.
     """
     check_output_path(out, overwrite=overwrite)
+    selected_name = bundle.entry_point.name
     bundle.check_digests(bundle.files)
-    whole_model = _join(bundle)
-    partition = _cut(whole_model, cut_options)
+    contents, sources = [], []
+    for entry_point in bundle.entry_points:
+        stored = read_entry_point(bundle.select(entry_point.name))
+        if entry_point.name == selected_name:
+            partition = _cut(stored, cut_options)
+            contents.append(stored.content(cut=partition.cut, plan=partition.plan))
+        else:
+            contents.append(stored.content())
+        sources.append(stored.weights)
     manifest = bundle.manifest
-    origin = ModelOrigin(
-        signature=manifest.signature,
-        symbols=manifest.symbols,
-        producer=manifest.producer,
-        plan=partition.plan,
-        device=manifest.device,
-        seed=manifest.seed,
-        files=further_files(bundle),
-    )
-    write_bundle(
-        out, partition.cut, whole_model.weights, lambda _: recorded_example(bundle), origin, overwrite=overwrite
-    )
+    origin = ModelOrigin(producer=manifest.producer, device=manifest.device, files=further_files(bundle))
+    write_bundle(out, contents, merged_tensors(sources), origin, overwrite=overwrite)
     return Bundle(out)
 
 
@@ -139,13 +136,7 @@ def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> Partition:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         CutError: the model cannot be cut as requested.
     """
-    return _cut(_join(bundle), cut_options)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WholeModel:
-    graph: Graph
-    weights: TensorSource
+    return _cut(read_entry_point(bundle), cut_options)
 
 
 def whole_graph(bundle: Bundle) -> Graph:
@@ -162,20 +153,12 @@ def whole_graph(bundle: Bundle) -> Graph:
 
 
 def _join_graphs(bundle: Bundle, stage_graphs: Sequence[Graph]) -> Graph:
-    graph = join_stages(bundle.manifest, stage_graphs)
+    graph = join_stages(bundle.entry_point, stage_graphs)
     raise_problems(check_graph(graph, f"{bundle.path.name}, joined"))
     return graph
 
 
-def _join(bundle: Bundle) -> _WholeModel:
-    stage_graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-    graph = _join_graphs(bundle, stage_graphs)
-    locations: dict[str, tuple[Path, StoredTensor]] = {}
-    for stage_number, stage_graph in enumerate(stage_graphs):
-        locations.update(bundle.tensors(stage_number, stage_graph))
-    return _WholeModel(graph=graph, weights=stored_tensors(locations, graph.weights))
-
-
-def _cut(whole_model: _WholeModel, cut_options: CutOptions) -> Partition:
-    weight_bytes = {tensor: spec.nbytes for tensor, spec in whole_model.weights.specs.items()}
-    return partition_graph(whole_model.graph, graph_costs(whole_model.graph, weight_bytes), cut_options)
+def _cut(entry_point: StoredEntryPoint, cut_options: CutOptions) -> Partition:
+    graph = _join_graphs(entry_point.bundle, entry_point.graphs)
+    weight_bytes = {tensor: spec.nbytes for tensor, spec in entry_point.weights.specs.items()}
+    return partition_graph(graph, graph_costs(graph, weight_bytes), cut_options)

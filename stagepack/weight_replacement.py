@@ -5,27 +5,25 @@ Graphs, edges and plan are those of the bundle. The recorded answer to the examp
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from stagepack.bundle_content import further_files, recorded_example, stored_tensors
+from stagepack.bundle_content import further_files, merged_tensors, read_entry_point, recorded_example
 from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.errors import CaptureError, WriteError
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
+from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
-from stagepack.format.weights import StoredTensor
 from stagepack.format.writer import BundleWriter, Pieces, TensorSource, check_output_path
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import open_bundle
-from stagepack.partition.cut import Cut, CutStage
 
 _SHOWN_PROBLEMS = 10
 
@@ -84,11 +82,12 @@ def replace_weights(
     with temporary:
         progress("write")
         filled = _write_filled(opened, new_weights.files, replacements, temporary.path / "filled")
-        if opened.example is None:
-            answers: dict[str, torch.Tensor] = {}
-        else:
-            progress("run the example")
-            answers = _answers(filled, opened, allow_ops)
+        progress("run the example")
+        answers = {
+            entry_point.name: _answers(filled.select(entry_point.name), opened.select(entry_point.name), allow_ops)
+            for entry_point in opened.entry_points
+            if entry_point.example is not None
+        }
         _write_finished(filled, opened, answers, out, overwrite=overwrite)
     return Bundle(out)
 
@@ -124,8 +123,9 @@ def _replacements(bundle: Bundle, source: _Source, source_name: str) -> dict[str
     """
     weights = {
         weight.names[0]: weight
-        for stage_number in range(len(bundle.stages))
-        for weight in bundle.graph(stage_number).weights
+        for entry_point in bundle.entry_points
+        for stage_number in range(len(entry_point.stages))
+        for weight in bundle.select(entry_point.name).graph(stage_number).weights
     }
     known_names = {weight_name for weight in weights.values() for weight_name in weight.names}
     problems = [
@@ -180,38 +180,21 @@ def _pieces(tensor: CheckpointTensor) -> Pieces:
 def _write_filled(
     bundle: Bundle, files: Mapping[str, bytes], replacements: Mapping[str, CheckpointTensor], path: Path
 ) -> Bundle:
-    """Write the bundle with the new weights and without an example."""
-    graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-    locations: dict[str, tuple[Path, StoredTensor]] = {}
-    for stage_number, graph in enumerate(graphs):
-        locations.update(bundle.tensors(stage_number, graph))
-    old_tensors = stored_tensors(locations, [weight for graph in graphs for weight in graph.weights])
+    """Write the bundle with the new weights and without examples."""
+    stored_entry_points = [read_entry_point(bundle.select(entry_point.name)) for entry_point in bundle.entry_points]
+    old_tensors = merged_tensors([stored.weights for stored in stored_entry_points])
 
     def read(stored_name: str) -> Pieces:
         return _pieces(replacements[stored_name]) if stored_name in replacements else old_tensors.read(stored_name)
 
-    stages = [
-        CutStage(graph=_with_new_zeros(graph, replacements), added_count=stage.added, node_runs=stage.places)
-        for graph, stage in zip(graphs, bundle.stages, strict=True)
-    ]
+    contents = []
+    for stored in stored_entry_points:
+        graphs = tuple(_with_new_zeros(graph, replacements) for graph in stored.graphs)
+        no_example = TensorSource(specs={}, read=read)
+        contents.append(replace(stored, graphs=graphs).content(record_example=lambda _, example=no_example: example))
     manifest = bundle.manifest
-    origin = ModelOrigin(
-        signature=manifest.signature,
-        symbols=manifest.symbols,
-        producer=manifest.producer,
-        plan=manifest.plan,
-        device=manifest.device,
-        seed=manifest.seed,
-        files={**further_files(bundle), **files},
-    )
-    write_bundle(
-        path,
-        Cut(stages=tuple(stages), edges=bundle.edges),
-        TensorSource(specs=old_tensors.specs, read=read),
-        lambda _: TensorSource(specs={}, read=read),
-        origin,
-        overwrite=False,
-    )
+    origin = ModelOrigin(producer=manifest.producer, device=manifest.device, files={**further_files(bundle), **files})
+    write_bundle(path, contents, TensorSource(specs=old_tensors.specs, read=read), origin, overwrite=False)
     return Bundle(path)
 
 
@@ -238,19 +221,30 @@ def _answers(filled: Bundle, bundle: Bundle, allow_ops: Collection[str]) -> dict
 
 
 def _write_finished(
-    filled: Bundle, bundle: Bundle, answers: Mapping[str, torch.Tensor], out: str | os.PathLike[str], *, overwrite: bool
+    filled: Bundle,
+    bundle: Bundle,
+    answers: Mapping[str, Mapping[str, torch.Tensor]],
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool,
 ) -> None:
-    """Write the bundle again with the recorded answer; its other files are linked."""
+    """Write the bundle again with the recorded answers; its other files are linked."""
     with BundleWriter(out, overwrite=overwrite) as writer:
         for file_name, entry in filled.files.items():
             writer.link_file(filled.path / file_name, entry)
-        example = recorded_example(bundle)
+        for entry_point in bundle.entry_points:
+            if entry_point.example is not None:
+                example = recorded_example(bundle.select(entry_point.name))
+                read = partial(_read_example_tensor, example, answers[entry_point.name])
+                writer.write_tensors(entry_point.example, example.specs.values(), read)
+        entry_points = [
+            msgspec.structs.replace(written, example=entry_point.example)
+            for written, entry_point in zip(filled.entry_points, bundle.entry_points, strict=True)
+        ]
+        writer.finish(msgspec.structs.replace(filled.manifest, entry_points=tuple(entry_points)))
 
-        def read(stored_name: str) -> Pieces:
-            if stored_name in answers:
-                return [tensor_bytes(answers[stored_name].contiguous())]
-            return example.read(stored_name)
 
-        if example.specs:
-            writer.write_tensors(EXAMPLE_FILE_NAME, example.specs.values(), read)
-        writer.finish(filled.manifest)
+def _read_example_tensor(example: TensorSource, answers: Mapping[str, torch.Tensor], stored_name: str) -> Pieces:
+    if stored_name in answers:
+        return [tensor_bytes(answers[stored_name].contiguous())]
+    return example.read(stored_name)

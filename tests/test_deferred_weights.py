@@ -197,7 +197,7 @@ def test_a_model_larger_than_the_memory_is_exported(how: str, error: str | None,
         assert error in run.stderr
     else:
         assert run.stderr == ""
-        assert stagepack.open(tmp_path / "m.stagepack").manifest.stages[3].weight_bytes == 6 * 2**24
+        assert stagepack.open(tmp_path / "m.stagepack").entry_point.stages[3].weight_bytes == 6 * 2**24
 
 
 class RandomFeatures(torch.nn.Module):

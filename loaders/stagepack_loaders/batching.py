@@ -63,7 +63,7 @@ def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     """
     if any(stage.state for stage in bundle.stages):
         return "the model keeps state between calls"
-    symbols = {symbol.name: symbol for symbol in bundle.manifest.symbols}
+    symbols = {symbol.name: symbol for symbol in bundle.entry_point.symbols}
     batch_symbol: Symbol | None = None
     for edge in edges:
         dim = edge.shape[0] if edge.shape and edge.dtype not in SCALAR_DTYPES else None

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from stagepack.format.contract import bind_call, check_values
-from stagepack.format.manifest import Edge, Manifest
+from stagepack.format.manifest import Edge
+from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.exchange import array_ops_of_call, to_array
@@ -19,21 +20,23 @@ class CallablePipeline(ABC):
     A caller gets arrays of the kind of the first array that it gives, or of `arrays` if it gives none.
 
     Attributes:
-        manifest: the manifest of the bundle.
+        bundle: the bundle, at the entry point that runs.
+        entry_point: the entry point.
     """
 
-    def __init__(self, manifest: Manifest, types: Collection[type] = ()) -> None:
-        """Keep what a call needs of the manifest.
+    def __init__(self, bundle: Bundle, types: Collection[type] = ()) -> None:
+        """Keep what a call needs of the entry point.
 
         Args:
-            manifest: the manifest of the bundle.
+            bundle: the bundle, at the entry point that runs.
             types: classes that results may be built of, where the bundle names them.
         """
-        self.manifest = manifest
+        self.bundle = bundle
+        self.entry_point = entry_point = bundle.entry_point
         self._types = tuple(types)
-        self._edges: dict[str, Edge] = {edge.name: edge for edge in manifest.edges}
-        self._inputs = tuple(edge for edge in manifest.edges if edge.producer is None)
-        self._results = tuple(dict.fromkeys(value_names(manifest.signature.result)))
+        self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
+        self._inputs = tuple(edge for edge in entry_point.edges if edge.producer is None)
+        self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
 
     @property
     @abstractmethod
@@ -103,8 +106,8 @@ class CallablePipeline(ABC):
 
     def _bind_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Return the values of a call by edge name, and the sizes of the symbols that they determine."""
-        bound_arguments = bind_call(self.manifest.signature, args, kwargs)
-        sizes = check_values(self._inputs, bound_arguments, self.manifest.symbols)
+        bound_arguments = bind_call(self.entry_point.signature, args, kwargs)
+        sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols)
         return {edge_name: argument.value for edge_name, argument in bound_arguments.items()}, sizes
 
     def _build_result(self, values: Mapping[str, Any], arrays: ArrayOps) -> Any:
@@ -116,4 +119,4 @@ class CallablePipeline(ABC):
         def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
             return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
 
-        return unflatten_tree(self.manifest.signature.result, leaf_value, self._types)
+        return unflatten_tree(self.entry_point.signature.result, leaf_value, self._types)

@@ -61,7 +61,7 @@ class CallableStage(ABC):
         self.device = device
         self.inputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.inputs]
         self.outputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.outputs]
-        self._symbols = bundle.manifest.symbols
+        self._symbols = bundle.entry_point.symbols
 
     @abstractmethod
     def run(self, values: list[Any]) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from stagepack.errors import InputError, StagepackError, WriteError
 from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS_BYTES
-from stagepack.format.manifest import Edge, Manifest
+from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import (
     ConstantLeaf,
@@ -63,15 +63,15 @@ def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, 
     bundle.check_digests([bundle.example.name])
     read_weight_header(bundle.example)
     tensors = pipeline.arrays.load(bundle.example)
-    pipeline.seed(bundle.manifest.seed)
+    pipeline.seed(bundle.entry_point.seed)
     inputs = {
         tensor_name.removeprefix(INPUT_PREFIX): pipeline.arrays.copy(tensor)
         for tensor_name, tensor in tensors.items()
         if tensor_name.startswith(INPUT_PREFIX)
     }
     results = {tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor_name.startswith(OUTPUT_PREFIX)}
-    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.manifest)), _restore_dtypes(
-        pipeline, results, _result_edges(pipeline.manifest)
+    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.entry_point)), _restore_dtypes(
+        pipeline, results, _result_edges(pipeline.entry_point)
     )
 
 
@@ -99,8 +99,8 @@ def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict
     Raises:
         InputError: an input is missing or unknown, or does not fit; or the model fails on the inputs.
     """
-    manifest = pipeline.manifest
-    edges = _input_edges(manifest)
+    entry_point = pipeline.entry_point
+    edges = _input_edges(entry_point)
     if inputs.keys() != edges.keys():
         raise InputError(f"expected the inputs {', '.join(edges) or '(none)'}, found {', '.join(inputs) or '(none)'}")
     values = dict(inputs)
@@ -110,7 +110,7 @@ def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict
             if math.prod(shape) != 1:
                 raise InputError(f"{edge_name}: expected one number, found the shape {shape}")
             values[edge_name] = inputs[edge_name].item()
-    args, kwargs = _call_arguments(manifest, values)
+    args, kwargs = _call_arguments(entry_point, values)
     try:
         with pipeline.inference():
             result = pipeline(*args, **kwargs)
@@ -118,7 +118,7 @@ def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict
         raise
     except Exception as error:  # of an operator: an index out of range, memory that cannot be allocated
         raise InputError(f"the model fails on these inputs: {type(error).__name__}: {error}") from error
-    result_leaves = enumerate(flatten_tree(manifest.signature.result, result, "the result"))
+    result_leaves = enumerate(flatten_tree(entry_point.signature.result, result, "the result"))
     return {
         f"{OUTPUT_PREFIX}{index}": pipeline.arrays.array(value)
         for index, (_, leaf, value) in result_leaves
@@ -144,7 +144,7 @@ def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
         for tensor_name, tensor in tensors.items()
         if not tensor_name.startswith((OUTPUT_PREFIX, PADDING_PREFIX))
     }
-    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.manifest))
+    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.entry_point))
 
 
 def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: Path) -> None:
@@ -161,17 +161,17 @@ def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: 
         raise WriteError(f"{path}: could not be written: a safetensors file has no dtype {error}") from None
 
 
-def _input_edges(manifest: Manifest) -> dict[str, Edge]:
+def _input_edges(entry_point: EntryPoint) -> dict[str, Edge]:
     """The inputs of the model, by edge name."""
-    return {edge.name: edge for edge in manifest.edges if edge.producer is None}
+    return {edge.name: edge for edge in entry_point.edges if edge.producer is None}
 
 
-def _result_edges(manifest: Manifest) -> dict[str, Edge]:
+def _result_edges(entry_point: EntryPoint) -> dict[str, Edge]:
     """The leaves of the result that are values, by their names in the file of the example."""
-    edges = {edge.name: edge for edge in manifest.edges}
+    edges = {edge.name: edge for edge in entry_point.edges}
     return {
         f"{OUTPUT_PREFIX}{index}": edges[leaf.name]
-        for index, leaf in enumerate(tree_leaves(manifest.signature.result))
+        for index, leaf in enumerate(tree_leaves(entry_point.signature.result))
         if isinstance(leaf, ValueLeaf)
     }
 
@@ -188,13 +188,13 @@ def _restore_dtypes(pipeline: CallablePipeline, arrays: Mapping[str, Any], edges
     return restored
 
 
-def _call_arguments(manifest: Manifest, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_arguments(entry_point: EntryPoint, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call that passes values by edge name."""
 
     def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
         return values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
 
-    parameters = manifest.signature.parameters
+    parameters = entry_point.signature.parameters
     args = tuple(unflatten_tree(parameter.tree, leaf_value) for parameter in parameters if parameter.positional)
     kwargs = {
         parameter.name: unflatten_tree(parameter.tree, leaf_value)

@@ -211,7 +211,7 @@ def load(
     prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
     loaded_stages = finish_prepared(opened_bundle, ready_stages, verify=verify == "full")
-    return Pipeline(opened_bundle.manifest, list(loaded_stages.values()), types)
+    return Pipeline(opened_bundle, list(loaded_stages.values()), types)
 
 
 def _refuse_process_options(**options: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from stagepack.format.manifest import Manifest
+from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.exchange import to_runtime
@@ -19,7 +19,8 @@ class Pipeline(CallablePipeline):
     Stages may be of several runtimes; where these differ, values are converted on their way.
 
     Attributes:
-        manifest: the manifest of the bundle.
+        bundle: the bundle, at the entry point that runs.
+        entry_point: the entry point.
         stages: the loaded stages, in order.
         runtimes: the runtime of each stage.
 
@@ -29,19 +30,19 @@ class Pipeline(CallablePipeline):
         >>> pipeline.reset_state()
     """
 
-    def __init__(self, manifest: Manifest, stages: Sequence[LoadedStage], types: Collection[type] = ()) -> None:
+    def __init__(self, bundle: Bundle, stages: Sequence[LoadedStage], types: Collection[type] = ()) -> None:
         """Connect the stages of a bundle.
 
         Args:
-            manifest: the manifest of the bundle.
+            bundle: the bundle, at the entry point that runs.
             stages: its loaded stages, in order.
             types: classes that results may be built of, where the bundle names them.
         """
-        super().__init__(manifest, types)
+        super().__init__(bundle, types)
         self.stages = tuple(stages)
         self.runtimes: tuple[Runtime, ...] = tuple(find_runtime(stage.runtime) for stage in stages)
-        last_uses: list[list[str]] = [[] for _ in manifest.stages]
-        for edge in manifest.edges:
+        last_uses: list[list[str]] = [[] for _ in self.entry_point.stages]
+        for edge in self.entry_point.edges:
             if edge.consumers and edge.name not in self._results:
                 last_uses[edge.consumers[-1]].append(edge.name)
         self._last_uses = tuple(last_uses)
@@ -73,7 +74,7 @@ class Pipeline(CallablePipeline):
                 their memory is freed.
             request: the number of the call, for `trace`.
         """
-        stage_entry = self.manifest.stages[stage_number]
+        stage_entry = self.entry_point.stages[stage_number]
         runtime = self.runtimes[stage_number]
         with self._spans.span("transfer", request, stage_number):
             # Converted for later stages too: they are to see what this one writes into it.
@@ -91,7 +92,7 @@ class Pipeline(CallablePipeline):
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
         """See `CallablePipeline`. Moving values to the device of a stage counts as compute, converting them as transfer."""
-        run_trace = RunTrace(bundle=self.manifest.sha256, processes={0: "process 0"})
+        run_trace = RunTrace(bundle=self.bundle.digest, processes={0: "process 0"})
         self._spans.start()
         try:
             yield run_trace

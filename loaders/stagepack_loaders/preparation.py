@@ -71,7 +71,7 @@ def prepare_all(
     stage_runtimes = runtime_of_each_stage(runtime, len(bundle.stages))
     if not all(chosen_runtime.keeps_strides for chosen_runtime in stage_runtimes):
         options = replace(options, dense_inputs=True)
-    stage_devices = place_stages(bundle.manifest, devices)
+    stage_devices = place_stages(bundle.entry_point, devices)
     prepared_stages: dict[int, PreparedStage] = {}
     for stage_runtime in dict.fromkeys(stage_runtimes):
         placement = {

@@ -14,14 +14,14 @@ from stagepack.format.tree import value_names
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
     """Return the facts of a bundle as plain data."""
     manifest = bundle.manifest
-    result_names = set(value_names(manifest.signature.result))
+    result_names = set(value_names(bundle.entry_point.signature.result))
     return {
         "path": bundle.location,
         "version": manifest.version,
         "digest": bundle.digest,
         "producer": {"stagepack": manifest.producer.stagepack, "torch": manifest.producer.torch},
         "bytes": sum(file.size for file in manifest.files),
-        "symbols": {symbol.name: {"min": symbol.min, "max": symbol.max} for symbol in manifest.symbols},
+        "symbols": {symbol.name: {"min": symbol.min, "max": symbol.max} for symbol in bundle.entry_point.symbols},
         "stages": [
             {
                 "stage": stage_number,
@@ -69,8 +69,8 @@ def print_bundle(bundle: Bundle) -> None:
     producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
     print_line(f"{facts['path']}: format {facts['version']}, {format_bytes(facts['bytes'])}, written by {producer}")
     print_line(f"sha256: {facts['digest']}")
-    if bundle.manifest.symbols:
-        ranges = ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.manifest.symbols)
+    if bundle.entry_point.symbols:
+        ranges = ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.entry_point.symbols)
         print_line(f"dynamic sizes: {ranges}")
     print_stages(bundle)
     edge_rows = [

@@ -153,7 +153,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     if options.stage_number is None:
         from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
 
-        facts |= _run(bundle, Pipeline(bundle.manifest, stages), options, timer)
+        facts |= _run(bundle, Pipeline(bundle, stages), options, timer)
     _print(facts, options, timer)
 
 

@@ -127,18 +127,18 @@ def command(
 
 
 def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | None") -> _PlannedCut:
-    own_plan = bundle.manifest.plan
+    own_plan = bundle.entry_point.plan
     if make_cut_options is None:
         if own_plan is None:
             fail(f"{bundle.location}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-        return _PlannedCut(own_plan, bundle.edges, bundle.manifest.symbols, graphs, None)
+        return _PlannedCut(own_plan, bundle.edges, bundle.entry_point.symbols, graphs, None)
     from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
 
     cut_options = make_cut_options()
     if cut_options.profile is not None and not cut_options.has_way and own_plan is not None:
         cut_options = replace(cut_options, plan=own_plan)
-    return _planned_cut(plan_bundle(bundle, cut_options), bundle.manifest.symbols, cut_options)
+    return _planned_cut(plan_bundle(bundle, cut_options), bundle.entry_point.symbols, cut_options)
 
 
 def _plan_source(

@@ -16,6 +16,9 @@ WEIGHT_HEADER_BYTES = 100_000_000
 # Fields of all messages of one ONNX file.
 ONNX_FIELDS = 2**22
 
+ENTRY_POINTS = 256
+
+# Stages of one entry point.
 STAGES = 4096
 
 # Dimensions of one tensor, and a size, stride, offset or number of elements.

@@ -112,6 +112,32 @@ class File(Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks: tuple[str, ...] = ()
 
 
+class EntryPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One function of the model that a caller may call, such as ``forward``, cut into stages.
+
+    The entry points of a bundle share its files: a weight that several of them use is stored once.
+
+    Attributes:
+        name: its name in the bundle.
+        signature: how it is called, and what it returns.
+        stages: its stages in order.
+        edges: all values that cross a boundary: the inputs first, then in the order in which they are computed.
+        plan: how it was cut, and the estimated costs of the stages.
+        example: the name of the file with the recorded example, if there is one.
+        symbols: the symbols in the shapes of edges.
+        seed: the seed of the random generators under which the example was recorded.
+    """
+
+    name: str
+    signature: Signature
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    plan: Plan | None = None
+    example: str | None = None
+    symbols: tuple[Symbol, ...] = ()
+    seed: Int64 = 0
+
+
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole manifest.
 
@@ -119,15 +145,10 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         format: always ``stagepack``.
         version: the format version, ``MAJOR.MINOR``.
         producer: the versions of the software that wrote the bundle.
-        signature: how the model is called, and what it returns.
-        stages: the stages in order.
-        edges: all values that cross a boundary.
+        entry_points: the functions that a caller may call.
         files: all files of the bundle but the manifest and the signature over the bundle.
         device: the type of the device that the model was captured on, such as ``cpu``.
         features: named additions to the format that a reader must know to read the bundle.
-        plan: how the model was cut, and the estimated costs of the stages.
-        symbols: the symbols in the shapes of edges.
-        seed: the seed of the random generators under which the example was recorded.
         sha256: the digest of the manifest itself, computed with 64 zeros in its place. It is the last field, so that its position in the
             file is known.
     """
@@ -135,13 +156,8 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     format: str
     version: str
     producer: Producer
-    signature: Signature
-    stages: tuple[Stage, ...]
-    edges: tuple[Edge, ...]
+    entry_points: tuple[EntryPoint, ...]
     files: tuple[File, ...]
     device: str
     features: tuple[str, ...] = ()
-    plan: Plan | None = None
-    symbols: tuple[Symbol, ...] = ()
-    seed: Int64 = 0
     sha256: str

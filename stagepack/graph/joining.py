@@ -6,19 +6,19 @@ from msgspec.structs import replace
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph, Value
-from stagepack.format.manifest import Manifest
+from stagepack.format.manifest import EntryPoint
 from stagepack.format.plan import run_members
 from stagepack.format.tree import value_names
 from stagepack.graph.assembly import GraphAssembler, canonical_graph
 
 
-def join_stages(manifest: Manifest, stages: Sequence[Graph]) -> Graph:
+def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
     """Join the graphs of all stages.
 
     A node that several stages compute is in the result once, and a node that a cut added is not in it.
 
     Args:
-        manifest: of a bundle.
+        entry_point: the entry point of a bundle.
         stages: the graphs of its stages, in order.
 
     Returns:
@@ -28,25 +28,25 @@ def join_stages(manifest: Manifest, stages: Sequence[Graph]) -> Graph:
         CutError: the manifest does not record the positions of the nodes in the whole model.
     """
     sources: dict[int, tuple[Graph, int]] = {}
-    for entry, graph in zip(manifest.stages, stages, strict=True):
+    for entry, graph in zip(entry_point.stages, stages, strict=True):
         if len(graph.nodes) > entry.added and not entry.places:
             raise CutError(
                 "the bundle does not record the positions of its nodes in the whole model: export the model again"
             )
         for node_index, position in enumerate(run_members(entry.places), start=entry.added):
             sources.setdefault(position, (graph, node_index))
-    assembler = GraphAssembler(manifest.symbols)
+    assembler = GraphAssembler(entry_point.symbols)
     nodes = []
     for position in sorted(sources):
         graph, node_index = sources[position]
         nodes.append(assembler.add_node(graph, graph.nodes[node_index]))
     inputs = [
         Value(name=edge.name, dtype=edge.dtype, shape=edge.shape, expr=edge.expr)
-        for edge in manifest.edges
+        for edge in entry_point.edges
         if edge.producer is None
     ]
     weights = {weight.value: weight for graph in stages for weight in graph.weights}
-    outputs = dict.fromkeys(value_names(manifest.signature.result))
+    outputs = dict.fromkeys(value_names(entry_point.signature.result))
     calls = {call.path: call for graph in stages for call in graph.calls}
     joined = assembler.finish(nodes, inputs, tuple(weights.values()), tuple(outputs))
-    return canonical_graph(replace(joined, symbols=manifest.symbols, calls=tuple(calls.values())))
+    return canonical_graph(replace(joined, symbols=entry_point.symbols, calls=tuple(calls.values())))

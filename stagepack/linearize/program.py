@@ -4,10 +4,12 @@ Two things change, and nothing else. Nodes that run under another grad mode or a
 list, and get the context as a property. Results of operators that return several get names in the place of ``getitem`` nodes.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import sympy
 import torch
 from torch.export import ExportedProgram
@@ -59,6 +61,17 @@ class LinearizedProgram:
     weights: WeightTable
     split_positions: tuple[int, ...]
     device: str
+
+    def with_constant_prefix(self, prefix: str) -> "LinearizedProgram":
+        """Return the program with other names of its constants, which torch numbers in each program.
+
+        Args:
+            prefix: is put before the name of each constant.
+        """
+        weights = self.weights.with_constant_prefix(prefix)
+        return dataclasses.replace(
+            self, weights=weights, graph=msgspec.structs.replace(self.graph, weights=weights.weights)
+        )
 
 
 def linearize_program(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 
 from stagepack.errors import UnsupportedError
@@ -47,6 +48,37 @@ class WeightTable:
     values: Mapping[str, str]
     stored: Mapping[str, StoredTensorSource]
     tensors: Mapping[str, torch.Tensor]
+
+    def with_constant_prefix(self, prefix: str) -> "WeightTable":
+        """Return the table with a text before the name of each constant.
+
+        Args:
+            prefix: the text.
+        """
+        constants = {name for weight in self.weights if weight.kind == "constant" for name in weight.names}
+
+        def renamed(name: str) -> str:
+            return prefix + name if name in constants else name
+
+        weights = [
+            msgspec.structs.replace(
+                weight,
+                names=tuple(map(renamed, weight.names)),
+                base=None if weight.base is None else renamed(weight.base),
+            )
+            for weight in self.weights
+        ]
+        return WeightTable(
+            weights=tuple(weights),
+            values={renamed(name): value_name for name, value_name in self.values.items()},
+            stored={
+                renamed(name): StoredTensorSource(
+                    msgspec.structs.replace(source.spec, name=renamed(name)), source.contiguous
+                )
+                for name, source in self.stored.items()
+            },
+            tensors={renamed(name): tensor for name, tensor in self.tensors.items()},
+        )
 
 
 def weight_table(

@@ -14,7 +14,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.writer import BundleWriter
 from stagepack.onnx.check import StageCheck, check_stages
-from stagepack.onnx.conversion import convert_stage, own_weight_file
+from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
 from stagepack.onnx.finish import OnnxFiles
 from stagepack.opening import open_bundle
 
@@ -46,7 +46,8 @@ def add_onnx(
     Runtime. A stage that has no ONNX form, or whose answer differs from that in torch, has no ONNX model and runs in torch only.
 
     Args:
-        bundle: the folder of a bundle, or an opened bundle. It is replaced when all models are written and checked.
+        bundle: the folder of a bundle, or an opened bundle, at the entry point that is converted. It is replaced when all models are
+            written and checked.
         allow_ops: namespaces of custom operators that may run while a stage is traced.
         progress: called with one line when a step begins.
 
@@ -55,6 +56,7 @@ def add_onnx(
 
     Raises:
         OptionError: the bundle is at a URL.
+        EntryPointError: the bundle has several entry points, and none is selected.
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         OperatorError: an operator is missing here, not allowed, or has another schema.
@@ -84,7 +86,7 @@ def add_onnx(
     differing = {stage_number: _difference(checks[stage_number]) for stage_number in converted.keys() - matching.keys()}
     _write_bundle(opened, matching, _resolved_path(opened), overwrite=True)
     return AddedOnnx(
-        bundle=Bundle(opened.path),
+        bundle=Bundle(opened.path).select(opened.entry_point.name),
         torch_only=dict(sorted((refused | differing).items())),
         checked={stage_number: checks[stage_number] for stage_number in matching},
     )
@@ -100,7 +102,8 @@ def _check_converted(
     """Write a temporary bundle with the ONNX models, and compare the answers of all stages."""
     with _folder_beside(_resolved_path(bundle)) as folder:
         _write_bundle(bundle, converted, folder / "checked", overwrite=False)
-        return list(check_stages(Bundle(folder / "checked"), allow_ops))
+        checked_bundle = Bundle(folder / "checked").select(bundle.entry_point.name)
+        return list(check_stages(checked_bundle, allow_ops))
 
 
 def _resolved_path(bundle: Bundle) -> Path:
@@ -132,10 +135,15 @@ def _write_bundle(bundle: Bundle, converted: Mapping[int, OnnxFiles], out: Path,
             if file.name not in replaced_files:
                 writer.link_file(bundle.path / file.name, file)
         for stage_number, files in converted.items():
-            model_file, weight_file = f"stage-{stage_number}.onnx", own_weight_file(stage_number)
-            writer.write_file(model_file, [files.model])
+            stage = stages[stage_number]
+            writer.write_file(model_file(stage), [files.model])
             if files.tensors:
-                writer.write_tensors(weight_file, files.tensors, files.read)
-            onnx = Onnx(model=model_file, weights=(weight_file,) if files.tensors else ())
-            stages[stage_number] = msgspec.structs.replace(stages[stage_number], onnx=onnx)
-        writer.finish(msgspec.structs.replace(bundle.manifest, stages=tuple(stages)))
+                writer.write_tensors(own_weight_file(stage), files.tensors, files.read)
+            onnx = Onnx(model=model_file(stage), weights=(own_weight_file(stage),) if files.tensors else ())
+            stages[stage_number] = msgspec.structs.replace(stage, onnx=onnx)
+        converted_entry_point = msgspec.structs.replace(bundle.entry_point, stages=tuple(stages))
+        entry_points = tuple(
+            converted_entry_point if entry_point.name == converted_entry_point.name else entry_point
+            for entry_point in bundle.entry_points
+        )
+        writer.finish(msgspec.structs.replace(bundle.manifest, entry_points=entry_points))

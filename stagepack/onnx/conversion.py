@@ -9,6 +9,7 @@ import torch
 
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
+from stagepack.format.manifest import Stage
 from stagepack.format.onnx import onnx_element_type
 from stagepack.format.reader import Bundle
 from stagepack.onnx.explain import explain_failure
@@ -53,7 +54,7 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
         stage_count=len(bundle.stages),
         edges={edge.name: edge for edge in bundle.edges},
         stored_tensors=stored_tensors,
-        own_weight_file=own_weight_file(stage_number),
+        own_weight_file=own_weight_file(bundle.stages[stage_number]),
     )
     program = None
     with _exporter_silenced():
@@ -66,9 +67,14 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
             return explain_failure(graph, program, error)
 
 
-def own_weight_file(stage_number: int) -> str:
+def model_file(stage: Stage) -> str:
+    """Return the name of the ONNX file of a stage: that of its graph, with another suffix."""
+    return f"{stage.graph.removesuffix('.msgpack')}.onnx"
+
+
+def own_weight_file(stage: Stage) -> str:
     """Return the name of the weight file for tensors that only the ONNX model of a stage uses."""
-    return f"stage-{stage_number}.onnx.safetensors"
+    return f"{model_file(stage)}.safetensors"
 
 
 def _inexpressible(bundle: Bundle, stage_number: int, graph: Graph, writes: StageWrites) -> str | None:

@@ -17,7 +17,7 @@ from tests.zoo.cases import named
 
 def test_the_plan_of_a_bundle_is_the_one_it_was_cut_by(sound: Path) -> None:
     facts = json.loads(run("plan", str(sound), "--json").stdout)
-    plan = stagepack.open(sound).manifest.plan
+    plan = stagepack.open(sound).entry_point.plan
     assert plan is not None
     assert [stage["weight_bytes"] for stage in facts["stages"]] == [stage.weight_bytes for stage in plan.stages]
     assert [stage["starts_at"] for stage in facts["stages"]] == ["embed", "first", "second"]

@@ -77,7 +77,7 @@ def test_recut_and_export_take_a_profile(sound: Path, times: Path, tmp_path: Pat
     result = run("recut", str(sound), "-o", str(out), "--stages", "2", "--profile", str(times))
     assert result.exit_code == 0, result.output
     planned = json.loads(run("plan", str(sound), "--stages", "2", "--profile", str(times), "--json").stdout)
-    plan = stagepack.open(out).manifest.plan
+    plan = stagepack.open(out).entry_point.plan
     assert plan is not None
     node_counts = [sum(count for _, count in stage.nodes) for stage in plan.stages]
     assert [stage["nodes"] for stage in planned["stages"]] == node_counts

@@ -51,8 +51,8 @@ def report(bundle: Path, folder: Path, *options: str) -> str:
 def test_the_page_shows_stages_edges_and_nodes(sound: Path, tmp_path: Path) -> None:
     page = Page(report(sound, tmp_path))
     bundle = stagepack.open(sound)
-    assert bundle.manifest.plan is not None
-    facts = cut_facts(bundle.manifest.plan, bundle.edges, bundle.manifest.symbols)
+    assert bundle.entry_point.plan is not None
+    facts = cut_facts(bundle.entry_point.plan, bundle.edges, bundle.entry_point.symbols)
     assert bundle.digest in page.texts["code"]
     assert f"{facts['slowest_over_mean']:.2f}" in page.texts["strong"]
     assert {edge.name for edge in bundle.edges} <= set(page.texts["code"])
@@ -148,7 +148,7 @@ def test_a_traced_run_is_drawn_beside_the_estimate(sound: Path, tmp_path: Path) 
     assert any(
         text.startswith("process 1 </script>") and text.endswith(": 77% computing") for text in page.texts["text"]
     )
-    plan = stagepack.open(sound).manifest.plan
+    plan = stagepack.open(sound).entry_point.plan
     assert plan is not None
     times = [stage.time for stage in plan.stages]
     idle = bubble_share([times[0], times[1] + times[2]], 5)

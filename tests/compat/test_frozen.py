@@ -31,7 +31,7 @@ def test_it_verifies_runs_and_is_written_alike(path: Path) -> None:
 def test_it_is_cut_again_into_the_same_graphs(path: Path, tmp_path: Path) -> None:
     bundle = stagepack.open(path)
     whole = stagepack.recut(path, out=tmp_path / "whole.stagepack", stages=1)
-    again = stagepack.recut(whole, out=tmp_path / "again.stagepack", plan=bundle.manifest.plan)
+    again = stagepack.recut(whole, out=tmp_path / "again.stagepack", plan=bundle.entry_point.plan)
     assert [again.graph(number) for number in range(3)] == [bundle.graph(number) for number in range(3)]
     assert replay_example(stagepack.load(again), again).largest == 0.0
 

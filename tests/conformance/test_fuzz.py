@@ -175,7 +175,14 @@ def test_no_depth_is_too_deep_for_an_error(depth: int) -> None:
     with pytest.raises(LimitError, match="L2"):
         read_graph(lists)
     tree = b'{"type":"sequence","kind":"list","items":[' * depth + b'{"type":"constant","value":null}' + b"]}" * depth
-    manifest = json.dumps(MANIFEST | {"signature": {"parameters": [], "result": "@"}}).encode().replace(b'"@"', tree)
+    manifest = (
+        json.dumps(
+            MANIFEST
+            | {"entry_points": [MANIFEST["entry_points"][0] | {"signature": {"parameters": [], "result": "@"}}]}
+        )
+        .encode()
+        .replace(b'"@"', tree)
+    )
     with pytest.raises(LimitError, match="L2"):
         read_manifest(manifest)
     unknown = json.dumps(MANIFEST | {"version": "@"}).encode().replace(b'"@"', b"[" * depth + b"]" * depth)

@@ -7,7 +7,7 @@ from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZERO_DIGEST
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.manifest import Edge, Manifest, Producer, Stage
+from stagepack.format.manifest import Edge, EntryPoint, Manifest, Producer, Stage
 from stagepack.format.shapes import Symbol
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, ValueLeaf
@@ -70,10 +70,8 @@ def write(out: Path) -> None:
 
 def _manifest() -> Manifest:
     ends = ((X, None, (0,)), (HIDDEN, 0, (1,)), (RESULT, 1, ()))
-    return Manifest(
-        format="stagepack",
-        version="1.0",
-        producer=Producer(stagepack="0.1.0", torch="2.13.0"),
+    forward = EntryPoint(
+        name="forward",
         signature=Signature(
             parameters=(Parameter(name="x", tree=ValueLeaf("x"), positional=True),),
             result=SequenceTree(kind="tuple", items=(ValueLeaf("result"),)),
@@ -93,8 +91,14 @@ def _manifest() -> Manifest:
             Edge(name=value.name, dtype=value.dtype, shape=value.shape, producer=producer, consumers=consumers)
             for value, producer, consumers in ends
         ),
+        symbols=(BATCH,),
+    )
+    return Manifest(
+        format="stagepack",
+        version="1.0",
+        producer=Producer(stagepack="0.1.0", torch="2.13.0"),
+        entry_points=(forward,),
         files=(),
         device="cpu",
-        symbols=(BATCH,),
         sha256=ZERO_DIGEST,
     )

@@ -149,7 +149,7 @@ def _read_onnx(case: Case, folder: Path) -> None:
     content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else protobuf(case.document())
     editor.write_file("stage-0.onnx", content[: case.fields.get("bytes", len(content))])
     fields = editor.manifest()
-    fields["stages"][0]["onnx"] = {"model": "stage-0.onnx"}
+    fields["entry_points"][0]["stages"][0]["onnx"] = {"model": "stage-0.onnx"}
     editor.write_manifest(fields)
     Bundle(editor.path).verify()
 

@@ -91,7 +91,7 @@ def in_processes(
     """A bundle in forked processes, one for each stage by default."""
     ranks = range(1, 1 + (processes or len(bundle.stages)))
     options = GroupOptions(
-        rank_of_stage=assign_stages(bundle.manifest, ranks),
+        rank_of_stage=assign_stages(bundle.entry_point, ranks),
         allow_ops=tuple(namespaces(bundle)),
         runtime=runtime,
         in_flight=in_flight,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
-from stagepack.format.reader import EXAMPLE_FILE_NAME, Bundle
+from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.distributed.routes import assign_stages
 from tests.distributed import host_client, host_program
@@ -138,11 +138,11 @@ def wait(processes: Processes, seconds: float = 60.0) -> list[tuple[int, str]]:
 
 def copy_for_rank(bundle: Bundle, rank: int, size: int, folder: Path) -> Path:
     """A copy of a bundle with the files of the stages of one rank alone, and the example for rank 0, which has the inputs."""
-    ranks = assign_stages(bundle.manifest, range(size))
+    ranks = assign_stages(bundle.entry_point, range(size))
     stages = [stage for stage, stage_rank in zip(bundle.stages, ranks, strict=True) if stage_rank == rank]
     names = {MANIFEST_NAME, *(name for stage in stages for name in (stage.graph, *stage.weights))}
     if rank == 0:
-        names.add(EXAMPLE_FILE_NAME)
+        names.add("example.safetensors")
     copy = folder / f"rank-{rank}" / bundle.path.name
     copy.mkdir(parents=True)
     for name in names:

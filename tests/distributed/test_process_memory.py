@@ -11,7 +11,7 @@ from tests.distributed.bundles import in_processes, process_ids
 
 
 def test_it_counts_weights_activations_buffers_and_state(layers: Bundle, counting: Bundle) -> None:
-    (symbol,) = layers.manifest.symbols
+    (symbol,) = layers.entry_point.symbols
     alone = estimate_memory(layers, (1, 2, 3), 2)
     assert alone.weights == layers.stages[1].weight_bytes
     assert alone.state == 0

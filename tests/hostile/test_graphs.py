@@ -49,7 +49,7 @@ def operator(name: str, schema: str | None = None) -> Callable[[BundleEditor], N
             put("ops", GELU, "schema", value=schema)(editor)
         space = name.split(".")[0]
         if space not in ("aten", "prims", "torch", "math", "operator", "higher_order"):
-            editor.edit_manifest(lambda fields: fields["stages"][1].update(namespaces=[space]))
+            editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][1].update(namespaces=[space]))
 
     return make
 

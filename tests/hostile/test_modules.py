@@ -81,7 +81,7 @@ def test_the_answer_stays_the_same(case: Case, tmp_path: Path) -> None:
             encode_graph(trivially_folded(replace(graph, calls=convert(told, tuple[ModuleCall, ...])))),
         )
         stage = stagepack.load_stage(editor.path, 0, modules=True)
-        pipe = Pipeline(bundle.manifest, [stage], case.classes())
+        pipe = Pipeline(bundle, [stage], case.classes())
         assert_equal(answers(pipe, calls), wanted)
 
 

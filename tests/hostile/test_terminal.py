@@ -32,7 +32,7 @@ def dress(editor: BundleEditor) -> None:
         "stage-1.safetensors",
         lambda fields: fields.update({EVIL: fields.pop("first.weight"), "first.bias": fields.pop("first.bias")}),
     )
-    editor.edit_manifest(lambda fields: fields["stages"][2].update(state=[EVIL]))
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][2].update(state=[EVIL]))
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--stage", "1"], ["verify", "--run"], ["load"]])

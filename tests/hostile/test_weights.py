@@ -58,17 +58,17 @@ def twice(editor: BundleEditor) -> None:
 def in_two_files(editor: BundleEditor) -> None:
     """Let the stage read a second file with tensors of the same names."""
     editor.write_file("stage-7.safetensors", (editor / FILE).read_bytes())
-    editor.edit_manifest(lambda fields: fields["stages"][1]["weights"].append("stage-7.safetensors"))
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][1]["weights"].append("stage-7.safetensors"))
 
 
 def file_twice(editor: BundleEditor) -> None:
     """Let the stage name its file twice."""
-    editor.edit_manifest(lambda fields: fields["stages"][1]["weights"].append(FILE))
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][1]["weights"].append(FILE))
 
 
 def graph_as_weights(editor: BundleEditor) -> None:
     """Let the stage take its graph for a weight file."""
-    editor.edit_manifest(lambda fields: fields["stages"][1].update(weights=["stage-1.msgpack"]))
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][1].update(weights=["stage-1.msgpack"]))
 
 
 def of_other_dtype(editor: BundleEditor) -> None:

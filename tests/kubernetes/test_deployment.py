@@ -65,7 +65,7 @@ def test_memory_is_that_of_the_plan(layers: Bundle, tmp_path: Path) -> None:
     worker_set, _, _ = write_deployment(layers, tmp_path, "--max-batch", "4096")
     leader, worker = map(container_of, templates(worker_set))
     assert worker_set["spec"]["leaderWorkerTemplate"]["size"] == 3
-    (symbol,) = layers.manifest.symbols
+    (symbol,) = layers.entry_point.symbols
     needed = [estimate_memory(layers, (0, 1, 2), rank, sizes={symbol.name: 4096}).total for rank in range(3)]
     for container, byte_count in ((leader, needed[0] + 768 * 2**20), (worker, max(needed[1:]) + 256 * 2**20)):
         memory = container["resources"]["limits"]["memory"]

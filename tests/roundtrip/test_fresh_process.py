@@ -57,7 +57,7 @@ def test_bit_exact(case: Case, tmp_path: Path, runner: subprocess.Popen[str]) ->
             export_capture(capture, out=tmp_path / f"{stages}.stagepack", cut_options=CutOptions(stages=stages))
         )
         assert len(bundles[-1].stages) == stages
-    signature = bundles[0].manifest.signature
+    signature = bundles[0].entry_point.signature
     calls = [capture.inputs, other_size(capture.program, capture.inputs), capture.inputs]
     expected = _answers(capture.program.module(), calls)
     for number, inputs in enumerate(calls):

@@ -60,7 +60,7 @@ def test_every_module_answers_as_in_the_model(case: Case, stages: int, tmp_path:
     assert asked >= len(set().union(*found))
     shapes = {name: tensor.shape for stage in loaded for name, tensor in stage.state_dict().items()}
     assert shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}
-    pipe = Pipeline(bundle.manifest, loaded, case.classes())
+    pipe = Pipeline(bundle, loaded, case.classes())
     assert_equal(answers(pipe, [inputs]), captured_answers(capture, [inputs]))
 
 

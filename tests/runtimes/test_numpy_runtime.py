@@ -123,7 +123,7 @@ def test_the_server_runs_it(bundle: Path) -> None:
     opened = stagepack.open(bundle)
     for runtimes in ("numpy", ["numpy", "torch", "onnxruntime"]):
         pipeline = stagepack.load(bundle, runtime=runtimes)
-        interface = Interface(opened.manifest)
+        interface = Interface(opened.entry_point)
         runner = StageRunner("m", pipeline, interface, Metrics())
         values = runner.begin({next(iter(interface.inputs)): X})
         for stage_number in range(3):
@@ -212,4 +212,4 @@ def test_what_is_no_runtime_is_refused(runtime: Any, message: str) -> None:
 def test_pipelines_of_a_pipeline_class_of_their_own_find_it(bundle: Path) -> None:
     opened = stagepack.open(bundle)
     stages = [stagepack.load_stage(bundle, number, runtime="numpy") for number in range(3)]
-    assert numpy.allclose(Pipeline(opened.manifest, stages)(X), in_torch(bundle, X), atol=1e-5)
+    assert numpy.allclose(Pipeline(opened, stages)(X), in_torch(bundle, X), atol=1e-5)

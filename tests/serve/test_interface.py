@@ -30,7 +30,7 @@ class Named(torch.nn.Module):
 
 def output_names(result: Any, tmp_path: Path) -> Any:
     bundle = stagepack.export(Named(result), (torch.ones(2, 3),), out=tmp_path / "m.stagepack", stages=1)
-    return list(Interface(bundle.manifest).outputs)
+    return list(Interface(bundle.entry_point).outputs)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_outputs_are_named_by_their_place(result: Any, expected: Any, tmp_path: 
 
 
 def test_what_clients_state_is_checked(bundles: Mapping[str, Path]) -> None:
-    interface = Interface(stagepack.open(bundles["kinds"]).manifest)
+    interface = Interface(stagepack.open(bundles["kinds"]).entry_point)
     assert interface.check_input("factor", "FP32", (1,)) == interface.check_input("factor", "FP32", ()) == ()
     with pytest.raises(InputError, match="one number"):
         interface.check_input("factor", "FP32", (2,))
@@ -64,7 +64,7 @@ def test_what_clients_state_is_checked(bundles: Mapping[str, Path]) -> None:
 
 
 def ends(bundle: Bundle) -> list[Edge]:
-    return Interface(bundle.manifest).edges
+    return Interface(bundle.entry_point).edges
 
 
 @pytest.mark.parametrize(

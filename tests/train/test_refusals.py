@@ -38,7 +38,7 @@ def training(one_process: None, bundle: Bundle) -> Training:
 
 
 def test_skips_pass_through_the_stages_between(bundle: Bundle) -> None:
-    boundaries = find_boundaries(bundle.manifest)
+    boundaries = find_boundaries(bundle.entry_point)
     names = [{edge.name for edge in boundary.sent} for boundary in boundaries]
     (skip,) = names[0] & names[1] & names[2]
     assert {edge.name for edge in boundaries[3].received} == names[2]

@@ -73,7 +73,7 @@ def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
     manifest = json.loads((tied_llama / "manifest.json").read_text())
     model = dict(named("decoders-llama-tied")[0].capture().model.named_parameters())  # type: ignore[union-attr]
     nodes, weights = [], {}
-    for number, stage in enumerate(manifest["stages"]):
+    for number, stage in enumerate(manifest["entry_points"][0]["stages"]):
         graph = msgpack.unpackb((tied_llama / stage["graph"]).read_bytes())
         found, held, calls = plain_reader.unfold(graph)
         ours = stagepack.open(tied_llama).graph(number).calls
@@ -88,10 +88,10 @@ def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
                 with safe_open(tied_llama / file, framework="numpy") as opened:
                     if weight["names"][0] in opened.keys():  # noqa: SIM118 - not a dict
                         weights.update(dict.fromkeys(weight["names"], opened.get_tensor(weight["names"][0])))
-    assert len(nodes) == sum(stage["nodes"] for stage in manifest["stages"])
+    assert len(nodes) == sum(stage["nodes"] for stage in manifest["entry_points"][0]["stages"])
     assert [name for *_, outputs in nodes for name in outputs] == [
         name
-        for number in range(len(manifest["stages"]))
+        for number in range(len(manifest["entry_points"][0]["stages"]))
         for node in stagepack.open(tied_llama).graph(number).nodes
         for name in output_names(node)
     ]

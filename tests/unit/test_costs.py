@@ -245,7 +245,7 @@ def test_four_recurrent_layers_are_balanced_in_the_plan_and_by_the_clock(stage_c
     example = torch.randn(4, 16, 16)
     model = Recurrent().eval()
     bundle = stagepack.export(model, (example,), out=tmp_path / "lstm.stagepack", stages=stage_count)
-    plan = bundle.manifest.plan
+    plan = bundle.entry_point.plan
     assert plan is not None
     planned = [stage.time for stage in plan.stages]
     assert max(planned) / (sum(planned) / stage_count) < 1.3

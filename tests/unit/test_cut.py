@@ -18,7 +18,7 @@ from stagepack.capture.programs import capture_module
 from stagepack.errors import CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.manifest import Manifest, Producer, Stage
+from stagepack.format.manifest import EntryPoint, Stage
 from stagepack.format.signature import Signature
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.validate import check_graph
@@ -91,19 +91,14 @@ def joined(result: Cut, graph: Graph) -> Graph:
         for stage in result.stages
     ]
     result_tree = SequenceTree(kind="tuple", items=tuple(map(ValueLeaf, graph.outputs)))
-    manifest = Manifest(
-        format="stagepack",
-        version="1.0",
-        producer=Producer(stagepack="", torch=""),
+    entry_point = EntryPoint(
+        name="forward",
         signature=Signature(parameters=(), result=result_tree),
         stages=tuple(stages),
         edges=result.edges,
-        files=(),
-        device="cpu",
         symbols=graph.symbols,
-        sha256="",
     )
-    return join_stages(manifest, [stage.graph for stage in result.stages])
+    return join_stages(entry_point, [stage.graph for stage in result.stages])
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_fails_one_call(bundle: Bundle) -> None:
     reader = FailingReader(bundle.path)
     options = PrepareOptions(device_memory=12_000_000, weight_reader=reader)
     prepared = prepare_all(bundle, ["cpu"], "torch", options)
-    pipeline = Pipeline(bundle.manifest, [stage.finish(verify=True) for stage in prepared.values()], [])
+    pipeline = Pipeline(bundle, [stage.finish(verify=True) for stage in prepared.values()], [])
     x = torch.randn(2, 768)
     expected = stagepack.load(bundle)(x)
     assert torch.equal(pipeline(x), expected)

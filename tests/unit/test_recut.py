@@ -71,7 +71,7 @@ def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_
     assert [stage.places for stage in crossed.stages] == [((0, 1), (2, 1)), ((1, 1), (3, 1)), ((4, 2),)]
     assert files(stagepack.recut(crossed, out=tmp_path / "a.stagepack", stages=2).path) == files(direct.path)
     assert files(stagepack.recut(direct, out=tmp_path / "b.stagepack", policy=policy).path) == files(crossed.path)
-    again = stagepack.recut(direct, out=tmp_path / "c.stagepack", plan=crossed.manifest.plan)
+    again = stagepack.recut(direct, out=tmp_path / "c.stagepack", plan=crossed.entry_point.plan)
     assert files(again.path) == files(crossed.path)
 
 
@@ -81,17 +81,17 @@ def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
     capture = llama(4).capture()
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     path = tmp_path / "plan.json"
-    assert bundle.manifest.plan is not None
-    write_plan(bundle.manifest.plan, path)
-    assert stagepack.read_plan(path) == bundle.manifest.plan
+    assert bundle.entry_point.plan is not None
+    write_plan(bundle.entry_point.plan, path)
+    assert stagepack.read_plan(path) == bundle.entry_point.plan
     same = stagepack.recut(bundle, out=tmp_path / "same.stagepack", plan=stagepack.read_plan(path))
     assert files(same.path) == files(bundle.path)
     fields = json.loads(path.read_text())
     (first,), (second,) = (stage["nodes"] for stage in fields["stages"])
     path.write_text(json.dumps({"stages": [{"nodes": [[0, 30]]}, {"nodes": [[30, first[1] + second[1] - 30]]}]}))
     edited = stagepack.recut(bundle, out=tmp_path / "edited.stagepack", plan=stagepack.read_plan(path))
-    assert edited.manifest.plan is not None
-    assert [stage.nodes for stage in edited.manifest.plan.stages] == [((0, 30),), ((30, first[1] + second[1] - 30),)]
+    assert edited.entry_point.plan is not None
+    assert [stage.nodes for stage in edited.entry_point.plan.stages] == [((0, 30),), ((30, first[1] + second[1] - 30),)]
     direct = export_capture(
         capture, out=tmp_path / "direct.stagepack", cut_options=CutOptions(plan=stagepack.read_plan(path))
     )

@@ -87,7 +87,7 @@ def no_gradients() -> Iterator[None]:
 
 def _stream(bundle: Bundle, reader: HoldingReader) -> Pipeline:
     prepared = prepare_all(bundle, ["cpu"], "torch", PrepareOptions(stream=True, weight_reader=reader))
-    return Pipeline(bundle.manifest, [stage.finish(verify=True) for stage in prepared.values()], [])
+    return Pipeline(bundle, [stage.finish(verify=True) for stage in prepared.values()], [])
 
 
 @pytest.mark.usefixtures("no_gradients")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from stagepack.errors import FormatError, LimitError, WriteError
 from stagepack.format import limits
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
-from stagepack.format.manifest import Edge, Manifest, Producer, Stage
+from stagepack.format.manifest import Edge, EntryPoint, Manifest, Producer, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf
@@ -142,13 +142,17 @@ def write(writer: BundleWriter, described: Manifest) -> None:
 
 def manifest(result: Tree = ValueLeaf("x")) -> Manifest:  # noqa: B008 - frozen
     """The manifest of a model that gives its input back."""
+    forward = EntryPoint(
+        name="forward",
+        signature=Signature(parameters=(Parameter(name="x", tree=ValueLeaf("x"), positional=True),), result=result),
+        stages=(Stage(graph="stage-0.msgpack"),),
+        edges=(Edge(name="x", dtype="float32"),),
+    )
     return Manifest(
         format="stagepack",
         version="1.0",
         producer=Producer(stagepack="0", torch="0"),
-        signature=Signature(parameters=(Parameter(name="x", tree=ValueLeaf("x"), positional=True),), result=result),
-        stages=(Stage(graph="stage-0.msgpack"),),
-        edges=(Edge(name="x", dtype="float32"),),
+        entry_points=(forward,),
         files=(),
         device="cpu",
         sha256="",

@@ -46,7 +46,7 @@ def load_apart(
     bundle: Bundle, *, types: Collection[type], allow_ops: Collection[str], modules: bool = False
 ) -> Pipeline:
     """Load each stage of a bundle on its own."""
-    given = {edge.name for edge in bundle.manifest.edges if edge.producer is None}
+    given = {edge.name for edge in bundle.entry_point.edges if edge.producer is None}
     stages = [
         Apart(
             load_stage(bundle, number, modules=modules, types=types, allow_ops=allow_ops),
@@ -54,7 +54,7 @@ def load_apart(
         )
         for number, entry in enumerate(bundle.stages)
     ]
-    return Pipeline(bundle.manifest, stages, types)
+    return Pipeline(bundle, stages, types)
 
 
 def _copy(value: Any) -> Any:

@@ -61,7 +61,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
         bundles.append(bundle)
     assert not uncounted_operators(bundles[0])
     stage_of = even(
-        join_stages(bundles[0].manifest, [bundles[0].graph(number) for number in range(STAGES[0])]), stages=3
+        join_stages(bundles[0].entry_point, [bundles[0].graph(number) for number in range(STAGES[0])]), stages=3
     )
     where = CutOptions(policy=lambda node: stage_of[node.index])
     bundle = export_capture(capture, out=tmp_path / "even.stagepack", cut_options=where)
@@ -134,7 +134,7 @@ def needless_sizes(bundle: Bundle) -> list[str]:
 
 def uncounted_operators(bundle: Bundle) -> set[str]:
     """The operators that cost nothing though they move data, and those of torch whose costs no table or formula tells."""
-    sizes = example_sizes(bundle.manifest.symbols)
+    sizes = example_sizes(bundle.entry_point.symbols)
     uncounted = set()
     for graph in map(bundle.graph, range(len(bundle.stages))):
         for node in graph.nodes:

@@ -95,7 +95,7 @@ def connect(
     opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
     rank, size = launched_rank(), launched_size()
     try:
-        rank_of_stage = assign_stages(opened_bundle.manifest, range(size))
+        rank_of_stage = assign_stages(opened_bundle.entry_point, range(size))
     except DeviceError:
         raise GroupError(
             f"expected 1 to {len(opened_bundle.stages)} processes for {len(opened_bundle.stages)} stages, found {size}"

@@ -98,7 +98,7 @@ def find_local_routes(routes: Sequence[Route], machines: Sequence[str], symbols:
     Args:
         routes: all routes of the pipeline.
         machines: the `machine_id` of each process.
-        symbols: the symbols of the manifest.
+        symbols: the symbols of the entry point.
     """
     return frozenset(
         route
@@ -126,7 +126,7 @@ def connect_links(
         rank: this process.
         routes: all routes of the pipeline.
         local_routes: those of them between processes of one machine.
-        symbols: the symbols of the manifest.
+        symbols: the symbols of the entry point.
         check: called while this process waits for others; raises when there is no use in waiting.
 
     Raises:

@@ -79,7 +79,7 @@ def start_local_pipeline(
     """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
     bundle = absolute_bundle(bundle)
     check_options(options, max_restarts, microbatch_size)
-    stage_devices = place_stages(bundle.manifest, options.devices)
+    stage_devices = place_stages(bundle.entry_point, options.devices)
     for runtime, device in zip(runtime_of_each_stage(options.runtime, len(bundle.stages)), stage_devices, strict=True):
         runtime.parse_device(device)
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))

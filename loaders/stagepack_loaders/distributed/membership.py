@@ -169,8 +169,8 @@ def join_group(
             if other_report.error is not None:
                 raise rebuild_error(other_report.error)
         written_inputs = {facts.stage: facts.written_inputs for other in reports for facts in other.stages}
-        routes = find_routes(bundle.manifest, options.rank_of_stage, written_inputs)
-        symbols = bundle.manifest.symbols
+        routes = find_routes(bundle.entry_point, options.rank_of_stage, written_inputs)
+        symbols = bundle.entry_point.symbols
         local_routes = find_local_routes(routes, [identity.machine for identity in identities], symbols)
         group = ProcessGroup(store, rank, size, address=LOOPBACK if options.is_local else options.address)
         listener_names = [identity.listener for identity in identities]
@@ -193,7 +193,7 @@ def _load_stages(
 ) -> tuple[dict[int, LoadedStage], list[StageFacts]]:
     """Load some stages; no file of others is read."""
     runtimes = runtime_of_each_stage(options.runtime, len(bundle.stages))
-    devices = place_stages(bundle.manifest, options.devices)
+    devices = place_stages(bundle.entry_point, options.devices)
     bundle = open_for_loading(bundle, options.verify)
     prepare_options = PrepareOptions(allow_ops=options.allow_ops, copy=options.copy)
     prepared_stages: dict[int, PreparedStage] = {

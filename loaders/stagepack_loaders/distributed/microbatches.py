@@ -32,7 +32,7 @@ class Microbatches:
         Raises:
             OptionError: the rows of the model depend on each other, or may not be so few.
         """
-        results = set(value_names(bundle.manifest.signature.result))
+        results = set(value_names(bundle.entry_point.signature.result))
         edges = [edge for edge in bundle.edges if edge.producer is None or edge.name in results]
         symbol = batch_dimension(bundle, edges)
         if isinstance(symbol, str):

@@ -44,7 +44,7 @@ def pack_values(
     Args:
         layout: the messages of the route for the request.
         values: the values by edge name.
-        symbols: the symbols of the manifest, for the ranges of sizes that depend on data.
+        symbols: the symbols of the entry point, for the ranges of sizes that depend on data.
         copies: whether the memory of the values may change before they arrive.
 
     Raises:

@@ -55,8 +55,8 @@ class DistributedPipeline(CallablePipeline):
     order. Random operators of different stages draw from generators of their own.
 
     Attributes:
-        manifest: the manifest of the bundle.
-        bundle: the bundle.
+        bundle: the bundle, at the entry point that runs.
+        entry_point: the entry point.
 
     Examples:
         >>> with stagepack.load("m.stagepack", processes=True) as pipeline:
@@ -86,8 +86,7 @@ class DistributedPipeline(CallablePipeline):
             OptionError: the rows of a batch depend on each other, so that it cannot be cut.
             StagepackError: the processes could not be started, or could not load their stages.
         """
-        super().__init__(bundle.manifest, types)
-        self.bundle = bundle
+        super().__init__(bundle, types)
         self._is_state_lost = False
         self._is_restarted = False
         self._sequence_numbers = itertools.count(1)

@@ -66,10 +66,10 @@ def estimate_memory(
         sequences: the number of sequences that have state.
     """
     stage_numbers = [number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank]
-    stage_devices = place_stages(bundle.manifest, devices)
+    stage_devices = place_stages(bundle.entry_point, devices)
     host_stages = [number for number in stage_numbers if stage_devices[number].partition(":")[0] == "cpu"]
     weight_bytes = [bundle.stages[number].weight_bytes for number in stage_numbers]
-    sizes_of_example = example_sizes(bundle.manifest.symbols)
+    sizes_of_example = example_sizes(bundle.entry_point.symbols)
     largest_sizes = sizes_of_example | dict(sizes or {})
     crossing_bytes = sum(
         value_bytes(edge, largest_sizes)
@@ -94,9 +94,9 @@ def _activation_bytes(
     stage = bundle.stages[stage_number]
     edges = [edge for edge in bundle.edges if edge.name in stage.inputs or edge.name in stage.outputs]
     edge_bytes = _sum_bytes(edges, sizes_of_example)
-    if bundle.manifest.plan is None:
+    if bundle.entry_point.plan is None:
         return 2 * _sum_bytes(edges, largest_sizes)
-    planned = bundle.manifest.plan.stages[stage_number]
+    planned = bundle.entry_point.plan.stages[stage_number]
     activation_bytes = max(planned.memory - planned.weight_bytes, edge_bytes)
     return activation_bytes * _sum_bytes(edges, largest_sizes) // max(edge_bytes, 1)
 

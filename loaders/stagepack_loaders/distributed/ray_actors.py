@@ -269,7 +269,7 @@ def _resources_of_process(
     bundle: Bundle, options: GroupOptions, rank: int, cpus: float, gpus: float, memory: int | None
 ) -> dict[str, float]:
     """What Ray reserves for a process, without the resources of which it needs none."""
-    stage_devices = place_stages(bundle.manifest, options.devices)
+    stage_devices = place_stages(bundle.entry_point, options.devices)
     used_devices = {stage_devices[number] for number, owner in enumerate(options.rank_of_stage) if owner == rank}
     if memory is None:
         memory = estimate_memory(

@@ -90,7 +90,7 @@ class RequestLayouts:
 
         Args:
             routes: the routes.
-            symbols: the symbols of the manifest.
+            symbols: the symbols of the entry point.
             local_routes: those whose values need no receives.
         """
         self._routes = routes

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from stagepack.format.manifest import Edge, Manifest
+from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.tree import value_names
 from stagepack_loaders.placement import place_stages
 
@@ -43,40 +43,40 @@ class Route:
         return self.head_tag + 2
 
 
-def assign_stages(manifest: Manifest, ranks: Sequence[int]) -> tuple[int, ...]:
+def assign_stages(entry_point: EntryPoint, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the rank that runs each stage. Consecutive stages share one if there are fewer ranks than stages.
 
     Raises:
         DeviceError: there is no rank, or there are more ranks than stages.
     """
-    return tuple(place_stages(manifest, ranks))
+    return tuple(place_stages(entry_point, ranks))
 
 
 def find_routes(
-    manifest: Manifest, rank_of_stage: Sequence[int], written_inputs: Mapping[int, Collection[str]]
+    entry_point: EntryPoint, rank_of_stage: Sequence[int], written_inputs: Mapping[int, Collection[str]]
 ) -> tuple[Route, ...]:
     """Return all routes, in the order in which a request uses them. Each process but the front has some that end and some that begin there.
 
     Args:
-        manifest: the manifest of the bundle.
+        entry_point: the entry point of the bundle.
         rank_of_stage: the process of each stage.
         written_inputs: the inputs of the model whose memory a stage writes, by stage number. Their content goes back to the caller.
     """
     routes = [
         Route(source_stage=None, source_rank=FRONT_RANK, target_rank=target_rank, edges=edges)
         for target_rank in sorted(set(rank_of_stage) - {FRONT_RANK})
-        if (edges := _edges_to(manifest, None, target_rank, rank_of_stage))
+        if (edges := _edges_to(entry_point, None, target_rank, rank_of_stage))
     ]
-    results = set(value_names(manifest.signature.result))
+    results = set(value_names(entry_point.signature.result))
     for stage_number, source_rank in enumerate(rank_of_stage):
         returned_edges = tuple(
             edge
-            for edge in manifest.edges
+            for edge in entry_point.edges
             if (edge.producer == stage_number and edge.name in results)
             or edge.name in written_inputs.get(stage_number, ())
         )
         edges_of_target = {
-            target_rank: _edges_to(manifest, stage_number, target_rank, rank_of_stage)
+            target_rank: _edges_to(entry_point, stage_number, target_rank, rank_of_stage)
             for target_rank in sorted(set(rank_of_stage) - {FRONT_RANK})
         }
         edges_of_target[FRONT_RANK] = returned_edges
@@ -96,12 +96,12 @@ def find_routes(
 
 
 def _edges_to(
-    manifest: Manifest, producer: int | None, target_rank: int, rank_of_stage: Sequence[int]
+    entry_point: EntryPoint, producer: int | None, target_rank: int, rank_of_stage: Sequence[int]
 ) -> tuple[Edge, ...]:
     """The edges of one producer that stages of a process use."""
     return tuple(
         edge
-        for edge in manifest.edges
+        for edge in entry_point.edges
         if edge.producer == producer and any(rank_of_stage[consumer] == target_rank for consumer in edge.consumers)
     )
 

@@ -109,7 +109,7 @@ class _StageProcess:
     def __init__(self, bundle: Bundle, membership: Membership) -> None:
         self._store = membership.store
         self._group = membership.group
-        self._symbols = bundle.manifest.symbols
+        self._symbols = bundle.entry_point.symbols
         self._statuses = StatusSender(membership.group)
         self._is_closed = threading.Event()
         self._last_number = 0
@@ -120,7 +120,7 @@ class _StageProcess:
         self._spans = SpanRecorder(membership.group.rank)
         self._first_stage = min(membership.stages, default=None)
         self._worker = StageWorker(
-            bundle.manifest,
+            bundle.entry_point,
             membership,
             RouteSenders(membership.group, membership.links),
             self._report_failure,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from stagepack.format.manifest import Edge, Manifest
+from stagepack.format.manifest import Edge, EntryPoint
 from stagepack_loaders.base import LoadedStage, Runtime, stage_state
 from stagepack_loaders.distributed.control import ControlKind, ControlMessage
 from stagepack_loaders.distributed.membership import Membership
@@ -45,7 +45,7 @@ class StageWorker:
 
     def __init__(
         self,
-        manifest: Manifest,
+        entry_point: EntryPoint,
         membership: Membership,
         senders: RouteSenders,
         report_failure: Callable[[int, int, Exception], None],
@@ -54,19 +54,19 @@ class StageWorker:
         """Keep what the stages need.
 
         Args:
-            manifest: the manifest of the bundle.
+            entry_point: the entry point of the bundle.
             membership: this process in the group, with its stages.
             senders: send on what the stages return.
             report_failure: called with the number of a request and of a stage, and the error of the stage.
             spans: records what the stages do.
         """
         self._senders = senders
-        self._symbols = manifest.symbols
+        self._symbols = entry_point.symbols
         self._sent_messages = SentMessages()
         self._stages = stages = dict(membership.stages)
-        self._entries = manifest.stages
+        self._entries = entry_point.stages
         self._runtimes: dict[int, Runtime] = {number: find_runtime(stage.runtime) for number, stage in stages.items()}
-        self._edges: dict[str, Edge] = {edge.name: edge for edge in manifest.edges}
+        self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._outgoing: dict[int, list[Route]] = {number: [] for number in stages}
         for route in membership.routes:
             if route.source_rank == membership.group.rank and route.source_stage is not None:

@@ -146,4 +146,4 @@ def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) ->
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"
         )
     ranks = range(FRONT_RANK + 1, FRONT_RANK + 1 + process_count)
-    return structs.replace(options, rank_of_stage=assign_stages(bundle.manifest, ranks))
+    return structs.replace(options, rank_of_stage=assign_stages(bundle.entry_point, ranks))

@@ -81,7 +81,7 @@ class RouteReceivers:
             group: the processes.
             links: the routes between this process and others of its machine.
             routes: all routes of the pipeline.
-            symbols: the symbols of the manifest.
+            symbols: the symbols of the entry point.
             copies: copy values out of memory that another process writes: the caller may keep them, and fork.
         """
         memory = ReceiveMemory()

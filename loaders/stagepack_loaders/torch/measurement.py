@@ -88,12 +88,12 @@ def measure_bundle(
         InputError: there are no inputs, or the model fails on them.
         DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
     """
-    stage_devices = [parse_device(device) for device in place_stages(bundle.manifest, devices)]
+    stage_devices = [parse_device(device) for device in place_stages(bundle.entry_point, devices)]
     stages = [
         _MeasuredStage(bundle, stage_number, device, PrepareOptions(allow_ops=allow_ops), runs, progress)
         for stage_number, device in enumerate(stage_devices)
     ]
-    pipeline = Pipeline(bundle.manifest, stages)
+    pipeline = Pipeline(bundle, stages)
     inputs = example.read_inputs(pipeline, inputs_file) if inputs_file else example.read_example(pipeline, bundle)[0]
     example.run_on_inputs(pipeline, inputs)
     return BundleMeasurement(
@@ -108,7 +108,7 @@ def _sizes(bundle: Bundle, inputs: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of the symbols in inputs that the pipeline has taken."""
     tensor_edges = [edge for edge in bundle.edges if edge.producer is None and edge.dtype not in SCALAR_DTYPES]
     bound_inputs = {edge.name: BoundArgument(edge.name, inputs[edge.name]) for edge in tensor_edges}
-    return dict(check_values(tensor_edges, bound_inputs, bundle.manifest.symbols))
+    return dict(check_values(tensor_edges, bound_inputs, bundle.entry_point.symbols))
 
 
 def machine_name(devices: Iterable[torch.device]) -> str:

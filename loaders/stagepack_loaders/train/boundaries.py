@@ -7,7 +7,7 @@ their way to the last stage, which computes the loss. Inputs of the model do not
 from dataclasses import dataclass
 
 from stagepack.errors import OptionError
-from stagepack.format.manifest import Edge, Manifest
+from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import value_names
@@ -34,27 +34,27 @@ class StageBoundary:
     links_next: bool
 
 
-def find_boundaries(manifest: Manifest) -> tuple[StageBoundary, ...]:
+def find_boundaries(entry_point: EntryPoint) -> tuple[StageBoundary, ...]:
     """Return the boundary of each stage.
 
     Raises:
         OptionError: a result of the model is one of its inputs.
     """
-    last_stage = len(manifest.stages) - 1
-    results = tuple(dict.fromkeys(value_names(manifest.signature.result)))
-    edges = {edge.name: edge for edge in manifest.edges}
+    last_stage = len(entry_point.stages) - 1
+    results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
+    edges = {edge.name: edge for edge in entry_point.edges}
     for edge_name in results:
         if edges[edge_name].producer is None:
             raise OptionError(f"the result {edge_name} is an input of the model: a schedule cannot return it")
     crossing: list[tuple[Edge, ...]] = [
-        tuple(edge for edge in manifest.edges if _crosses(edge, stage_number, last_stage, edge.name in results))
+        tuple(edge for edge in entry_point.edges if _crosses(edge, stage_number, last_stage, edge.name in results))
         for stage_number in range(last_stage)
     ]
     crossing.append(tuple(edges[edge_name] for edge_name in results))
     return tuple(
         StageBoundary(
             model_inputs=tuple(
-                edge for edge in manifest.edges if edge.producer is None and stage_number in edge.consumers
+                edge for edge in entry_point.edges if edge.producer is None and stage_number in edge.consumers
             ),
             received=crossing[stage_number - 1] if stage_number else (),
             sent=crossing[stage_number],

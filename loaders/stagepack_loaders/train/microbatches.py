@@ -39,7 +39,7 @@ def cut_inputs(
     Args:
         inputs: the inputs of the model.
         arguments: the arguments of the call, by edge name.
-        symbols: the symbols of the manifest.
+        symbols: the symbols of the entry point.
         microbatch_count: the number of microbatches.
 
     Raises:

@@ -187,9 +187,9 @@ class Training:
         self.process_count = torch.distributed.get_world_size(group)
         self.group = group
         self.allow_ops = tuple(allow_ops)
-        self._manifest = bundle.manifest
+        self._entry_point = bundle.entry_point
         self._inputs = tuple(edge for edge in bundle.edges if edge.producer is None)
-        self._boundaries = find_boundaries(bundle.manifest)
+        self._boundaries = find_boundaries(bundle.entry_point)
         self._differentiable = find_differentiable(bundle)
         self._loss = loss
         self._microbatches = microbatches
@@ -278,8 +278,8 @@ class Training:
         Raises:
             InputError: the batch does not fit the bundle, or is no multiple of the number of microbatches.
         """
-        arguments = bind_call(self._manifest.signature, args, kwargs)
-        call = cut_inputs(self._inputs, arguments, self._manifest.symbols, self._microbatches)
+        arguments = bind_call(self._entry_point.signature, args, kwargs)
+        call = cut_inputs(self._inputs, arguments, self._entry_point.symbols, self._microbatches)
         schedule = self._find_schedule(call)
         own_names = {edge.name for number in self.stages for edge in self._boundaries[number].model_inputs}
         for module in self._modules.values():
@@ -314,7 +314,7 @@ class Training:
             PipelineStage(
                 module,
                 number,
-                len(self._manifest.stages),
+                len(self._entry_point.stages),
                 module.stage.device,
                 input_args=self._examples(boundary.received, sizes, is_linked=boundary.is_linked),
                 output_args=self._examples(boundary.sent, sizes, is_linked=boundary.links_next),
@@ -368,7 +368,7 @@ class Training:
         def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
             return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
 
-        result = unflatten_tree(self._manifest.signature.result, leaf_value, self._types)
+        result = unflatten_tree(self._entry_point.signature.result, leaf_value, self._types)
         return self._loss(result, self._targets[int(microbatch_index)]) / self._microbatches
 
 

@@ -40,7 +40,7 @@ def size_pods(bundle: Bundle, options: DeploymentOptions) -> tuple[PodSize, ...]
     Raises:
         DeviceError: there are more processes than stages.
     """
-    rank_of_stage = assign_stages(bundle.manifest, range(options.process_count))
+    rank_of_stage = assign_stages(bundle.entry_point, range(options.process_count))
     batch_symbol = batch_dimension(bundle, bundle.edges)
     sizes = {}
     if not isinstance(batch_symbol, str):

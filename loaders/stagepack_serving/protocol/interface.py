@@ -7,7 +7,7 @@ from typing import Final
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.manifest import Edge, Manifest
+from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf
 from stagepack_loaders.elements import COMPLEX_DTYPES
 from stagepack_serving.protocol.datatypes import protocol_datatype
@@ -86,19 +86,19 @@ class Interface:
         outputs: the outputs by name, in the order of the model's result. Constants of the result, such as None, are left out.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        """Read the inputs and outputs from a manifest.
+    def __init__(self, entry_point: EntryPoint) -> None:
+        """Read the inputs and outputs of an entry point.
 
         Args:
-            manifest: the manifest of the bundle.
+            entry_point: the entry point of the bundle.
         """
-        self._symbols = manifest.symbols
-        edges = {edge.name: edge for edge in manifest.edges}
+        self._symbols = entry_point.symbols
+        edges = {edge.name: edge for edge in entry_point.edges}
         self.inputs: Mapping[str, InterfaceTensor] = {
-            edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in manifest.edges if edge.producer is None
+            edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in entry_point.edges if edge.producer is None
         }
         outputs: dict[str, InterfaceTensor] = {}
-        for path, leaf in _result_leaves(manifest.signature.result, ()):
+        for path, leaf in _result_leaves(entry_point.signature.result, ()):
             prefix = () if path and isinstance(path[0], str) else ("output",)
             output_name = ".".join(map(str, (*prefix, *path)))
             while output_name in outputs or output_name in self.inputs:

@@ -56,7 +56,7 @@ class ProcessRunner:
             sizes = check_values(
                 [tensor.edge for tensor in self._interface.inputs.values()],
                 {edge_name: BoundArgument(edge_name, value) for edge_name, value in inputs.items()},
-                self._pipeline.manifest.symbols,
+                self._pipeline.entry_point.symbols,
             )
             sequence_number = 0 if sequence is None else sequence.number
             values["answer"] = self._pipeline.submit_values(inputs, sizes, sequence_number)

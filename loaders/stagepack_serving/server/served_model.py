@@ -64,7 +64,7 @@ class ServedModel:
         """
         self.name = name
         self.bundle = bundle
-        self.interface = Interface(bundle.manifest)
+        self.interface = Interface(bundle.entry_point)
         self.pending_requests = 0
         self.devices = list(dict.fromkeys(pipeline.devices))
         self._limits = limits

@@ -20,7 +20,7 @@ def batching_obstacle(bundle: Bundle) -> str:
     dimension = batch_dimension(bundle, bundle.edges)
     if isinstance(dimension, str):
         return dimension
-    interface = Interface(bundle.manifest)
+    interface = Interface(bundle.entry_point)
     for tensor in (*interface.inputs.values(), *interface.outputs.values()):
         if len(tensor.shape) == 1:
             return f"{tensor.name} has no dimension besides the batch dimension, which Triton requires"

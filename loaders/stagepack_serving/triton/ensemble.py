@@ -46,7 +46,7 @@ class _EnsembleWiring:
 
     def __init__(self, bundle: Bundle, options: RepositoryOptions) -> None:
         self._options = options
-        self._interface = Interface(bundle.manifest)
+        self._interface = Interface(bundle.entry_point)
         self._edges = {edge.name: edge for edge in bundle.edges}
         outputs = self._interface.outputs.values()
         self._output_of_edge: dict[str, str] = {}

@@ -86,7 +86,7 @@ class TritonPythonModel:
     def _read_interface(self, bundle: Bundle) -> None:
         stage = bundle.stages[self._stage_number]
         edges = {edge.name: edge for edge in bundle.edges}
-        self._symbols = bundle.manifest.symbols
+        self._symbols = bundle.entry_point.symbols
         self._inputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.inputs]
         self._outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]
         self._has_state = bool(stage.state)

@@ -33,7 +33,7 @@ def stage_models(bundle: Bundle, options: RepositoryOptions) -> Iterator[TritonM
         OperatorError: a stage lacks the file that its runtime or backend needs, or the backend cannot run it.
     """
     edges = {edge.name: edge for edge in bundle.edges}
-    devices = place_stages(bundle.manifest, list(options.devices))
+    devices = place_stages(bundle.entry_point, list(options.devices))
     for stage_number, (stage, device) in enumerate(zip(bundle.stages, devices, strict=True)):
         inputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.inputs]
         outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]

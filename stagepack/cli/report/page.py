@@ -50,14 +50,14 @@ def bundle_page(bundle: Bundle, profile: "Profile | None" = None, trace: "RunTra
         DigestError: a graph file is not the one that the manifest lists.
         FormatError: a graph breaks a rule of the format.
     """
-    plan = bundle.manifest.plan
+    plan = bundle.entry_point.plan
     if plan is None:
         raise CutError(f"{bundle.location}: the bundle contains no plan: cut it again with 'stagepack recut'")
     profile_facts = None
     if profile is not None:
         plan, profile_facts = _measured_plan(bundle, plan, profile)
     facts = bundle_facts(bundle)
-    costs = cut_facts(plan, bundle.edges, bundle.manifest.symbols)
+    costs = cut_facts(plan, bundle.edges, bundle.entry_point.symbols)
     for edge_costs, edge_facts in zip(costs["edges"], facts["edges"], strict=True):
         edge_costs["result"] = edge_facts["result"]
     stage_times = [stage.time for stage in plan.stages]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.chunks import chunk_count, file_digest
-from stagepack.format.manifest import Edge, File, Manifest, Stage
+from stagepack.format.manifest import Edge, EntryPoint, File, Manifest, Stage
 from stagepack.format.plan import Plan, PlannedStage, Run
 from stagepack.format.tree import value_names
 from stagepack.format.validate.names import (
@@ -32,24 +32,43 @@ def check_manifest(manifest: Manifest) -> Iterator[Problem]:
 def _check(manifest: Manifest) -> Iterator[BrokenRule]:
     if manifest.format != "stagepack":
         yield "M1", "format", f"expected 'stagepack', found {manifest.format[:80]!r}"
-    if not 1 <= len(manifest.stages) <= limits.STAGES:
-        yield "M4", "stages", f"expected 1 to {limits.STAGES}, found {len(manifest.stages)}"
     yield from _check_files(manifest.files)
-    listed = {file.name for file in manifest.files}
-    for stage_number, stage in enumerate(manifest.stages):
-        yield from _check_stage_entry(stage, listed, f"stage {stage_number}")
-    yield from _check_places(manifest.stages)
-    if manifest.plan is not None:
-        yield from _check_plan(manifest.plan, len(manifest.stages))
-    yield from check_symbols(manifest.symbols)
-    depth_problems = list(check_depth(manifest.signature, "signature"))
-    yield from depth_problems
-    if not depth_problems:
-        yield from _check_edges(manifest)
-        yield from check_signature(manifest.signature, "signature")
-        yield from _check_signature_edges(manifest)
     if not WORD_PATTERN.fullmatch(manifest.device):
         yield "M11", "device", f"{manifest.device[:80]!r} is not a device type"
+    yield from _check_entry_point_names(manifest.entry_points)
+    listed = {file.name for file in manifest.files}
+    for entry_point in manifest.entry_points:
+        # The location is as short as it can be for the usual bundle, whose only entry point needs no name.
+        prefix = f"{entry_point.name[:80]}, " if len(manifest.entry_points) > 1 else ""
+        for rule, location, message in _check_entry_point(entry_point, listed):
+            yield rule, f"{prefix}{location}", message
+
+
+def _check_entry_point_names(entry_points: tuple[EntryPoint, ...]) -> Iterator[BrokenRule]:
+    names = [entry_point.name for entry_point in entry_points]
+    if not 1 <= len(names) <= limits.ENTRY_POINTS:
+        yield "M15", "entry_points", f"expected 1 to {limits.ENTRY_POINTS}, found {len(names)}"
+    if len({name.lower() for name in names}) != len(names) or not all(map(is_identifier, names)):
+        yield "M15", "entry_points", f"a name is not an identifier, or is a duplicate: {format_names(names)}"
+
+
+def _check_entry_point(entry_point: EntryPoint, listed: set[str]) -> Iterator[BrokenRule]:
+    if not 1 <= len(entry_point.stages) <= limits.STAGES:
+        yield "M4", "stages", f"expected 1 to {limits.STAGES}, found {len(entry_point.stages)}"
+    for stage_number, stage in enumerate(entry_point.stages):
+        yield from _check_stage_entry(stage, listed, f"stage {stage_number}")
+    if entry_point.example is not None and entry_point.example not in listed:
+        yield "M6", "example", f"{entry_point.example[:80]!r} is not among the files"
+    yield from _check_places(entry_point.stages)
+    if entry_point.plan is not None:
+        yield from _check_plan(entry_point.plan, len(entry_point.stages))
+    yield from check_symbols(entry_point.symbols)
+    depth_problems = list(check_depth(entry_point.signature, "signature"))
+    yield from depth_problems
+    if not depth_problems:
+        yield from _check_edges(entry_point)
+        yield from check_signature(entry_point.signature, "signature")
+        yield from _check_signature_edges(entry_point)
 
 
 def _check_files(files: tuple[File, ...]) -> Iterator[BrokenRule]:
@@ -145,14 +164,14 @@ def _are_ascending(runs: tuple[Run, ...]) -> bool:
     return valid and all(first + count < next_first for (first, count), (next_first, _) in itertools.pairwise(runs))
 
 
-def _check_edges(manifest: Manifest) -> Iterator[BrokenRule]:
-    stages = range(len(manifest.stages))
-    symbols = {symbol.name for symbol in manifest.symbols}
-    result_names = set(value_names(manifest.signature.result))
+def _check_edges(entry_point: EntryPoint) -> Iterator[BrokenRule]:
+    stages = range(len(entry_point.stages))
+    symbols = {symbol.name for symbol in entry_point.symbols}
+    result_names = set(value_names(entry_point.signature.result))
     seen: set[str] = set()
     inputs: dict[int, list[str]] = {stage_number: [] for stage_number in stages}
     outputs: dict[int, list[str]] = {stage_number: [] for stage_number in stages}
-    for edge in manifest.edges:
+    for edge in entry_point.edges:
         location = f"edge {edge.name[:80]}"
         if not is_identifier(edge.name) or edge.name in seen:
             yield "M8", location, "the name is not an identifier, or is a duplicate"
@@ -168,7 +187,7 @@ def _check_edges(manifest: Manifest) -> Iterator[BrokenRule]:
                 yield "M9", location, "neither a stage nor the result uses it"
         for consumer in edge.consumers:
             inputs[consumer].append(edge.name)
-    for stage_number, stage in enumerate(manifest.stages):
+    for stage_number, stage in enumerate(entry_point.stages):
         if list(stage.inputs) != inputs[stage_number] or list(stage.outputs) != outputs[stage_number]:
             yield "M10", f"stage {stage_number}", "its inputs or outputs differ from those of the edges, in their order"
 
@@ -179,14 +198,14 @@ def _goes_forward(edge: Edge, stages: range) -> bool:
     return all(end in stages for end in ends) and all(earlier < later for earlier, later in itertools.pairwise(ends))
 
 
-def _check_signature_edges(manifest: Manifest) -> Iterator[BrokenRule]:
+def _check_signature_edges(entry_point: EntryPoint) -> Iterator[BrokenRule]:
     """Yield the problems of the signature and the edges together."""
-    parameter_names = list(value_names(*(parameter.tree for parameter in manifest.signature.parameters)))
-    input_edges = [edge.name for edge in manifest.edges if edge.producer is None]
+    parameter_names = list(value_names(*(parameter.tree for parameter in entry_point.signature.parameters)))
+    input_edges = [edge.name for edge in entry_point.edges if edge.producer is None]
     if sorted(parameter_names) != sorted(input_edges):
         expected = f"the edges into the model are {format_names(input_edges)}"
         yield "T2", "signature", f"its parameters have the values {format_names(parameter_names)}, {expected}"
-    edge_names = {edge.name for edge in manifest.edges}
-    for result_name in value_names(manifest.signature.result):
+    edge_names = {edge.name for edge in entry_point.edges}
+    for result_name in value_names(entry_point.signature.result):
         if result_name not in edge_names:
             yield "T3", "signature", f"the result has the value {result_name[:80]!r}, which no edge carries"

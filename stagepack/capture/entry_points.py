@@ -1,0 +1,77 @@
+"""Several functions of one module, such as ``encode`` and ``decode`` -> a captured program of each."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from stagepack.capture.hugging_face import capture_transformers
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.pretrained_model import is_transformers_model
+from stagepack.capture.programs import Capture, capture_module
+from stagepack.errors import CaptureError, OptionError
+
+
+def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -> dict[str, Capture]:
+    """Capture functions of a module. The module is unchanged afterwards.
+
+    Args:
+        model: the module that has all weights.
+        inputs: the example inputs of each function, by its path in the module: a method (``"encode"``), a module
+            (``"text_model"``, which is called), or a method of a module (``"vae.decode"``).
+
+    Returns:
+        The captured programs, by the name of the entry point: the path, with ``_`` in the place of each dot. Weights have the names of
+        `model` in all of them.
+
+    Raises:
+        OptionError: there are no functions, or a path names none.
+        CaptureError: a function cannot be captured; the message names it.
+    """
+    if not inputs:
+        raise OptionError("entry_points: expected the inputs of at least one function, found none")
+    return {path.replace(".", "_"): _capture_function(model, path, inputs[path]) for path in inputs}
+
+
+def _capture_function(model: torch.nn.Module, path: str, inputs: Inputs) -> Capture:
+    if not isinstance(inputs, Inputs):
+        raise OptionError(f"entry_points: expected stagepack.Inputs for {path!r}, found {type(inputs).__name__}")
+    function = _find_function(model, path)
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", model)
+    capture = capture_transformers if is_transformers_model(owner) else capture_module
+    try:
+        return capture(_module_of(model, function), inputs)
+    except CaptureError as error:
+        raise CaptureError(f"{path}: {error}") from error
+
+
+def _find_function(model: torch.nn.Module, path: str) -> Callable[..., Any]:
+    function: Any = model
+    for attribute in path.split("."):
+        try:
+            function = getattr(function, attribute)
+        except AttributeError:
+            message = f"entry_points: expected the path of a method or a module, found {path!r}"
+            raise OptionError(f"{message}: {type(function).__name__} has no {attribute!r}") from None
+    if not callable(function):
+        raise OptionError(f"entry_points: {path!r} is not a function: it is a {type(function).__name__}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _module_of(model: torch.nn.Module, function: Callable[..., Any]) -> torch.nn.Module:
+    """A module that calls one function of a model when it is called, and has the parameters and modules of the model."""
+    forward = function.forward if isinstance(function, torch.nn.Module) else function
+    module: torch.nn.Module = type(type(model).__name__, (torch.nn.Module,), {})()
+    # The dicts themselves: torch.export replaces parameters in them while it runs the function.
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        module.__dict__[name] = model.__dict__[name]
+    module.__dict__["training"] = model.training
+
+    @functools.wraps(forward)
+    def call_function(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    module.forward = call_function
+    return module

@@ -1,0 +1,191 @@
+"""The files of a bundle: the manifest, which is read when a bundle is opened, and the others on request."""
+
+import copy
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from stagepack.errors import FileNotListedError, LimitError, Problem
+from stagepack.format import limits
+from stagepack.format.chunks import ByteProgress, check_content
+from stagepack.format.file_checks import check_digests, check_size, raise_digest_problems
+from stagepack.format.file_source import FileSource
+from stagepack.format.manifest import File
+from stagepack.format.manifest_reader import read_manifest
+from stagepack.format.validate import format_names
+from stagepack.format.weights import StoredTensor, read_weight_header
+
+
+class BundleFiles:
+    """The files of an open bundle; see `Bundle`.
+
+    Attributes:
+        path: the folder of the bundle; of a remote bundle, its folder in the cache, which may not have all files yet: see `fetch`.
+        manifest: the checked manifest.
+        source: where the files come from that the folder does not have; None for a local bundle.
+        compares_digests: files are compared with their digests when they are read; see `without_digests`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, source: FileSource | None = None) -> None:
+        """Read and check the manifest; no other file is read.
+
+        Args:
+            path: the folder of the bundle.
+            source: where the files come from that the folder does not have.
+
+        Raises:
+            NotABundleError: there is no bundle at `path`.
+            VersionError: the bundle is of a newer major version or needs an unknown feature.
+            DigestError: the manifest was changed after it was written.
+            LimitError: the manifest is over a limit.
+            FormatError: the manifest breaks another rule.
+        """
+        self.path = Path(path)
+        self.source = source
+        self.manifest = read_manifest(self.path)
+        self.compares_digests = True
+
+    @property
+    def location(self) -> str:
+        """The folder of the bundle, or the URL of a remote one."""
+        return str(self.path) if self.source is None else self.source.location
+
+    def without_digests(self) -> Self:
+        """Return the same bundle, whose graphs and other files are read without a comparison with their digests.
+
+        The rules of the format are checked all the same. `check_digests` and `verify` still compare.
+        """
+        unverified_bundle = copy.copy(self)
+        unverified_bundle.compares_digests = False
+        return unverified_bundle
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the manifest in hexadecimal. It identifies the bundle, because the manifest has the digests of all files."""
+        return self.manifest.sha256
+
+    @cached_property
+    def files(self) -> dict[str, File]:
+        """The entries of the files that the manifest lists, by file name."""
+        return {file.name: file for file in self.manifest.files}
+
+    def read(self, file_name: str, max_bytes: int = limits.GRAPH_BYTES) -> bytes:
+        """Read a whole file into memory and compare it with its digest. Use it for files other than weight files.
+
+        Bundles of `without_digests` do not compare.
+
+        Args:
+            file_name: the name of a file that the manifest lists.
+            max_bytes: refuse a larger file.
+
+        Raises:
+            FileNotListedError: the manifest does not list the file.
+            DigestError: the file is missing or differs from the one that the manifest lists.
+            LimitError: the manifest states more than `max_bytes`.
+        """
+        entry = self._entry(file_name)
+        if entry.size > max_bytes:
+            message = f"expected at most {max_bytes} bytes, found {entry.size}"
+            raise LimitError([Problem(rule="L1", where=file_name, message=message)])
+        self.fetch([file_name])
+        raise_digest_problems(check_size(self.path, entry))
+        content = (self.path / file_name).read_bytes()
+        if self.compares_digests:
+            raise_digest_problems(check_content(entry, content))
+        return content
+
+    def check_digests(self, file_names: Iterable[str], progress: ByteProgress | None = None) -> None:
+        """Compare files with their digests, in as many threads as there are processors.
+
+        Args:
+            file_names: the names of files that the manifest lists.
+            progress: called by the threads with the number of bytes that were compared.
+
+        Raises:
+            FileNotListedError: the manifest does not list a file.
+            DigestError: files are missing or differ from those that the manifest lists.
+        """
+        raise_digest_problems(self.digest_problems([self._entry(file_name) for file_name in file_names], progress))
+
+    def fetch(self, file_names: Iterable[str]) -> None:
+        """Download files of a remote bundle, several at a time, unless its folder in the cache has them. A local bundle has all files.
+
+        Args:
+            file_names: the names of files that the manifest lists.
+
+        Raises:
+            FileNotListedError: the manifest does not list a file.
+            RemoteError: a file cannot be downloaded.
+            DigestError: the server has other files than the manifest lists.
+            WriteError: the cache cannot be written.
+        """
+        if self.source is not None:
+            self.source.fetch([self._entry(file_name) for file_name in file_names])
+
+    def digest_problems(self, entries: Sequence[File], progress: ByteProgress | None) -> list[Problem]:
+        """Compare files with their digests; those of a remote bundle that were damaged in the cache are downloaded again, once.
+
+        Args:
+            entries: the files.
+            progress: called by several threads with the number of bytes that were compared.
+
+        Returns:
+            The problems of the files that differ.
+
+        Raises:
+            RemoteError, DigestError, WriteError: see `fetch`.
+        """
+        self.fetch(entry.name for entry in entries)
+        problems = check_digests(self.path, entries, progress)
+        if self.replace_damaged(problems):
+            problems = check_digests(self.path, entries, progress)
+        return problems
+
+    def replace_damaged(self, problems: Iterable[Problem]) -> bool:
+        """Download files again that were damaged in the cache.
+
+        Args:
+            problems: those of files that differ from the manifest.
+
+        Returns:
+            Whether files were downloaded: there are problems, and the bundle is a remote one.
+
+        Raises:
+            RemoteError, DigestError, WriteError: see `fetch`.
+        """
+        damaged = [self._entry(problem.where) for problem in problems]
+        if not damaged or self.source is None:
+            return False
+        self.source.discard(damaged)
+        self.source.fetch(damaged)
+        return True
+
+    def _entry(self, file_name: str) -> File:
+        if file_name not in self.files:
+            listed = format_names(sorted(self.files))
+            raise FileNotListedError(f"{self.location}: expected one of the files {listed}, found {file_name[:200]!r}")
+        return self.files[file_name]
+
+    def read_headers(self, file_names: Iterable[str]) -> list[tuple[str, tuple[StoredTensor, ...]]]:
+        """Read the headers of weight files.
+
+        Args:
+            file_names: the names of the weight files.
+
+        Returns:
+            The name of each file, and its tensors.
+
+        Raises:
+            FileNotListedError: the manifest does not list a file.
+            DigestError: a file is missing or has another size.
+            FormatError: a header breaks a rule.
+        """
+        file_names = tuple(file_names)
+        self.fetch(file_names)
+        headers = []
+        for file_name in file_names:
+            raise_digest_problems(check_size(self.path, self._entry(file_name)))
+            headers.append((file_name, tuple(read_weight_header(self.path / file_name).values())))
+        return headers
