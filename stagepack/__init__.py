@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from stagepack import ray as ray
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
-    from stagepack.exporter import export as export
     from stagepack.format.reader import Bundle as Bundle
+    from stagepack.model_export import export as export
     from stagepack.onnx import add_onnx as add_onnx
     from stagepack.opening import open_bundle as open
     from stagepack.partition.plan_file import read_plan as read_plan
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stagepack.partition.profile import read_profile as read_profile
     from stagepack.recutter import recut as recut
     from stagepack.saver import save as save
+    from stagepack_loaders.entry_points import load_entry_points as load_entry_points
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
     from stagepack_loaders.train.training import train as train
@@ -34,8 +35,9 @@ _HOMES = {
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
     "PolicyNode": ("stagepack.partition.policies", "PolicyNode"),
     "add_onnx": ("stagepack.onnx", "add_onnx"),
-    "export": ("stagepack.exporter", "export"),
+    "export": ("stagepack.model_export", "export"),
     "load": ("stagepack_loaders.load", "load"),
+    "load_entry_points": ("stagepack_loaders.entry_points", "load_entry_points"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
     "open": ("stagepack.opening", "open_bundle"),
     "read_plan": ("stagepack.partition.plan_file", "read_plan"),
@@ -59,6 +61,7 @@ __all__ = [
     "errors",
     "export",
     "load",
+    "load_entry_points",
     "load_stage",
     "open",
     "read_plan",

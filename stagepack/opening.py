@@ -26,7 +26,8 @@ def open_bundle(
 
     Args:
         source: the folder of the bundle; or its URL: ``https://HOST/FOLDER``, ``s3://BUCKET/FOLDER``, ``hf://ORGANIZATION/NAME`` with
-            ``@REVISION`` if it is not that of the main branch, or one of another file system of fsspec.
+            ``@REVISION`` if it is not that of the main branch, or one of another file system of fsspec. ``#NAME`` after either selects an
+            entry point, as `Bundle.select` does.
         digest: the digest that the bundle must have, as `Bundle.digest` and ``stagepack inspect`` state it. Without it, the manifest that
             the server sends is trusted. With it, nothing is downloaded that the cache has.
         storage_options: of a URL, arguments of the file system of fsspec, such as credentials.
@@ -39,6 +40,7 @@ def open_bundle(
         RemoteError: the server fails.
         DigestError: the bundle has another digest, or its manifest was changed.
         VersionError, LimitError, FormatError: see `Bundle`.
+        EntryPointError: the bundle has no entry point of the name.
         OptionError: the digest or the URL is malformed, or no file system has its scheme.
         MissingPackageError: the package of the file system is not installed.
         WriteError: the cache cannot be written.
@@ -47,7 +49,25 @@ def open_bundle(
         >>> bundle = stagepack.open("m.stagepack")
         >>> bundle = stagepack.open("s3://models/m.stagepack", digest="6a664d10...")
         >>> stage = stagepack.load_stage(bundle, 1)
+        >>> decoder = stagepack.open("translator.stagepack#decode")
     """
+    location, name = _split_entry_point(source)
+    bundle = _open_location(location, digest, storage_options)
+    return bundle if name is None else bundle.select(name)
+
+
+def _split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """A path or URL, and the name of the entry point after it, if there is one. A path that exists may have a ``#``."""
+    text = os.fspath(source)
+    location, separator, name = text.rpartition("#")
+    if not separator or (not is_url(text) and os.path.lexists(text)):
+        return source, None
+    return location, name
+
+
+def _open_location(
+    source: str | os.PathLike[str], digest: str | None, storage_options: Mapping[str, Any] | None
+) -> Bundle:
     if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
         raise OptionError(f"digest: expected 64 characters of 0123456789abcdef, found {digest[:80]!r}")
     if isinstance(source, str) and is_url(source):

@@ -5,11 +5,11 @@ memory of the value. So a runtime must know its own values and numpy arrays, and
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from stagepack.errors import OptionError
 from stagepack.format.chunks import ByteProgress
@@ -179,6 +179,29 @@ class PreparedStage(Protocol):
         """
 
 
+Shared = TypeVar("Shared")
+
+
+class SharedObjects:
+    """One object of each class, for stages that are loaded together: a runtime keeps there what it has read."""
+
+    def __init__(self) -> None:
+        """Start without objects."""
+        self._objects: dict[type, Any] = {}
+
+    def get(self, kind: type[Shared], make: Callable[[], Shared]) -> Shared:
+        """Return the object of a class.
+
+        Args:
+            kind: the class.
+            make: makes the object, if there is none.
+        """
+        if kind not in self._objects:
+            self._objects[kind] = make()
+        found: Shared = self._objects[kind]
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareOptions:
     """What the caller of `load` or `load_stage` asks of a runtime.
@@ -194,6 +217,7 @@ class PrepareOptions:
         copy: read weights into memory of this process, where the runtime would map the weight files.
         progress: called by several threads with the number of bytes of weight files that were read.
         unchanged: called with the size of each weight file that was not read, because it is unchanged since it was verified.
+        shared: what stages share that are loaded together, also those of several entry points.
     """
 
     allow_ops: Collection[str] = ()
@@ -206,6 +230,7 @@ class PrepareOptions:
     copy: bool = False
     progress: ByteProgress | None = None
     unchanged: ByteProgress | None = None
+    shared: SharedObjects = field(default_factory=SharedObjects)
 
 
 class Runtime(ABC):

@@ -13,7 +13,7 @@ from stagepack_loaders.preparation import (
     check_compile_options,
     check_stream_options,
     compile_prepared,
-    finish_prepared,
+    finish_pipeline,
     open_for_loading,
     prepare_all,
     prepare_stage,
@@ -133,6 +133,7 @@ def load(
 
     Raises:
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
+        EntryPointError: the bundle has several entry points, and none is selected: see `stagepack.open` and `load_entry_points`.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
         DeviceError: a device does not exist here, or there are more devices than stages.
@@ -210,8 +211,7 @@ def load(
     prepare_options = PrepareOptions(allow_ops=allow_ops, stream=stream, device_memory=memory_bytes, copy=copy)
     prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
     ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
-    loaded_stages = finish_prepared(opened_bundle, ready_stages, verify=verify == "full")
-    return Pipeline(opened_bundle, list(loaded_stages.values()), types)
+    return finish_pipeline(opened_bundle, ready_stages, types, verify=verify == "full")
 
 
 def _refuse_process_options(**options: Any) -> None:

@@ -1,7 +1,7 @@
 """Prepare the stages of a bundle in their runtimes: everything but the weights is read and checked before a weight is."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, opened
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
+from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
 
@@ -223,6 +224,23 @@ def finish_prepared(bundle: Bundle, stages: Mapping[int, PreparedStage], *, veri
     for runtime, runtime_stages in _stages_by_runtime(stages):
         loaded_stages.update(runtime.finish_stages(bundle, runtime_stages, verify=verify))
     return dict(sorted(loaded_stages.items()))
+
+
+def finish_pipeline(
+    bundle: Bundle, stages: Mapping[int, PreparedStage], types: Collection[type], *, verify: bool
+) -> Pipeline:
+    """Read the weights of all stages of a bundle, and connect them.
+
+    Args:
+        bundle: the bundle.
+        stages: all its stages, by stage number.
+        types: see `stagepack.load`.
+        verify: see `finish_prepared`.
+
+    Raises:
+        DigestError, FormatError, OperatorError: see `stagepack.load`.
+    """
+    return Pipeline(bundle, list(finish_prepared(bundle, stages, verify=verify).values()), types)
 
 
 def _stages_by_runtime(stages: Mapping[int, PreparedStage]) -> Iterator[tuple[Runtime, dict[int, PreparedStage]]]:

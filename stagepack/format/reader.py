@@ -105,7 +105,8 @@ class Bundle(BundleFiles):
         """
         if self.selected is None:
             raise EntryPointError(
-                f"{self.location}: expected one of the entry points {self._entry_point_names}, found none"
+                f"{self.location}: the bundle has the entry points {self._entry_point_names}: choose one, as in "
+                f"{self.location}#{self.entry_points[0].name}"
             )
         return self.selected
 
@@ -130,6 +131,16 @@ class Bundle(BundleFiles):
     @property
     def _entry_point_names(self) -> str:
         return format_names([entry_point.name for entry_point in self.entry_points])
+
+    @property
+    def location(self) -> str:
+        """The folder of the bundle, or the URL of a remote one; with ``#NAME`` if one of several entry points is selected."""
+        return super().location + self.fragment
+
+    @property
+    def fragment(self) -> str:
+        """``#NAME`` if one of several entry points is selected, else nothing. `stagepack.open` takes it after a path or a URL."""
+        return f"#{self.selected.name}" if self.selected is not None and len(self.entry_points) > 1 else ""
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from stagepack.errors import StagepackError
-from stagepack.format.reader import Bundle
+from stagepack.opening import open_bundle
 from stagepack_loaders.distributed.handshake import tell_start_error
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.process_group import open_store
@@ -49,7 +49,7 @@ def run_process(description: ProcessDescription) -> None:
     try:
         for module_name in description.imports:
             importlib.import_module(module_name)
-        bundle = Bundle(description.bundle)
+        bundle = open_bundle(description.bundle)
     except Exception as error:  # noqa: BLE001 - an imported module raises anything
         tell_start_error(store, description.rank, error)
         sys.exit(LOST_STATUS)

@@ -1,6 +1,7 @@
 """Become one of the processes of a pipeline: meet the others, load the own stages, connect."""
 
 import contextlib
+import copy
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +111,11 @@ class Membership:
 
 def absolute_bundle(bundle: Bundle) -> Bundle:
     """Return the bundle by its absolute path: processes read it later, when this one may have another current folder."""
-    return bundle if bundle.path.is_absolute() else Bundle(bundle.path.absolute())
+    if bundle.path.is_absolute():
+        return bundle
+    absolute = copy.copy(bundle)
+    absolute.path = bundle.path.absolute()
+    return absolute
 
 
 def check_options(options: GroupOptions, max_restarts: int = 0, microbatch_size: int | None = None) -> None:

@@ -95,7 +95,7 @@ class StartedProcesses(ABC, Generic[Handle]):
 
     def _describe(self, rank: int, store: Any) -> ProcessDescription:
         return ProcessDescription(
-            bundle=str(self._bundle.path),
+            bundle=f"{self._bundle.path}{self._bundle.fragment}",
             imports=self._imports,
             rank=rank,
             size=self._size,

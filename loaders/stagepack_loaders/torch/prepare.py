@@ -84,7 +84,7 @@ def prepare_stages(
         OperatorError: an operator is missing here, not allowed, or has another schema.
         DeviceError: a graph names a device that this machine does not have.
     """
-    cache = WeightCache()
+    cache = options.shared.get(WeightCache, WeightCache)
     bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
     parts_of_stage = {stage_number: read_parts(bundle, stage_number, options) for stage_number in placement}
     codes = {

@@ -117,7 +117,9 @@ def prepare_streamed_stages(
     Raises:
         DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
     """
-    arrivals = Arrivals(options.weight_reader or FolderReader(bundle.path), options.progress)
+    arrivals = options.shared.get(
+        Arrivals, lambda: Arrivals(options.weight_reader or FolderReader(bundle.path), options.progress)
+    )
     prepared_stages = {}
     for stage_number, device in placement.items():
         parts = read_parts(bundle, stage_number, options)

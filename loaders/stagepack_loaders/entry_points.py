@@ -1,0 +1,135 @@
+"""Load the entry points of a bundle together, so that they share weights and state."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stagepack.errors import EntryPointError
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import format_names
+from stagepack.opening import BundleSource
+from stagepack_loaders.base import Compile, PrepareOptions, Verify
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.preparation import (
+    check_compile_options,
+    check_stream_options,
+    compile_prepared,
+    finish_pipeline,
+    open_for_loading,
+    prepare_all,
+    runtime_of_each_stage,
+)
+from stagepack_loaders.registry import DEFAULT_RUNTIME
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EntryPointPipelines(Mapping[str, Pipeline]):
+    """The entry points of a bundle as pipelines, by name: ``pipelines.encode(x)`` or ``pipelines["encode"](x)``.
+
+    Attributes:
+        bundle: the bundle.
+    """
+
+    def __init__(self, bundle: Bundle, pipelines: Mapping[str, Pipeline]) -> None:
+        """Keep the pipelines.
+
+        Args:
+            bundle: the bundle.
+            pipelines: the pipelines by name.
+        """
+        self.bundle = bundle
+        self._pipelines = dict(pipelines)
+
+    def __repr__(self) -> str:
+        """The bundle, and the names of the entry points."""
+        return f"<EntryPointPipelines {self.bundle.location!r}: {', '.join(self._pipelines)}>"
+
+    def __getitem__(self, name: str) -> Pipeline:
+        """The pipeline of an entry point."""
+        return self._pipelines[name]
+
+    def __getattr__(self, name: str) -> Pipeline:
+        """The pipeline of an entry point."""
+        pipelines = self.__dict__.get("_pipelines", {})
+        if name not in pipelines:
+            expected = format_names(list(pipelines))
+            raise AttributeError(f"expected one of the entry points {expected}, found {name!r}", name=name, obj=self)
+        found: Pipeline = pipelines[name]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the entry points."""
+        return iter(self._pipelines)
+
+    def __len__(self) -> int:
+        """How many entry points there are."""
+        return len(self._pipelines)
+
+    def __dir__(self) -> list[str]:
+        """The names of the entry points, too."""
+        return [*super().__dir__(), *self._pipelines]
+
+
+def load_entry_points(
+    bundle: BundleSource,
+    devices: "Sequence[str | torch.device] | Mapping[str, Sequence[str | torch.device]]" = ("cpu",),
+    *,
+    runtime: str = DEFAULT_RUNTIME,
+    types: Collection[type] = (),
+    allow_ops: Collection[str] = (),
+    verify: Verify = "full",
+    copy: bool = False,
+    compile: Compile = False,
+    stream: bool = False,
+) -> EntryPointPipelines:
+    """Load all entry points of a bundle into this process.
+
+    Weights that several entry points use are in memory once for each device. What a call of one entry point writes, such as a cache in
+    buffers of the model, calls of the others see, if the stages that use it are on one device.
+
+    Args:
+        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
+        devices: the device of each stage of an entry point; with fewer devices, consecutive stages share one. A dict has them for each
+            entry point by name; those that it leaves out are on the CPU.
+        runtime: the name of the runtime that executes the stages.
+        types: see `stagepack.load`.
+        allow_ops: see `stagepack.load`.
+        verify: see `stagepack.load`.
+        copy: see `stagepack.load`.
+        compile: see `stagepack.load`.
+        stream: see `stagepack.load`.
+
+    Returns:
+        The pipelines by the name of the entry point, also as attributes.
+
+    Raises:
+        EntryPointError: `devices` names an entry point that the bundle does not have.
+        StagepackError: see `stagepack.load`.
+
+    Examples:
+        >>> translator = stagepack.load_entry_points("translator.stagepack", devices={"decode": ["cuda:0", "cuda:1"]})
+        >>> hidden = translator.encode(input_ids)
+        >>> logits = translator.decode(decoder_ids, hidden)
+    """
+    opened_bundle = open_for_loading(bundle, verify)
+    names = [entry_point.name for entry_point in opened_bundle.entry_points]
+    devices_of_name = devices if isinstance(devices, Mapping) else dict.fromkeys(names, devices)
+    if unknown := devices_of_name.keys() - set(names):
+        expected = format_names(names)
+        raise EntryPointError(f"devices: expected names among {expected}, found {format_names(sorted(unknown))}")
+    options = PrepareOptions(allow_ops=allow_ops, stream=stream, copy=copy)
+    pipelines = {}
+    for name in names:
+        selected = opened_bundle.select(name)
+        stage_runtimes = runtime_of_each_stage(runtime, len(selected.stages))
+        check_compile_options(stage_runtimes, compile, None)
+        check_stream_options(stage_runtimes, stream, None, compile=compile, copy=copy)
+        prepared_stages = prepare_all(selected, _device_list(devices_of_name.get(name, ("cpu",))), runtime, options)
+        ready_stages = compile_prepared(selected, prepared_stages, compile, None)
+        pipelines[name] = finish_pipeline(selected, ready_stages, types, verify=verify == "full")
+    return EntryPointPipelines(opened_bundle, pipelines)
+
+
+def _device_list(devices: Any) -> Sequence[Any]:
+    return devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]

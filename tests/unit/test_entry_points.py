@@ -1,0 +1,228 @@
+"""Bundles with several entry points: functions of one module, with cuts of their own, over shared weights."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import CaptureError, EntryPointError, OptionError
+from stagepack.weight_replacement import replace_weights
+
+
+class Autoencoder(torch.nn.Module):
+    """Two functions that share a weight, have constants of their own, and count their calls."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.norm = torch.nn.LayerNorm(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def encode(self, ids: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        """Embed and mix."""
+        hidden = self.embed(ids) * scale + torch.tensor([1.0, 2.0]).sum()
+        for layer in self.layers[:2]:
+            hidden = layer(hidden).relu()
+        self.calls.add_(1)
+        return {"hidden": self.norm(hidden), "calls": self.calls + 0}
+
+    def decode(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unmix, and find the nearest embeddings."""
+        for layer in self.layers[2:]:
+            hidden = layer(hidden).relu() + torch.tensor([3.0, 4.0]).sum()
+        self.calls.add_(10)
+        return hidden @ self.embed.weight.T, self.calls + 0
+
+
+@pytest.fixture(scope="module")
+def model() -> Autoencoder:
+    torch.manual_seed(0)
+    return Autoencoder().eval()
+
+
+@pytest.fixture(scope="module")
+def bundle(model: Autoencoder, tmp_path_factory: pytest.TempPathFactory) -> stagepack.Bundle:
+    rows = torch.export.Dim("rows", min=1, max=64)
+    entry_points = {
+        "encode": stagepack.Inputs(args=(torch.arange(6).reshape(2, 3),), dynamic_shapes={"ids": {0: rows}}),
+        "decode": stagepack.Inputs(kwargs={"hidden": torch.randn(2, 3, 8)}, dynamic_shapes={"hidden": {0: rows}}),
+    }
+    out = tmp_path_factory.mktemp("entry_points") / "m.stagepack"
+    return stagepack.export(model, entry_points=entry_points, out=out, stages={"decode": 2})
+
+
+def test_each_entry_point_has_its_cut_and_shared_weights_are_stored_once(
+    bundle: stagepack.Bundle, model: Autoencoder
+) -> None:
+    assert [entry_point.name for entry_point in bundle.entry_points] == ["encode", "decode"]
+    assert [len(bundle.select(name).stages) for name in ("encode", "decode")] == [1, 2]
+    assert {file_name for file_name in bundle.files if file_name.endswith(".safetensors")} == {
+        "encode-stage-0.safetensors",
+        "decode-stage-0.safetensors",
+        "decode-stage-1.safetensors",
+        "shared-0.safetensors",  # the embedding, of both entry points
+        "shared-1.safetensors",  # the constant of the loop, of both stages of decode
+        "encode-example.safetensors",
+        "decode-example.safetensors",
+    }
+    bundle.verify()
+    stored_bytes = sum(file.size for name, file in bundle.files.items() if "stage-" in name or "shared" in name)
+    assert stored_bytes < 2 * sum(parameter.nbytes for parameter in model.parameters()) + 20_000
+    assert model.calls == 0
+
+
+def test_entry_points_answer_as_the_functions_do(bundle: stagepack.Bundle, model: Autoencoder) -> None:
+    pipelines = stagepack.load_entry_points(bundle)
+    ids = torch.randint(11, (5, 3))
+    with torch.no_grad():
+        encoded = pipelines.encode(ids)
+        expected = model.encode(ids)
+        assert torch.equal(encoded["hidden"], expected["hidden"])
+        logits, _ = pipelines["decode"](hidden=encoded["hidden"])
+        assert torch.equal(logits, model.decode(expected["hidden"])[0])
+    model.calls.zero_()
+    assert [*pipelines] == ["encode", "decode"]
+    assert "encode" in dir(pipelines)
+    with pytest.raises(AttributeError, match="encode, decode"):
+        _ = pipelines.forward
+
+
+def test_entry_points_that_are_loaded_together_share_weights_and_state(bundle: stagepack.Bundle) -> None:
+    pipelines = stagepack.load_entry_points(bundle)
+    ids = torch.randint(11, (5, 3))
+    counts = [
+        pipelines.encode(ids)["calls"],
+        pipelines.decode(torch.randn(1, 3, 8))[1],
+        pipelines.encode(ids)["calls"],
+    ]
+    assert [int(count) for count in counts] == [1, 11, 12]
+    parameters = [
+        {name: weight for stage in pipeline.stages for name, weight in stage.state_dict().items()}
+        for pipeline in pipelines.values()
+    ]
+    assert parameters[0]["embed.weight"].data_ptr() == parameters[1]["embed.weight"].data_ptr()
+    apart = [stagepack.load(bundle.select(name)) for name in ("encode", "decode")]
+    assert int(apart[0](ids)["calls"]) == 1
+    assert int(apart[1](torch.randn(1, 3, 8))[1]) == 10
+
+
+def test_an_entry_point_is_selected_by_name(bundle: stagepack.Bundle, model: Autoencoder) -> None:
+    path = f"{bundle.path}#decode"
+    selected = stagepack.open(path)
+    assert (selected.location, len(selected.stages)) == (path, 2)
+    hidden = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        assert torch.equal(stagepack.load(path)(hidden)[0], model.decode(hidden)[0])
+    model.calls.zero_()
+    assert len(list(stagepack.load_stage(path, 1).parameters())) > 0
+    for call in (lambda: stagepack.load(bundle.path), lambda: bundle.stages, lambda: bundle.graph(0)):
+        with pytest.raises(EntryPointError, match=r"encode, decode: choose one, as in .*#encode"):
+            call()
+    with pytest.raises(EntryPointError, match="expected one of the entry points encode, decode, found 'forward'"):
+        stagepack.open(f"{bundle.path}#forward")
+    with pytest.raises(EntryPointError, match="found other"):
+        stagepack.load_entry_points(bundle, devices={"other": ["cpu"]})
+
+
+def test_recut_cuts_the_selected_entry_point_alone(bundle: stagepack.Bundle, tmp_path: Path) -> None:
+    recut = stagepack.recut(bundle.select("encode"), out=tmp_path / "again.stagepack", stages=2)
+    assert [len(entry_point.stages) for entry_point in recut.entry_points] == [2, 2]
+    assert recut.select("decode").entry_point.edges == bundle.select("decode").entry_point.edges
+    recut.verify()
+    back = stagepack.recut(recut.select("encode"), out=tmp_path / "back.stagepack", stages=1)
+    assert back.digest == bundle.digest
+    with pytest.raises(EntryPointError):
+        stagepack.recut(bundle, out=tmp_path / "none.stagepack", stages=2)
+
+
+def test_weights_are_replaced_in_all_entry_points(
+    bundle: stagepack.Bundle, model: Autoencoder, tmp_path: Path
+) -> None:
+    tuned = Autoencoder().eval()
+    torch.save({name: tensor for name, tensor in tuned.state_dict().items()}, tmp_path / "tuned.pt")
+    replaced = replace_weights(bundle, tmp_path / "tuned.pt", out=tmp_path / "tuned.stagepack")
+    pipelines = stagepack.load_entry_points(replaced)
+    hidden = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        assert torch.equal(pipelines.decode(hidden)[0], tuned.decode(hidden)[0])
+    for name in ("encode", "decode"):
+        assert stagepack.open(replaced.path).select(name).example is not None
+
+
+def test_onnx_models_are_added_to_each_entry_point(bundle: stagepack.Bundle, tmp_path: Path) -> None:
+    path = stagepack.recut(bundle.select("encode"), out=tmp_path / "m.stagepack", stages=1).path
+    for name in ("encode", "decode"):
+        assert not stagepack.add_onnx(stagepack.open(path).select(name)).torch_only
+    with_onnx = stagepack.open(path)
+    with_onnx.verify()
+    assert {name for name in with_onnx.files if name.endswith(".onnx")} == {
+        "encode-stage-0.onnx",
+        "decode-stage-0.onnx",
+        "decode-stage-1.onnx",
+    }
+    pipelines = stagepack.load_entry_points(with_onnx, runtime="onnxruntime")
+    hidden = numpy.ones((2, 3, 8), dtype=numpy.float32)
+    expected, _ = stagepack.load_entry_points(bundle).decode(hidden)
+    assert numpy.allclose(pipelines.decode(hidden)[0], expected, atol=1e-5)
+
+
+def test_entry_points_run_in_processes(bundle: stagepack.Bundle, model: Autoencoder) -> None:
+    hidden = torch.randn(2, 3, 8)
+    with stagepack.load(bundle.select("decode"), processes=True) as pipeline, torch.no_grad():
+        assert torch.equal(pipeline(hidden)[0], model.decode(hidden)[0])
+    model.calls.zero_()
+
+
+class Parts(torch.nn.Module):
+    """A model with methods of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = torch.nn.Linear(4, 4)
+        self.vae = Autoencoder()
+
+
+def test_entry_points_are_modules_and_methods_of_modules(tmp_path: Path) -> None:
+    parts = Parts().eval()
+    entry_points = {
+        "text": stagepack.Inputs(args=(torch.ones(2, 4),)),
+        "vae.decode": stagepack.Inputs(args=(torch.ones(1, 3, 8),)),
+    }
+    bundle = stagepack.export(parts, entry_points=entry_points, out=tmp_path / "m.stagepack")
+    assert [entry_point.name for entry_point in bundle.entry_points] == ["text", "vae_decode"]
+    graph = bundle.select("vae_decode").graph(0)
+    assert {name for weight in graph.weights for name in weight.names if "embed" in name} == {"vae.embed.weight"}
+    pipelines = stagepack.load_entry_points(bundle.path)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        assert torch.equal(pipelines.text(x), parts.text(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"entry_points": {}}, OptionError, "at least one function"),
+        ({"entry_points": {"missing": stagepack.Inputs()}}, OptionError, "Autoencoder has no 'missing'"),
+        ({"entry_points": {"training": stagepack.Inputs()}}, OptionError, "'training' is not a function"),
+        ({"entry_points": {"encode": (1,)}}, OptionError, "expected stagepack.Inputs for 'encode', found tuple"),
+        ({"entry_points": {"encode": stagepack.Inputs()}}, CaptureError, "encode: .*missing for ids"),
+        ({"entry_points": {"encode": stagepack.Inputs()}, "args": (1,)}, OptionError, "each has its own inputs"),
+        ({"args": (1,), "stages": {"encode": 2}}, OptionError, "a dict is for entry_points"),
+        (
+            {"entry_points": {"decode": stagepack.Inputs(args=(torch.ones(1, 3, 8),))}, "stages": {"other": 2}},
+            OptionError,
+            "stages: expected names among decode, found 'other'",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(
+    model: Autoencoder, tmp_path: Path, options: dict[str, object], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        stagepack.export(model, out=tmp_path / "m.stagepack", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "m.stagepack").exists()
