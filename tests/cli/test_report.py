@@ -80,7 +80,7 @@ def test_names_of_a_bundle_are_text(editor: BundleEditor, tmp_path: Path) -> Non
         graph["scopes"] = [scope | {"path": EVIL} for scope in graph["scopes"]]
 
     def rename_modules(manifest: dict[str, Any]) -> None:
-        for stage in manifest["plan"]["stages"]:
+        for stage in manifest["entry_points"][0]["plan"]["stages"]:
             stage["module"] = EVIL
 
     editor.edit_graph(1, scopes)
@@ -104,7 +104,7 @@ def test_a_file_that_is_there_is_kept(sound: Path, tmp_path: Path) -> None:
 
 
 def test_a_bundle_without_a_plan_says_so(editor: BundleEditor, tmp_path: Path) -> None:
-    editor.edit_manifest(lambda manifest: manifest.pop("plan"))
+    editor.edit_manifest(lambda manifest: manifest["entry_points"][0].pop("plan"))
     command_fails("report", str(editor.path), "-o", str(tmp_path / "page.html"), says="contains no plan: cut it again")
 
 

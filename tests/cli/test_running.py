@@ -128,9 +128,12 @@ def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(edito
 def without_example(editor: BundleEditor) -> None:
     """Take the example out of a bundle."""
     (editor / "example.safetensors").unlink()
-    editor.edit_manifest(
-        lambda fields: fields.update(files=[file for file in fields["files"] if file["name"] != "example.safetensors"])
-    )
+
+    def change(fields: dict[str, Any]) -> None:
+        fields["files"] = [file for file in fields["files"] if file["name"] != "example.safetensors"]
+        del fields["entry_points"][0]["example"]
+
+    editor.edit_manifest(change)
 
 
 def test_a_bundle_without_an_example_is_loaded_and_not_run(editor: BundleEditor) -> None:
