@@ -15,6 +15,7 @@ from stagepack.capture.hugging_face import AnswerDiffersError, are_identical
 from stagepack.capture.model_run import run_model
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
+from stagepack.capture.source_argument import FORWARD
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import Producer
@@ -30,9 +31,6 @@ from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-
-# The name of the only entry point of a module.
-_FORWARD = "forward"
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -63,12 +61,43 @@ def export_capture(
     """
     try:
         return export_entry_points(
-            {_FORWARD: capture}, out=out, cut_options={_FORWARD: cut_options}, overwrite=overwrite, progress=progress
+            {FORWARD: capture}, out=out, cut_options={FORWARD: cut_options}, overwrite=overwrite, progress=progress
         )
     except AnswerDiffersError:
         assert capture.capture_loaded is not None
         loaded = capture.capture_loaded()
         return export_capture(loaded, out=out, cut_options=cut_options, overwrite=overwrite, progress=progress)
+
+
+def export_captures(
+    captures: Mapping[str, Capture],
+    *,
+    out: str | os.PathLike[str],
+    cut_options: CutOptions,
+    overwrite: bool = False,
+    progress: Progress = lambda _: None,
+) -> Bundle:
+    """Write a captured model as a bundle, or captured functions of one model, each cut in the same way.
+
+    Args:
+        captures: the captured functions, by the name of the entry point.
+        out: the folder to write; it must not exist unless `overwrite` is true.
+        cut_options: where to cut each of them.
+        overwrite: replace a bundle that exists at `out`.
+        progress: called with the name of each step before it begins.
+
+    Returns:
+        The new bundle, opened.
+
+    Raises:
+        CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+    """
+    if len(captures) == 1 and FORWARD in captures:
+        return export_capture(
+            captures[FORWARD], out=out, cut_options=cut_options, overwrite=overwrite, progress=progress
+        )
+    options = dict.fromkeys(captures, cut_options)
+    return export_entry_points(captures, out=out, cut_options=options, overwrite=overwrite, progress=progress)
 
 
 def export_entry_points(

@@ -51,13 +51,17 @@ def open_bundle(
         >>> stage = stagepack.load_stage(bundle, 1)
         >>> decoder = stagepack.open("translator.stagepack#decode")
     """
-    location, name = _split_entry_point(source)
+    location, name = split_entry_point(source)
     bundle = _open_location(location, digest, storage_options)
     return bundle if name is None else bundle.select(name)
 
 
-def _split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
-    """A path or URL, and the name of the entry point after it, if there is one. A path that exists may have a ``#``."""
+def split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """Return a path or URL, and the name of the entry point after it, if there is one. A path that exists may have a ``#``.
+
+    Args:
+        source: a path or URL, as `open_bundle` takes it.
+    """
     text = os.fspath(source)
     location, separator, name = text.rpartition("#")
     if not separator or (not is_url(text) and os.path.lexists(text)):

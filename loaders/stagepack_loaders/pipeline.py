@@ -92,7 +92,7 @@ class Pipeline(CallablePipeline):
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
         """See `CallablePipeline`. Moving values to the device of a stage counts as compute, converting them as transfer."""
-        run_trace = RunTrace(bundle=self.bundle.digest, processes={0: "process 0"})
+        run_trace = RunTrace(bundle=self.bundle.identity, processes={0: "process 0"})
         self._spans.start()
         try:
             yield run_trace

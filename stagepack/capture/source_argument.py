@@ -7,23 +7,35 @@ from typing import Any
 
 import torch
 
+from stagepack.capture.entry_points import capture_entry_points
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_checkpoint import make_with_checkpoint
+from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source import capture_source
 from stagepack.capture.user_modules import call_user_function
 from stagepack.errors import CaptureError
 
+# The name of the only entry point of a model.
+FORWARD = "forward"
 
-def capture_source_argument(source: str, inputs_function: str | None, weights: str | None = None) -> Capture:
+# Of one call of the model, or of functions of it by their paths.
+ExampleInputs = Inputs | dict[str, Inputs]
+
+
+def capture_source_argument(source: str, inputs_function: str | None, weights: str | None = None) -> dict[str, Capture]:
     """Capture the model that the command line names.
 
     Args:
         source: ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name. A factory takes
             no arguments and returns a module, or a module and its `Inputs`.
         inputs_function: ``file.py:function`` or ``package.module:function``. The function takes no arguments and returns `Inputs`, a
-            tuple of inputs by position, or a dict of inputs by name. It takes precedence over inputs from the factory.
+            tuple of inputs by position, or a dict of inputs by name; or a dict of `Inputs` by paths of functions, see
+            `capture_entry_points`. It takes precedence over inputs from the factory.
         weights: a checkpoint of the weights of the module that a factory makes, see `read_checkpoint`.
+
+    Returns:
+        The captured programs by the name of the entry point, which is ``forward`` unless the inputs name functions.
 
     Raises:
         CaptureError: there is no such file or function, it raises or returns something else, or the model cannot be captured.
@@ -35,15 +47,26 @@ def capture_source_argument(source: str, inputs_function: str | None, weights: s
             raise CaptureError(
                 f"{source}: weights are for a module that FILE.py:FUNCTION makes; this source has its own"
             )
-        return capture_source(source, inputs or Inputs())
+        if isinstance(inputs, dict):
+            return capture_entry_points(load_pretrained(source), inputs)
+        return {FORWARD: capture_source(source, inputs or Inputs())}
     if weights is not None:
-        return capture_with_checkpoint(lambda: _call_factory(source), inputs, weights)
+        if isinstance(inputs, dict):
+            raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
+        return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), inputs, weights)}
     model, factory_inputs = _call_factory(source)
-    return capture_source(model, inputs or factory_inputs or Inputs())
+    inputs = inputs or factory_inputs or Inputs()
+    if isinstance(inputs, dict):
+        if not isinstance(model, torch.nn.Module):
+            raise CaptureError(
+                f"{source}: expected a torch.nn.Module for several entry points, found an ExportedProgram"
+            )
+        return capture_entry_points(model, inputs)
+    return {FORWARD: capture_source(model, inputs)}
 
 
 def capture_with_checkpoint(
-    make_model: Callable[[], tuple[Any, Inputs | None]], inputs: Inputs | None, weights: str | os.PathLike[str]
+    make_model: Callable[[], tuple[Any, ExampleInputs | None]], inputs: Inputs | None, weights: str | os.PathLike[str]
 ) -> Capture:
     """Capture a module that a function makes, with weights that stay in a checkpoint as far as possible.
 
@@ -56,19 +79,21 @@ def capture_with_checkpoint(
         CaptureError: the checkpoint does not fit the module, or the module cannot be captured.
     """
 
-    def module_of(made: tuple[Any, Inputs | None]) -> torch.nn.Module:
+    def module_of(made: tuple[Any, ExampleInputs | None]) -> torch.nn.Module:
         if not isinstance(made[0], torch.nn.Module):
             raise CaptureError(f"{weights}: expected a function that makes a torch.nn.Module for these weights")
         return made[0]
 
     (model, factory_inputs), deferred = make_with_checkpoint(make_model, module_of, weights)
+    if isinstance(factory_inputs, dict):
+        raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
     inputs = inputs or factory_inputs or Inputs()
     if deferred is None:
         return capture_source(model, inputs)
     return replace(capture_module(model, inputs), deferred=deferred)
 
 
-def _call_factory(source: str) -> tuple[Any, Inputs | None]:
+def _call_factory(source: str) -> tuple[Any, ExampleInputs | None]:
     """Call a factory; return the module and its inputs, or None."""
     model = call_user_function(source)
     inputs = None
@@ -82,7 +107,7 @@ def _call_factory(source: str) -> tuple[Any, Inputs | None]:
     return model, inputs
 
 
-def to_inputs(returned: object, reference: str) -> Inputs:
+def to_inputs(returned: object, reference: str) -> ExampleInputs:
     """Convert the result of a user's function to inputs.
 
     Args:
@@ -93,6 +118,8 @@ def to_inputs(returned: object, reference: str) -> Inputs:
         CaptureError: the result is not `Inputs`, a tuple or a dict.
     """
     if isinstance(returned, Inputs):
+        return returned
+    if isinstance(returned, dict) and returned and all(isinstance(value, Inputs) for value in returned.values()):
         return returned
     if isinstance(returned, dict):
         return Inputs(kwargs=returned)

@@ -12,15 +12,31 @@ from stagepack.format.tree import value_names
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
-    """Return the facts of a bundle as plain data."""
+    """Return the facts of a bundle as plain data: of the selected entry point, or of all of them in the list ``entry_points``."""
     manifest = bundle.manifest
-    result_names = set(value_names(bundle.entry_point.signature.result))
-    return {
+    common_facts: dict[str, Any] = {
         "path": bundle.location,
         "version": manifest.version,
         "digest": bundle.digest,
         "producer": {"stagepack": manifest.producer.stagepack, "torch": manifest.producer.torch},
         "bytes": sum(file.size for file in manifest.files),
+    }
+    if bundle.selected is None:
+        return common_facts | {"entry_points": [_entry_point_facts(selected) for selected in each_entry_point(bundle)]}
+    return common_facts | _entry_point_facts(bundle)
+
+
+def each_entry_point(bundle: Bundle) -> list[Bundle]:
+    """Return the bundle at its selected entry point, or if none is selected, at each."""
+    if bundle.selected is not None:
+        return [bundle]
+    return [bundle.select(entry_point.name) for entry_point in bundle.entry_points]
+
+
+def _entry_point_facts(bundle: Bundle) -> dict[str, Any]:
+    result_names = set(value_names(bundle.entry_point.signature.result))
+    return {
+        "entry_point": bundle.entry_point.name,
         "symbols": {symbol.name: {"min": symbol.min, "max": symbol.max} for symbol in bundle.entry_point.symbols},
         "stages": [
             {
@@ -69,6 +85,14 @@ def print_bundle(bundle: Bundle) -> None:
     producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
     print_line(f"{facts['path']}: format {facts['version']}, {format_bytes(facts['bytes'])}, written by {producer}")
     print_line(f"sha256: {facts['digest']}")
+    for selected in each_entry_point(bundle):
+        if len(bundle.entry_points) > 1:
+            print_line("")
+            print_line(f"entry point {selected.entry_point.name}")
+        _print_entry_point(selected, _entry_point_facts(selected))
+
+
+def _print_entry_point(bundle: Bundle, facts: dict[str, Any]) -> None:
     if bundle.entry_point.symbols:
         ranges = ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.entry_point.symbols)
         print_line(f"dynamic sizes: {ranges}")
@@ -100,9 +124,13 @@ def print_bundle(bundle: Bundle) -> None:
 def print_written(bundle: Bundle, out: str, seconds: float) -> None:
     """Print that a bundle was written, and its table of stages."""
     size = format_bytes(sum(file.size for file in bundle.manifest.files))
-    print_line(f"wrote {out}: {count_of('stage', len(bundle.stages))}, {size}, in {seconds:.1f} s")
-    print_stages(bundle)
-    print_empty_stages([stage.nodes for stage in bundle.stages])
+    stage_count = sum(len(selected.stages) for selected in each_entry_point(bundle))
+    print_line(f"wrote {out}: {count_of('stage', stage_count)}, {size}, in {seconds:.1f} s")
+    for selected in each_entry_point(bundle):
+        if len(bundle.entry_points) > 1:
+            print_line(f"entry point {selected.entry_point.name}")
+        print_stages(selected)
+        print_empty_stages([stage.nodes for stage in selected.stages])
 
 
 def print_empty_stages(node_counts: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.bundle_facts import bundle_facts, print_written
+from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
@@ -80,7 +80,8 @@ def command(
     """Write a model as a bundle.
 
     SOURCE is FILE.py:FUNCTION, package.module:FUNCTION, a .pt2 file, or a Hugging Face folder or hub name. FUNCTION takes no arguments
-    and returns a torch.nn.Module, or a module and its example inputs.
+    and returns a torch.nn.Module, or a module and its example inputs. A dict of stagepack.Inputs, by paths of methods and modules such as
+    encode and vae.decode, makes a bundle with an entry point for each.
 
     Without a cut option, the model is cut where its code calls stagepack.split_here(); without such calls it becomes one stage. The
     written bundle is loaded back, and its answer to the example is compared with that of the model.
@@ -101,7 +102,7 @@ def command(
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr), orderly_termination():
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
-        from stagepack.exporter import export_capture  # noqa: PLC0415 - the same
+        from stagepack.exporter import export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
         from stagepack.weight_replacement import replace_weights  # noqa: PLC0415 - the same
 
@@ -115,20 +116,30 @@ def command(
         else:
             cut_options = CutOptions() if make_cut_options is None else make_cut_options()
             next_step("capturing the model")
-            capture = capture_source_argument(source, inputs_function, weights)
-            method = capture.method
-            bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step)
+            captures = capture_source_argument(source, inputs_function, weights)
+            method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
+            bundle = export_captures(
+                captures, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step
+            )
         next_step("replaying the example")
-        namespaces = custom_namespaces(bundle)
         # A bundle that gave its graphs may have no example.
-        difference = replay(bundle, allow_ops=namespaces).largest if bundle.example else 0.0
-        onnx_fields: dict[str, Any] = {}
+        difference = max(
+            replay(selected, allow_ops=custom_namespaces(selected)).largest if selected.example else 0.0
+            for selected in each_entry_point(bundle)
+        )
+        onnx_facts: list[dict[str, Any]] = []
         if with_onnx:
-            conversion = add_onnx(bundle, allow_ops=namespaces, progress=next_step)
-            bundle, onnx_fields = conversion.bundle, {"onnx": conversion_facts(conversion)}
+            for selected in each_entry_point(bundle):
+                conversion = add_onnx(
+                    Bundle(selected.path).select(selected.entry_point.name),
+                    allow_ops=custom_namespaces(selected),
+                    progress=next_step,
+                )
+                onnx_facts += conversion_facts(conversion)
+            bundle = Bundle(bundle.path)
     seconds = round(time.perf_counter() - start_time, 3)
     run_fields = {"captured_by": method, "difference": finite(difference), "seconds": seconds}
-    facts = bundle_facts(bundle) | onnx_fields | run_fields
+    facts = bundle_facts(bundle) | ({"onnx": onnx_facts} if with_onnx else {}) | run_fields
     if as_json:
         print_json(facts)
     else:

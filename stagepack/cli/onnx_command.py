@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from stagepack.cli.bundle_facts import onnx_facts
+from stagepack.cli.bundle_facts import each_entry_point, onnx_facts
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import finite, print_json, print_line, print_table, progress
@@ -11,6 +11,7 @@ from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import json_option, operator_options
 from stagepack.cli.termination import orderly_termination
+from stagepack.format.reader import Bundle
 from stagepack.remote.url import is_url
 
 if TYPE_CHECKING:
@@ -37,9 +38,12 @@ def command(bundle_path: str, allow_ops: tuple[str, ...], as_json: bool) -> None
     with progress("importing torch") as next_step, orderly_termination():
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
 
-        conversion = add_onnx(bundle, allow_ops=allow_ops, progress=next_step)
+        stages = []
+        for selected in each_entry_point(bundle):
+            # Each conversion writes the bundle again.
+            current = Bundle(bundle.path).select(selected.entry_point.name)
+            stages += conversion_facts(add_onnx(current, allow_ops=allow_ops, progress=next_step))
     seconds = time.perf_counter() - start_time
-    stages = conversion_facts(conversion)
     if as_json:
         print_json({"bundle": bundle_path, "stages": stages, "seconds": round(seconds, 3)})
     else:
@@ -55,6 +59,7 @@ def conversion_facts(conversion: "AddedOnnx") -> list[dict[str, Any]]:
         sizes = onnx_facts(conversion.bundle, stage) or {}
         facts.append(
             {
+                "entry_point": conversion.bundle.entry_point.name,
                 "stage": stage_number,
                 "bytes": sizes.get("bytes"),
                 "own_bytes": sizes.get("own_bytes"),
@@ -68,15 +73,18 @@ def conversion_facts(conversion: "AddedOnnx") -> list[dict[str, Any]]:
 
 def print_conversion(facts: list[dict[str, Any]]) -> None:
     """Print the result of the conversion of each stage."""
+    entry_points = {stage["entry_point"] for stage in facts}
     rows = [
         [
+            *([stage["entry_point"]] if len(entry_points) > 1 else []),
             str(stage["stage"]),
             *("-" if stage[key] is None else format_bytes(stage[key]) for key in ("bytes", "own_bytes")),
             _outcome(stage),
         ]
         for stage in facts
     ]
-    print_table("ONNX models", ["#stage", "#model", "#own weights", "result"], rows)
+    columns = ["#stage", "#model", "#own weights", "result"]
+    print_table("ONNX models", ["entry point", *columns] if len(entry_points) > 1 else columns, rows)
 
 
 def _outcome(stage: dict[str, Any]) -> str:

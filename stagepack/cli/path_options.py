@@ -9,7 +9,8 @@ import click
 
 from stagepack.cli.failures import fail
 from stagepack.format.reader import Bundle
-from stagepack.opening import open_bundle
+from stagepack.format.validate import MANIFEST_NAME
+from stagepack.opening import open_bundle, split_entry_point
 from stagepack.remote.url import BundleUrl, is_url
 
 _DIGEST_KEY = "stagepack.digest"
@@ -86,6 +87,12 @@ def given_digest() -> str | None:
     return digest
 
 
+def is_bundle(source: str) -> bool:
+    """Whether an argument is a URL, or the path of a bundle."""
+    return is_url(source) or os.path.isfile(os.path.join(split_entry_point(source)[0], MANIFEST_NAME))
+
+
 def folder_name(location: str) -> str:
-    """Return the name of the folder of a bundle at a path or URL."""
+    """Return the name of the folder of a bundle at a path or URL, without the name of an entry point."""
+    location = os.fspath(split_entry_point(location)[0])
     return BundleUrl.parse(location).name if is_url(location) else Path(location).resolve().name

@@ -1,7 +1,6 @@
 """`stagepack plan`."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
-from stagepack.cli.path_options import PathType, digest_option, open_argument
+from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_argument
 from stagepack.cli.profile_facts import assumption_lines, measured_facts
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
@@ -26,9 +25,7 @@ from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
-from stagepack.format.validate import MANIFEST_NAME
 from stagepack.partition.operator_costs import estimated_operators
-from stagepack.remote.url import is_url
 
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions
@@ -102,7 +99,7 @@ def command(
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
     time are estimates for one call with inputs of the example's sizes; with --profile, the time is measured.
     """
-    if is_url(source) or os.path.isfile(os.path.join(source, MANIFEST_NAME)):
+    if is_bundle(source):
         if inputs_function is not None:
             raise click.UsageError("--inputs is for a SOURCE: a bundle contains its example inputs")
         planned = _plan_bundle(open_argument(source), make_cut_options)
@@ -152,8 +149,11 @@ def _plan_source(
 
         cut_options = CutOptions() if make_cut_options is None else make_cut_options()
         next_step("capturing the model")
-        capture = capture_source_argument(source, inputs_function)
+        captures = capture_source_argument(source, inputs_function)
+        if len(captures) > 1:
+            fail(f"{source}: expected one entry point, found {', '.join(captures)}: export it, and plan the bundle")
         next_step("planning")
+        (capture,) = captures.values()
         partition, symbols = plan_capture(capture, cut_options)
     return _planned_cut(partition, symbols, cut_options)
 

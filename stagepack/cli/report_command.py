@@ -77,7 +77,7 @@ def _read_trace(trace_file: str | None, bundle: Bundle) -> "RunTrace | None":
     from stagepack_loaders.trace_file import read_trace  # noqa: PLC0415 - only this option needs it
 
     trace = read_trace(trace_file)
-    if trace.bundle != bundle.digest:
+    if trace.bundle != bundle.identity:
         fail(
             f"{trace_file}: expected a run of {bundle.location} ({bundle.digest[:12]}), "
             f"found one of {trace.bundle[:12] or 'another bundle'}"

@@ -16,6 +16,7 @@ from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.cli.path_options import PathType, folder_name
 from stagepack.format.reader import Bundle
+from stagepack.opening import split_entry_point
 from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, import_runtime, runtime_names
 from stagepack_loaders.registry import runtimes as registered_runtimes
 from stagepack_serving.server.limits import ServerLimits
@@ -255,8 +256,10 @@ def replay(
 
 
 def default_model_name(bundle_path: str) -> str:
-    """Return the name by which clients call a bundle: that of its folder without ``.stagepack``."""
-    return folder_name(bundle_path).removesuffix(".stagepack")
+    """Return the name by which clients call a bundle: that of its folder without ``.stagepack``, and after ``_`` its entry point."""
+    folder = folder_name(bundle_path).removesuffix(".stagepack")
+    _, entry_point = split_entry_point(bundle_path)
+    return folder if entry_point is None else f"{folder}_{entry_point}"
 
 
 def batching_text(max_batch: int, reason_without: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, progress
@@ -203,7 +205,8 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     """Serve bundles over the Open Inference Protocol.
 
     Answers REST and gRPC requests until SIGTERM, SIGHUP or SIGINT. Clients call each model by its NAME, which defaults to the name of the
-    folder without .stagepack. Prometheus metrics are at /metrics on the HTTP port.
+    folder without .stagepack. Each entry point of a bundle with several is a model, NAME_ENTRYPOINT; BUNDLE#ENTRYPOINT serves one of them
+    alone. Prometheus metrics are at /metrics on the HTTP port.
     """
     limits = ServerLimits(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(ServerLimits)})
     options = _Options(**arguments)
@@ -221,7 +224,9 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             raise click.UsageError("--trace requires --processes, or torchrun")
         if len(bundle_paths) > 1:
             raise click.UsageError("--trace is of one bundle: serve that bundle alone")
-    bundles = {model_name: open_argument(path) for model_name, path in bundle_paths.items()}
+    bundles = _selected_bundles({model_name: open_argument(path) for model_name, path in bundle_paths.items()})
+    if is_launched_group() and len(bundles) > 1:
+        raise click.UsageError("under torchrun the processes are those of one entry point: give it as BUNDLE#NAME")
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
@@ -265,6 +270,20 @@ def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
     return paths
 
 
+def _selected_bundles(bundles: dict[str, Bundle]) -> dict[str, Bundle]:
+    """The bundles by the names of models, those with several entry points as a model for each."""
+    selected_bundles: dict[str, Bundle] = {}
+    for model_name, bundle in bundles.items():
+        for selected in each_entry_point(bundle):
+            name = model_name if bundle.selected is not None else f"{model_name}_{selected.entry_point.name}"
+            if name in selected_bundles:
+                fail(
+                    f"{bundle.location}: expected a distinct name for each model, found {name!r} twice: pass NAME=BUNDLE"
+                )
+            selected_bundles[name] = selected
+    return selected_bundles
+
+
 def _load_models(
     bundles: dict[str, Bundle], options: _Options, limits: ServerLimits, metrics: "Metrics", closing: ExitStack
 ) -> "list[ServedModel] | None":
@@ -273,13 +292,44 @@ def _load_models(
 
     models = []
     with progress("loading") as next_step:
+        loaded_together = (
+            {} if options.processes or is_launched_group() else _load_together(bundles, options, next_step)
+        )
         for model_name, bundle in bundles.items():
             next_step(f"loading {model_name}")
-            pipeline = _load_pipeline(bundle, options, closing, stall_seconds=limits.deadline)
+            pipeline = loaded_together.get(model_name) or _load_pipeline(
+                bundle, options, closing, stall_seconds=limits.deadline
+            )
             if pipeline is None:
                 return None
             models.append(ServedModel(model_name, bundle, pipeline, limits, metrics))
     return models
+
+
+def _load_together(
+    bundles: dict[str, Bundle], options: _Options, next_step: Callable[[str], None]
+) -> "dict[str, CallablePipeline]":
+    """Load entry points of one bundle so that they share weights. Those with state are loaded apart: each has sequences of its own."""
+    from stagepack_loaders.entry_points import load_entry_points  # noqa: PLC0415 - after the arguments are checked
+
+    pipelines: dict[str, CallablePipeline] = {}
+    for digest in dict.fromkeys(bundle.digest for bundle in bundles.values()):
+        names = [name for name, bundle in bundles.items() if bundle.digest == digest]
+        bundle = bundles[names[0]]
+        has_state = any(stage.state for entry_point in bundle.entry_points for stage in entry_point.stages)
+        if len(names) < len(bundle.entry_points) or len(names) == 1 or has_state or len(options.runtimes) > 1:
+            continue
+        next_step(f"loading {', '.join(names)}")
+        loaded = load_entry_points(
+            bundle,
+            list(options.devices),
+            runtime=runtime_of_each_stage(options.runtimes, 1)[0],
+            allow_ops=options.allow_ops,
+            verify=options.verify,
+            copy=options.copy_weights,
+        )
+        pipelines |= {name: loaded[bundles[name].entry_point.name] for name in names}
+    return pipelines
 
 
 def _load_pipeline(

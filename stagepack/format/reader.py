@@ -143,6 +143,11 @@ class Bundle(BundleFiles):
         return f"#{self.selected.name}" if self.selected is not None and len(self.entry_points) > 1 else ""
 
     @property
+    def identity(self) -> str:
+        """The digest, with ``#NAME`` if one of several entry points is selected: what belongs to this entry point names it by that."""
+        return self.digest + self.fragment
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The manifest entries of the stages, in order."""
         return self.entry_point.stages

@@ -140,9 +140,7 @@ def test_recut_cuts_the_selected_entry_point_alone(bundle: stagepack.Bundle, tmp
         stagepack.recut(bundle, out=tmp_path / "none.stagepack", stages=2)
 
 
-def test_weights_are_replaced_in_all_entry_points(
-    bundle: stagepack.Bundle, model: Autoencoder, tmp_path: Path
-) -> None:
+def test_weights_are_replaced_in_all_entry_points(bundle: stagepack.Bundle, model: Autoencoder, tmp_path: Path) -> None:
     tuned = Autoencoder().eval()
     torch.save({name: tensor for name, tensor in tuned.state_dict().items()}, tmp_path / "tuned.pt")
     replaced = replace_weights(bundle, tmp_path / "tuned.pt", out=tmp_path / "tuned.stagepack")

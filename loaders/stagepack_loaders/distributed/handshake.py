@@ -93,7 +93,7 @@ def own_identity(bundle: Bundle, listener_name: str) -> Identity:
     return Identity(
         host=host_name(),
         process_id=os.getpid(),
-        digest=bundle.digest + bundle.fragment,
+        digest=bundle.identity,
         stagepack=version("stagepack"),
         torch=str(torch.__version__),
         machine=machine_id(),

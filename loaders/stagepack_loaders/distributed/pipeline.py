@@ -216,7 +216,7 @@ class DistributedPipeline(CallablePipeline):
         """
         self._processes.check_ready()
         front = self._processes.front
-        run_trace = RunTrace(bundle=self.bundle.digest, processes=front.process_names)
+        run_trace = RunTrace(bundle=self.bundle.identity, processes=front.process_names)
         front.trace.start()
         try:
             yield run_trace

@@ -67,17 +67,17 @@ class CompiledUnit:
 
 
 def encode_list(bundle: Bundle, device: torch.device, units: Sequence[CompiledUnit]) -> str:
-    """Return the content of ``compiled.json``. Law: `decode_list` of it returns the digest of the bundle, the target and the units."""
+    """Return the content of ``compiled.json``. Law: `decode_list` of it returns the identity of the bundle, the target and the units."""
     content_entries = [
         {"places": unit.locations, "file": unit.file_name, "sha256": unit.sha256, "reason": unit.reason}
         for unit in units
     ]
-    header = {"format": "stagepack-compiled", "bundle": bundle.digest, "target": asdict(Target.of(device))}
+    header = {"format": "stagepack-compiled", "bundle": bundle.identity, "target": asdict(Target.of(device))}
     return json.dumps({**header, "parts": content_entries}, indent=1) + "\n"
 
 
 def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
-    """Return the digest of the bundle, the target and the units of a ``compiled.json``.
+    """Return the identity of the bundle, the target and the units of a ``compiled.json``.
 
     Raises:
         ValueError, TypeError, KeyError: the content is of another form.
@@ -120,9 +120,9 @@ class CompiledFolder:
             raise CompiledError(
                 f"{self._path / LIST_NAME}: expected the file that stagepack compile wrote, found another one: compile the bundle again"
             ) from None
-        if digest != bundle.digest:
+        if digest != bundle.identity:
             raise CompiledError(
-                f"{self._path} was compiled from the bundle {digest}, and this bundle is {bundle.digest}: compile this one"
+                f"{self._path} was compiled from the bundle {digest}, and this bundle is {bundle.identity}: compile this one"
             )
         self._units = {location: unit for unit in units for location in unit.locations}
         self._packages: dict[tuple[str, torch.device], Any] = {}

@@ -39,7 +39,7 @@ class TritonPythonModel:
         }
         for module_name in filter(None, parameters["imports"].split(",")):
             importlib.import_module(module_name)
-        bundle = Bundle(Path(args["model_repository"]) / args["model_version"])
+        bundle = Bundle(Path(args["model_repository"]) / args["model_version"]).select(parameters["entry_point"])
         self._stage_number = int(parameters["stage"])
         self._runtime = find_runtime(parameters["runtime"])
         self._arrays = self._runtime.arrays

@@ -53,6 +53,7 @@ def _python_model(bundle: Bundle, stage_number: int, config: ModelConfig, option
         config.sequence_batching.max_sequence_idle_microseconds = round(options.sequence_idle * 1e6)
     # Read by stage_model.py.
     parameters = {
+        "entry_point": bundle.entry_point.name,
         "stage": str(stage_number),
         "runtime": options.runtime,
         "allow_ops": ",".join(options.allow_ops),
