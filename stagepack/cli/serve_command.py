@@ -4,65 +4,36 @@ import asyncio
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import count_of, print_json, print_line, progress
+from stagepack.cli.model_loading import ServeOptions, bundle_paths_by_name, load_models, select_entry_points
+from stagepack.cli.output import count_of, print_json, print_line
 from stagepack.cli.path_options import PathType, digest_option, given_digest, open_argument
-from stagepack.cli.process_options import processes_option, start_processes
+from stagepack.cli.process_options import processes_option
 from stagepack.cli.run_options import (
     batching_text,
     check_runtimes_compile,
     compiled_option,
-    default_model_name,
     device_option,
     json_option,
     limit_option,
     operator_options,
-    runtime_of_each_stage,
     runtime_option,
     verify_option,
 )
-from stagepack.cli.trace_option import trace_until_closed
-from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
-    from stagepack_loaders.base import Verify
-    from stagepack_loaders.callable_pipeline import CallablePipeline
-    from stagepack_serving.server.metrics import Metrics
     from stagepack_serving.server.served_model import ServedModel
     from stagepack_serving.server.server import ServerAddresses
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The options of the command line but the limits, named as they are declared below."""
-
-    devices: tuple[str, ...]
-    runtimes: tuple[str, ...]
-    allow_ops: tuple[str, ...]
-    compiled_folder: str | None
-    verify: "Verify"
-    copy_weights: bool
-    processes: int | None
-    max_restarts: int
-    trace_file: Path | None
-    imports: tuple[str, ...]
-    host: str
-    http_port: int
-    grpc_port: int
-    as_json: bool
 
 
 @subcommand(
@@ -209,8 +180,8 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     alone. Prometheus metrics are at /metrics on the HTTP port.
     """
     limits = ServerLimits(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(ServerLimits)})
-    options = _Options(**arguments)
-    bundle_paths = _bundle_paths(bundle_arguments)
+    options = ServeOptions(**arguments)
+    bundle_paths = bundle_paths_by_name(bundle_arguments)
     if options.compiled_folder:
         check_runtimes_compile("--compiled", options.runtimes)
         if len(bundle_paths) > 1:
@@ -224,7 +195,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             raise click.UsageError("--trace requires --processes, or torchrun")
         if len(bundle_paths) > 1:
             raise click.UsageError("--trace is of one bundle: serve that bundle alone")
-    bundles = _selected_bundles({model_name: open_argument(path) for model_name, path in bundle_paths.items()})
+    bundles = select_entry_points({model_name: open_argument(path) for model_name, path in bundle_paths.items()})
     if is_launched_group() and len(bundles) > 1:
         raise click.UsageError("under torchrun the processes are those of one entry point: give it as BUNDLE#NAME")
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
@@ -238,7 +209,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     metrics = Metrics()
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
     with ExitStack() as closing:
-        models = _load_models(bundles, options, limits, metrics, closing)
+        models = load_models(bundles, options, limits, metrics, closing)
         if models is None:  # torchrun has started this process to run stages, and the server has ended
             return
         served_models = ServedModels(models, limits, metrics)
@@ -255,118 +226,6 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             os._exit(1 if served_models.has_failed or any(model.pending_requests for model in models) else 0)
     if served_models.has_failed:
         fail("; ".join(reason for model in models if (reason := model.unavailable_reason())))
-
-
-def _bundle_paths(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
-    """Return the paths of the bundles by the names that clients call the models."""
-    paths: dict[str, str] = {}
-    for argument in bundle_arguments:
-        model_name, equals, path = argument.partition("=")
-        if not equals or "/" in model_name or Path(argument).exists():
-            model_name, path = default_model_name(argument), argument
-        if not model_name or model_name in paths:
-            fail(f"{argument}: expected a distinct name for each model, found {model_name!r}: pass NAME=BUNDLE")
-        paths[model_name] = path
-    return paths
-
-
-def _selected_bundles(bundles: dict[str, Bundle]) -> dict[str, Bundle]:
-    """The bundles by the names of models, those with several entry points as a model for each."""
-    selected_bundles: dict[str, Bundle] = {}
-    for model_name, bundle in bundles.items():
-        for selected in each_entry_point(bundle):
-            name = model_name if bundle.selected is not None else f"{model_name}_{selected.entry_point.name}"
-            if name in selected_bundles:
-                fail(
-                    f"{bundle.location}: expected a distinct name for each model, found {name!r} twice: pass NAME=BUNDLE"
-                )
-            selected_bundles[name] = selected
-    return selected_bundles
-
-
-def _load_models(
-    bundles: dict[str, Bundle], options: _Options, limits: ServerLimits, metrics: "Metrics", closing: ExitStack
-) -> "list[ServedModel] | None":
-    """Load the models. Processes that are started for them end with `closing`."""
-    from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - after the arguments are checked
-
-    models = []
-    with progress("loading") as next_step:
-        loaded_together = (
-            {} if options.processes or is_launched_group() else _load_together(bundles, options, next_step)
-        )
-        for model_name, bundle in bundles.items():
-            next_step(f"loading {model_name}")
-            pipeline = loaded_together.get(model_name) or _load_pipeline(
-                bundle, options, closing, stall_seconds=limits.deadline
-            )
-            if pipeline is None:
-                return None
-            models.append(ServedModel(model_name, bundle, pipeline, limits, metrics))
-    return models
-
-
-def _load_together(
-    bundles: dict[str, Bundle], options: _Options, next_step: Callable[[str], None]
-) -> "dict[str, CallablePipeline]":
-    """Load entry points of one bundle so that they share weights. Those with state are loaded apart: each has sequences of its own."""
-    from stagepack_loaders.entry_points import load_entry_points  # noqa: PLC0415 - after the arguments are checked
-
-    pipelines: dict[str, CallablePipeline] = {}
-    for digest in dict.fromkeys(bundle.digest for bundle in bundles.values()):
-        names = [name for name, bundle in bundles.items() if bundle.digest == digest]
-        bundle = bundles[names[0]]
-        has_state = any(stage.state for entry_point in bundle.entry_points for stage in entry_point.stages)
-        if len(names) < len(bundle.entry_points) or len(names) == 1 or has_state or len(options.runtimes) > 1:
-            continue
-        next_step(f"loading {', '.join(names)}")
-        loaded = load_entry_points(
-            bundle,
-            list(options.devices),
-            runtime=runtime_of_each_stage(options.runtimes, 1)[0],
-            allow_ops=options.allow_ops,
-            verify=options.verify,
-            copy=options.copy_weights,
-        )
-        pipelines |= {name: loaded[bundles[name].entry_point.name] for name in names}
-    return pipelines
-
-
-def _load_pipeline(
-    bundle: Bundle, options: _Options, closing: ExitStack, *, stall_seconds: float
-) -> "CallablePipeline | None":
-    runtimes = runtime_of_each_stage(options.runtimes, len(bundle.stages))
-    if options.processes or is_launched_group():
-        pipeline = start_processes(
-            bundle,
-            options.processes,
-            devices=options.devices,
-            runtimes=runtimes,
-            allow_ops=options.allow_ops,
-            imports=options.imports,
-            verify=options.verify,
-            copy=options.copy_weights,
-            compiled_folder=options.compiled_folder,
-            max_restarts=options.max_restarts,
-            stall_seconds=stall_seconds,
-        )
-        if pipeline is None:
-            return None
-        closing.enter_context(pipeline)
-        if options.trace_file is not None:
-            trace_until_closed(pipeline, options.trace_file, closing, quiet=options.as_json)
-        return pipeline
-    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-
-    return load(
-        bundle,
-        list(options.devices),
-        runtime=runtimes,
-        allow_ops=options.allow_ops,
-        verify=options.verify,
-        copy=options.copy_weights,
-        compiled=options.compiled_folder,
-    )
 
 
 def _print_listening(addresses: "ServerAddresses", models: "list[ServedModel]", as_json: bool) -> None:

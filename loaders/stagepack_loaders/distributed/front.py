@@ -90,9 +90,8 @@ class FrontProcess:
         self._senders = RouteSenders(self._group, membership.links)
         self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols, copies=True)
         self.trace = GroupTrace(range(self._group.size), self.command)
-        self._worker = StageWorker(
-            bundle.entry_point, membership, self._senders, self._record_failure, self.trace.spans
-        )
+        entry_point = bundle.entry_point
+        self._worker = StageWorker(entry_point, membership, self._senders, self._record_failure, self.trace.spans)
         self._threads = [
             *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
             threading.Thread(target=self._collect_results, name="results", daemon=True),
