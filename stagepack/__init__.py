@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stagepack_loaders.entry_points import load_entry_points as load_entry_points
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
-    from stagepack_loaders.train.training import train as train
+    from stagepack_loaders.train.start import train as train
 
 # Public name -> the module that defines it, and its name there.
 _HOMES = {
@@ -45,7 +45,7 @@ _HOMES = {
     "recut": ("stagepack.recutter", "recut"),
     "save": ("stagepack.saver", "save"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
-    "train": ("stagepack_loaders.train.training", "train"),
+    "train": ("stagepack_loaders.train.start", "train"),
 }
 
 # Public modules. `ray` is not in `__all__`: its package is rarely installed, and completion of names would raise for it.

@@ -12,7 +12,8 @@ import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
-from stagepack_loaders.train.training import Training, place_stages_for
+from stagepack_loaders.train.schedules import place_stages_for
+from stagepack_loaders.train.training import Training
 from tests.train.models import batch, export_model, loss_of
 
 

@@ -1,0 +1,77 @@
+"""The loss of a microbatch: the function of the caller, given the result of the model in its containers and a part of the target."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stagepack.errors import InputError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.manifest import Edge
+from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, Tree, ValueLeaf, constant_value, unflatten_tree
+
+# The mean loss of a microbatch, of the result of the model and the target.
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class MicrobatchLoss:
+    """The share of each microbatch in the mean loss of a batch."""
+
+    def __init__(
+        self, loss: Loss, result: Tree, edges: Sequence[Edge], types: Collection[type], microbatches: int
+    ) -> None:
+        """Take the function of the caller.
+
+        Args:
+            loss: the mean loss of a microbatch.
+            result: the containers of the result of the model.
+            edges: the values that the last stage returns.
+            types: classes to build the result of.
+            microbatches: the number of microbatches.
+        """
+        self._loss = loss
+        self._result = result
+        self._edges = edges
+        self._types = types
+        self._microbatches = microbatches
+        self._targets: list[Any] = []
+
+    def set_target(self, target: Any) -> None:
+        """Set the target of the next batch.
+
+        Raises:
+            InputError: the first dimension of a tensor is no multiple of the number of microbatches.
+        """
+        self._targets = _cut_target(target, self._microbatches)
+
+    def __call__(self, results: tuple[torch.Tensor, ...], microbatch_index: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a microbatch, which is given by its number, divided by the number of microbatches."""
+        result_values = {
+            edge.name: value.item() if edge.dtype in SCALAR_DTYPES else value
+            for edge, value in zip(self._edges, results, strict=True)
+        }
+
+        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
+            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
+
+        result = unflatten_tree(self._result, leaf_value, self._types)
+        return self._loss(result, self._targets[int(microbatch_index)]) / self._microbatches
+
+
+def _cut_target(target: Any, microbatch_count: int) -> list[Any]:
+    """The target of each microbatch.
+
+    Raises:
+        InputError: the first dimension of a tensor is no multiple of the number of microbatches.
+    """
+    if isinstance(target, torch.Tensor):
+        if len(target) % microbatch_count:
+            raise InputError(f"target: expected a multiple of {microbatch_count} rows, found {len(target)}")
+        return list(target.chunk(microbatch_count))
+    if isinstance(target, Mapping):
+        parts = {key: _cut_target(entry, microbatch_count) for key, entry in target.items()}
+        return [{key: part[index] for key, part in parts.items()} for index in range(microbatch_count)]
+    if isinstance(target, list | tuple):
+        columns = [_cut_target(entry, microbatch_count) for entry in target]
+        return [type(target)(column[index] for column in columns) for index in range(microbatch_count)]
+    return [target] * microbatch_count

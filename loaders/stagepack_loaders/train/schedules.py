@@ -1,0 +1,157 @@
+"""The schedules of torch.distributed.pipelining: which stages each process runs, and the schedule for microbatches of some sizes."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from stagepack.errors import OptionError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.manifest import Edge
+from stagepack.format.shapes import evaluate_dim
+from stagepack_loaders.train.boundaries import StageBoundary
+from stagepack_loaders.train.pipeline_module import PipelineModule, backward_link, scalar_dtype
+
+# The schedules of torch by name. The first two run one stage in each process.
+SCHEDULES: Mapping[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv-zero-bubble": ScheduleZBVZeroBubble,
+}
+_SINGLE_STAGE = ("gpipe", "1f1b")
+_SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv-zero-bubble")
+
+
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule computes the gradients of inputs and of weights apart."""
+    return schedule in _SPLIT_BACKWARD
+
+
+def place_stages_for(schedule: str, stage_count: int, process_count: int) -> tuple[int, ...]:
+    """Return the process of each stage, as a schedule needs it.
+
+    Raises:
+        OptionError: the schedule does not run so many stages in so many processes.
+    """
+    if schedule in _SINGLE_STAGE and stage_count != process_count:
+        raise OptionError(
+            f"schedule {schedule!r} runs one stage in each process: expected {stage_count} processes, found {process_count}"
+        )
+    if schedule == "zbv-zero-bubble":
+        if stage_count != 2 * process_count:
+            raise OptionError(
+                f"schedule {schedule!r} runs two stages in each process: expected {stage_count // 2} processes, found {process_count}"
+            )
+        return tuple(min(number, stage_count - 1 - number) for number in range(stage_count))
+    if stage_count % process_count:
+        raise OptionError(
+            f"schedule {schedule!r} runs equally many stages in each process: {stage_count} stages do not divide into {process_count}"
+        )
+    return tuple(number % process_count for number in range(stage_count))
+
+
+class ScheduleCache:
+    """The schedules of one process. Stages of torch have fixed shapes, so each combination of sizes has a schedule of its own."""
+
+    def __init__(
+        self,
+        schedule: str,
+        modules: Mapping[int, PipelineModule],
+        boundaries: Sequence[StageBoundary],
+        differentiable: Collection[str],
+        loss: Callable[..., torch.Tensor],
+        *,
+        microbatches: int,
+        group: ProcessGroup | None,
+    ) -> None:
+        """Start without schedules.
+
+        Args:
+            schedule: the name of the schedule.
+            modules: the stages of this process, by stage number.
+            boundaries: the boundary of each stage of the pipeline.
+            differentiable: the edges that need gradients.
+            loss: returns the loss of a microbatch, given the values of the last boundary and the number of the microbatch.
+            microbatches: the number of microbatches.
+            group: the processes of the pipeline; None for all.
+        """
+        self._schedule = schedule
+        self._modules = modules
+        self._boundaries = boundaries
+        self._differentiable = differentiable
+        self._loss = loss
+        self._microbatches = microbatches
+        self._group = group
+        self._schedules: dict[tuple[tuple[str, int], ...], Any] = {}
+
+    def find(self, sizes: Mapping[str, int]) -> Any:
+        """Return the schedule for microbatches of some sizes.
+
+        Raises:
+            OptionError: the schedule does not fit the number of microbatches, or a shape depends on data.
+        """
+        key = tuple(sorted(sizes.items()))
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(sizes)
+        return self._schedules[key]
+
+    def _make_schedule(self, sizes: Mapping[str, int]) -> Any:
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                len(self._boundaries),
+                module.stage.device,
+                input_args=self._examples(boundary.received, sizes, is_linked=boundary.is_linked),
+                output_args=self._examples(boundary.sent, sizes, is_linked=boundary.links_next),
+                group=self._group,
+            )
+            for number, module in self._modules.items()
+            for boundary in [self._boundaries[number]]
+        ]
+        schedule_class = SCHEDULES[self._schedule]
+        try:
+            return schedule_class(
+                stages[0] if self._schedule in _SINGLE_STAGE else stages,
+                n_microbatches=self._microbatches,
+                loss_fn=self._loss,
+                # It would scale the gradients of earlier steps again.
+                scale_grads=False,
+            )
+        except ValueError as error:
+            raise OptionError(f"schedule {self._schedule!r}: {error}") from None
+
+    def _examples(
+        self, edges: Sequence[Edge], sizes: Mapping[str, int], *, is_linked: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Tensors without data for the values that pass between two stages."""
+        examples = [self._example(edge, sizes) for edge in edges]
+        if is_linked and self._schedule in _SPLIT_BACKWARD:
+            examples.append(backward_link("meta"))
+        return tuple(examples)
+
+    def _example(self, edge: Edge, sizes: Mapping[str, int]) -> torch.Tensor:
+        """A tensor without data, of the shape that a value has in each microbatch."""
+        if edge.dtype in SCALAR_DTYPES:
+            return torch.empty((), dtype=scalar_dtype(edge), device="meta")
+        try:
+            shape = [evaluate_dim(dim, sizes) for dim in edge.shape]
+        except KeyError:
+            raise OptionError(
+                f"the shape of {edge.name} depends on data: schedules of torch exchange tensors of fixed shapes"
+            ) from None
+        dtype: torch.dtype = getattr(torch, edge.dtype)
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=edge.name in self._differentiable)

@@ -1,0 +1,84 @@
+"""Load the stages of one process for training."""
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed import ProcessGroup
+
+from stagepack.errors import OptionError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.base import PrepareOptions, Verify
+from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
+from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.train.loss import Loss
+from stagepack_loaders.train.schedules import SCHEDULES, place_stages_for
+from stagepack_loaders.train.training import Training
+
+
+def train(
+    bundle: str | os.PathLike[str] | Bundle,
+    loss: Loss,
+    *,
+    microbatches: int,
+    schedule: str = "1f1b",
+    device: Any = "cpu",
+    types: Collection[type] = (),
+    allow_ops: Collection[str] = (),
+    verify: Verify = "full",
+    group: ProcessGroup | None = None,
+) -> Training:
+    """Load the stages of this process for training. Each process that ``torchrun`` has started calls this with the same arguments.
+
+    The processes exchange activations and gradients by torch.distributed; the default process group is made if there is none. Captured
+    graphs do what the model did at export: dropout and batch norm of a model that was exported in evaluation mode stay so.
+
+    Args:
+        bundle: the folder of the bundle, or an opened bundle.
+        loss: returns the mean loss of a microbatch, given the result of the model, in its containers, and the target. It runs in the
+            process of the last stage.
+        microbatches: the number of microbatches of equal size that a batch is cut into.
+        schedule: the order in which stages work on microbatches: ``gpipe`` or ``1f1b`` for one stage in each process; ``looped-bfs``,
+            ``interleaved-1f1b``, ``interleaved-zero-bubble`` or ``zbv-zero-bubble`` for several.
+        device: the device of this process.
+        types: as for `stagepack.load`.
+        allow_ops: as for `stagepack.load`.
+        verify: as for `stagepack.load`.
+        group: the processes of the pipeline; None for all.
+
+    Raises:
+        OptionError: there is no such schedule, or it does not fit the numbers of stages, processes or microbatches; or a value depends on
+            data, or on the result of an earlier call.
+        StagepackError: the stages cannot be loaded; see `stagepack.load`.
+
+    Examples:
+        >>> training = stagepack.train("m.stagepack", torch.nn.functional.cross_entropy, microbatches=8)
+        >>> optimizer = torch.optim.AdamW(training.parameters(), lr=1e-4)
+        >>> for images, labels in batches:
+        ...     loss = training.step(images, target=labels)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+    opened_bundle = open_for_loading(bundle, verify)
+    if schedule not in SCHEDULES:
+        raise OptionError(f"schedule: expected one of {', '.join(map(repr, SCHEDULES))}, found {schedule!r}")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group()
+    rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), torch.distributed.get_world_size(group))
+    own_stages = [number for number, rank in enumerate(rank_of_stage) if rank == torch.distributed.get_rank(group)]
+    options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, copy=True)
+    prepared_stages = prepare_placed(opened_bundle, dict.fromkeys(own_stages, device), "torch", options)
+    stages = finish_prepared(opened_bundle, prepared_stages, verify=verify == "full")
+    return Training(
+        opened_bundle,
+        {number: stage for number, stage in stages.items() if isinstance(stage, TorchStage)},
+        rank_of_stage,
+        loss,
+        microbatches=microbatches,
+        schedule=schedule,
+        types=types,
+        allow_ops=allow_ops,
+        group=group,
+    )
