@@ -1,7 +1,7 @@
 """Write `docs/coverage.md`: every model of the zoo, what becomes of it here, in `torch.distributed.pipelining`, and in ONNX Runtime.
 
 Each model runs in a process of its own, two at a time. Ours is what the test of the zoo says; theirs is cut in three even parts and
-held to the same answers; onnx is what ONNX Runtime answers, to the whole model and cut in three.
+held to the same answers; onnx is what ONNX Runtime answers, to the whole model and cut in three. `tools/training_coverage.py` trains both.
 """
 
 import argparse
@@ -33,10 +33,12 @@ from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_
 from tests.zoo.cases import ARCHITECTURES, CASES, EXAMPLES, ROWS
 from tests.zoo.test_zoo import test_bit_exact
 from tools import pipelining
+from tools.training_coverage import TrainingError, our_training, their_training, training_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 LIMIT = 300  # seconds a model and side
 COLUMNS = 10  # of the table of models
+TRAINING_COLUMNS = 3
 RIGHT, WRONG, NONE = "right", "wrong", ""
 # Rows that are not about a model alone, and the tests that hold them.
 ELSEWHERE = {
@@ -140,7 +142,7 @@ def onnx(case: Case) -> Cells:
     return first, f"{found.answer}, {in_torch}" if in_torch else found.answer
 
 
-SIDES: tuple[Side, ...] = (ours, theirs, onnx)
+SIDES: tuple[Side, ...] = (ours, theirs, onnx, our_training, their_training)
 
 
 def read(page: str) -> Found:
@@ -155,6 +157,9 @@ def read(page: str) -> Found:
                 (name, "theirs"): tuple(cells[6:8]),
                 (name, "onnx"): tuple(cells[8:]),
             }
+        elif len(cells) == TRAINING_COLUMNS and cells[0].startswith("`"):
+            name = cells[0].strip("`")
+            found |= {(name, "our_training"): (cells[1],), (name, "their_training"): (cells[2],)}
     return found
 
 
@@ -189,6 +194,8 @@ def _child(case: Case, side: Side, sender: Connection) -> None:
     torch.set_num_threads(1)
     try:
         sender.send(side(case))
+    except TrainingError as error:
+        sender.send((f"raises {error}", NONE))
     except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
         sender.send((f"raises {type(error).__name__}", NONE))
 
@@ -257,6 +264,11 @@ def text(found: Found) -> Iterator[str]:
     for case in CASES:
         cells = (*(*found[case.name, "ours"], NONE, NONE)[:4], *found[case.name, "theirs"], *found[case.name, "onnx"])
         yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/').replace('](', '] (') for cell in cells)} |"
+    trained = [
+        {name: cells[0] for (name, side), cells in found.items() if side == which}
+        for which in ("our_training", "their_training")
+    ]
+    yield from training_table((case.name for case in CASES), *trained)
     yield from ("", "## Not captured", "")
     yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
     yield ""

@@ -1,10 +1,5 @@
 """Training in several processes: gradients, steps and the saved bundle are those of one process."""
 
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +8,7 @@ from safetensors.torch import load_file
 
 import stagepack
 from tests.train.models import STEPS, batch, export_model, reference_gradients, trained_reference
+from tests.train.processes import run_workers
 
 pytestmark = pytest.mark.xdist_group("train")
 
@@ -28,36 +24,13 @@ TWO_PROCESSES = (
 FOUR_PROCESSES = ("4:gpipe:2", "4:1f1b:4", "4:1f1b:8")
 
 
-def run_workers(folder: Path, process_count: int, runs: Sequence[str]) -> None:
-    """Run the worker in some processes; the bundles are in the folder."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    environment = os.environ | {
-        "WORLD_SIZE": str(process_count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.train.worker", str(folder), *runs],
-            env=environment | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(process_count)
-    ]
-    outputs = [worker.communicate(timeout=300)[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * process_count, "\n".join(outputs)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have written."""
     path = tmp_path_factory.mktemp("train")
     for stage_count in (2, 4):
         export_model(path / f"{stage_count}.stagepack", stage_count)
-    run_workers(path, 2, TWO_PROCESSES)
+    run_workers("tests.train.worker", 2, path, *TWO_PROCESSES)
     return path
 
 
@@ -108,6 +81,6 @@ def test_steps_and_the_saved_bundle_are_those_of_one_process(folder: Path) -> No
 @pytest.mark.slow
 def test_gradients_in_four_processes(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "4.stagepack").symlink_to(folder / "4.stagepack")
-    run_workers(tmp_path, 4, FOUR_PROCESSES)
+    run_workers("tests.train.worker", 4, tmp_path, *FOUR_PROCESSES)
     for run in FOUR_PROCESSES:
         assert_gradients(tmp_path, run, 4)

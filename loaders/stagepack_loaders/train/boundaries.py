@@ -11,6 +11,7 @@ from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import value_names
+from stagepack.graph.aliasing import alias_classes
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
 
@@ -81,10 +82,16 @@ def find_differentiable(bundle: Bundle) -> frozenset[str]:
     dependent: set[str] = set()
     for stage_number in range(len(bundle.stages)):
         graph = bundle.graph_file(stage_number, module_calls=False).graph
-        dependent |= {weight.value for weight in graph.weights if weight.trainable}
-        for node in graph.nodes:
-            if not dependent.isdisjoint(input_names(node)):
-                dependent.update(output_names(node))
+        classes = alias_classes(graph)
+        # A write into a view makes all values that share its memory depend on what was written.
+        dependent_memory = {classes.representative(value_name) for value_name in dependent}
+        dependent_memory |= {classes.representative(weight.value) for weight in graph.weights if weight.trainable}
+        for node_number, node in enumerate(graph.nodes):
+            used_memory = {classes.representative(value_name) for value_name in input_names(node)}
+            if not dependent_memory.isdisjoint(used_memory):
+                dependent_memory.update(map(classes.representative, output_names(node)))
+                dependent_memory |= {root for root in used_memory if node_number in classes.writers.get(root, ())}
+        dependent |= {edge.name for edge in bundle.edges if classes.representative(edge.name) in dependent_memory}
     return frozenset(
         edge.name for edge in bundle.edges if edge.name in dependent and edge.dtype.startswith(_DIFFERENTIABLE)
     )

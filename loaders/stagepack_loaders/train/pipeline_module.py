@@ -26,6 +26,7 @@ class PipelineModule(torch.nn.Module):
         boundary: StageBoundary,
         differentiable: Collection[str],
         written_inputs: Collection[str],
+        state_outputs: Collection[str],
         *,
         splits_backward: bool,
     ) -> None:
@@ -37,6 +38,7 @@ class PipelineModule(torch.nn.Module):
             boundary: what it takes and returns.
             differentiable: the edges that need gradients.
             written_inputs: the edges whose memory it writes.
+            state_outputs: the edges that share the memory of buffers that it writes.
             splits_backward: the schedule computes gradients of inputs and of weights apart; see `backward_link`.
         """
         super().__init__()
@@ -45,8 +47,15 @@ class PipelineModule(torch.nn.Module):
         self._boundary = boundary
         self._differentiable = differentiable
         self._written_inputs = written_inputs
+        self._state_outputs = state_outputs
         self._splits_backward = splits_backward
         self._edges = {edge.name: edge for edge in (*boundary.received, *boundary.model_inputs)}
+        # Gradients of the inputs of a stage are contiguous where torch accumulates them, which it does not when it splits the pass.
+        self._copies_gradients = splits_backward or any(
+            value is not None and value.dtype.startswith("complex")
+            for node in stage.graph.nodes
+            for value in node.outputs
+        )
         # Inputs that are the same for each microbatch; they come with a first dimension of size 1.
         self.replicated: Collection[str] = ()
 
@@ -79,18 +88,34 @@ class PipelineModule(torch.nn.Module):
         if self._edges[edge_name].dtype in SCALAR_DTYPES:
             return value.item() if isinstance(value, torch.Tensor) else value
         # A received tensor is a leaf of autograd, which nothing may write.
-        return value.clone() if edge_name in self._written_inputs else value
+        tensor = value.clone() if edge_name in self._written_inputs else value
+        return _Received.apply(tensor) if self._copies_gradients and tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
     def _packed(self, edge: Edge, value: Any) -> torch.Tensor:
-        """A value as it is sent: contiguous, and with a gradient function if the next stage sends a gradient back."""
+        """A value as it is sent: its bytes are its numbers, and it has a gradient function if the next stage sends a gradient back."""
         if edge.dtype in SCALAR_DTYPES:
             return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=scalar_dtype(edge))
-        tensor: torch.Tensor = value.contiguous()
+        tensor: torch.Tensor = value.contiguous().resolve_conj().resolve_neg()
+        if edge.name in self._state_outputs:
+            # The next microbatch writes it.
+            tensor = tensor.clone()
         if edge.name not in self._differentiable:
             return tensor.detach()
         if torch.is_grad_enabled() and not tensor.requires_grad:
             tensor = tensor.detach().requires_grad_()
         return tensor.view_as(tensor) if tensor.is_leaf else tensor
+
+
+class _Received(torch.autograd.Function):
+    """A tensor whose gradient can be sent: it is contiguous, and no lazy conjugate or negative of its numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].contiguous().resolve_conj().resolve_neg()
 
 
 class _Linked(torch.autograd.Function):

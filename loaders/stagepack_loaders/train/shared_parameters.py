@@ -81,6 +81,8 @@ class GradientSums:
         for (parameter, group), earlier_gradient in zip(self._shared, self._earlier_gradients, strict=True):
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                # In each process a convolution may have chosen another order in memory.
+                gradient = gradient.contiguous()
                 torch.distributed.all_reduce(gradient, group=group)
                 parameter.grad = gradient if earlier_gradient is None else gradient + earlier_gradient
 

@@ -82,6 +82,7 @@ class Training:
                 self._boundaries[number],
                 differentiable,
                 _written_inputs(bundle, number),
+                _state_outputs(bundle, number),
                 splits_backward=splits_backward(schedule),
             )
             for number, stage in stages.items()
@@ -98,6 +99,13 @@ class Training:
             microbatches=microbatches,
             group=group,
         )
+        # A parameter that has several names is called by the first one, in all processes.
+        self._first_names = {
+            name: weight.names[0]
+            for stage in stages.values()
+            for weight in stage.graph.weights
+            for name in weight.names
+        }
         shared_parameters = find_shared_parameters(bundle, rank_of_stage)
         self._counted_elsewhere = {parameter.name for parameter in shared_parameters if parameter.ranks[0] != self.rank}
         self._gradient_sums = GradientSums(shared_parameters, dict(self.named_parameters()), group)
@@ -109,7 +117,7 @@ class Training:
             for parameter_name, parameter in stage.named_parameters():
                 if id(parameter) not in known:
                     known.add(id(parameter))
-                    yield parameter_name, parameter
+                    yield self._first_names.get(parameter_name, parameter_name), parameter
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters of this process, each once, for an optimizer."""
@@ -144,7 +152,8 @@ class Training:
         """Yield the parameters and persistent buffers that this process saves, each once; all processes together save all of them."""
         known: set[int] = set()
         for stage in self.stages.values():
-            for weight_name, tensor in stage.state_dict(keep_vars=True).items():
+            for any_name, tensor in stage.state_dict(keep_vars=True).items():
+                weight_name = self._first_names.get(any_name, any_name)
                 is_new = id(tensor) not in known
                 known.add(id(tensor))
                 if is_new and weight_name not in self._counted_elsewhere:
@@ -195,3 +204,11 @@ def _written_inputs(bundle: Bundle, stage_number: int) -> frozenset[str]:
     """The inputs of a stage whose memory it writes."""
     classes = alias_classes(bundle.graph_file(stage_number, module_calls=False).graph)
     return frozenset(name for name in bundle.stages[stage_number].inputs if classes.is_written(name))
+
+
+def _state_outputs(bundle: Bundle, stage_number: int) -> frozenset[str]:
+    """The outputs of a stage that share the memory of buffers that it writes."""
+    graph = bundle.graph_file(stage_number, module_calls=False).graph
+    classes = alias_classes(graph)
+    state = {classes.representative(weight.value) for weight in graph.weights if classes.is_written(weight.value)}
+    return frozenset(name for name in bundle.stages[stage_number].outputs if classes.representative(name) in state)
