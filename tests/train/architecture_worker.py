@@ -38,7 +38,8 @@ def train(folder: Path, bundle_name: str, schedule: str, *, has_steps: bool) -> 
     )
     # torch refuses an optimizer of no parameters, which a stage may have.
     optimizer = torch.optim.AdamW(training.parameters(), lr=LEARNING_RATE) if has_steps else None
-    losses, gradients = [], {}
+    losses: list[torch.Tensor] = []
+    gradients: dict[str, torch.Tensor] = {}
     batch_paths = sorted(folder.glob("batch-*.safetensors"))
     for batch_path in batch_paths if has_steps else batch_paths[:1]:
         batch = read_batch(batch_path)

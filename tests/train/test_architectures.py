@@ -165,7 +165,7 @@ def test_ten_steps(case: Case, shared: WeightSharing, tmp_path: Path) -> None:
 
 def assert_the_saved_bundle_answers_as_the_trained_model(trained: Trained, folder: Path, process_count: int) -> None:
     """Assert that, bit for bit."""
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for rank in range(process_count):
         weights |= load_file(folder / f"weights-{rank}.safetensors")
     for name, parameter in trained.model.named_parameters():

@@ -1,0 +1,71 @@
+"""What crosses between stages keeps its gradient, and its numbers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
+
+import stagepack
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class WritesAView(torch.nn.Module):
+    """The value that crosses is computed of memory that was written through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros(2, 4)
+        hidden[:, :2] = self.first(x)[:, :2]
+        return self.second(hidden * 2)
+
+
+def test_gradients_of_what_is_written_into_a_view(tmp_path: Path) -> None:
+    model, x = WritesAView(), torch.randn(2, 4)
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack", split_at=["second"])
+    training = stagepack.train(bundle, lambda result, _: result.square().mean(), microbatches=1, schedule="looped-bfs")
+    training.step(x)
+    model(x).square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in training.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+class Counts(torch.nn.Module):
+    """A buffer that each call writes crosses, and is a result."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count.add_(1)
+        return self.second(self.first(x)) + self.count, self.count
+
+
+def test_a_microbatch_gets_the_buffer_that_its_own_call_has_written(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    bundle = stagepack.export(Counts(), (x,), out=tmp_path / "m.stagepack", split_at=["second"])
+    counts = []
+
+    def loss(result: tuple[torch.Tensor, torch.Tensor], _: object) -> torch.Tensor:
+        counts.append(result[1][0, 0].item())
+        return result[0].mean()
+
+    training = stagepack.train(bundle, loss, microbatches=3, schedule="looped-bfs")
+    training.step(torch.randn(6, 4))
+    assert counts == [1, 2, 3]
