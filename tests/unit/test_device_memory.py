@@ -1,10 +1,11 @@
 """Stages whose weights do not all fit into the memory of their device."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from torch import nn
 import stagepack
 from stagepack.errors import DigestError, OptionError
 from stagepack.format.reader import Bundle
+from stagepack_loaders import written_memory
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
@@ -95,6 +97,73 @@ def test_weights_that_were_replaced_are_used(bundle: Bundle) -> None:
     assert all(map(torch.equal, *(stage(*_inputs(stage, x)) for stage in stages)))
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(stages[1])
+
+
+def _halve_by_load_state_dict(stage: Any) -> None:
+    halves = {weight_name: tensor / 2 for weight_name, tensor in stage.state_dict().items()}
+    stage.load_state_dict(halves, strict=False)
+
+
+def _halve_by_assignment(stage: Any) -> None:
+    halves = {weight_name: tensor / 2 for weight_name, tensor in stage.state_dict().items()}
+    stage.load_state_dict(halves, strict=False, assign=True)
+
+
+def _halve_in_place(stage: Any) -> None:
+    for parameter in stage.parameters():
+        parameter.mul_(0.5)
+
+
+def _halve_data(stage: Any) -> None:
+    for parameter in stage.parameters():
+        parameter.data = parameter.data / 2
+
+
+def _halve_in_numpy(stage: Any) -> None:
+    for parameter in stage.parameters():
+        numpy.multiply(parameter.detach().numpy(), 0.5, out=parameter.detach().numpy())
+
+
+@pytest.mark.parametrize(
+    "halve", [_halve_by_load_state_dict, _halve_by_assignment, _halve_in_place, _halve_data, _halve_in_numpy]
+)
+def test_what_is_written_into_weights_is_used(bundle: Bundle, halve: Callable[[Any], None]) -> None:
+    stages = [stagepack.load_stage(bundle, 1, device_memory=limit) for limit in ("1GiB", "8MB")]
+    original = stagepack.load_stage(bundle, 1)
+    inputs = _inputs(original, torch.randn(2, 768))
+    first_answers = [stage(*inputs) for stage in stages]
+    for stage in stages:
+        halve(stage)
+    for _ in range(2):
+        answers = [stage(*inputs) for stage in stages]
+        assert all(map(torch.equal, *answers))
+        assert not torch.equal(answers[1][0], first_answers[1][0])
+    written, expected = stages[1].state_dict(), original.state_dict()
+    for parameter_name, parameter in original.named_parameters():
+        assert torch.equal(written[parameter_name], expected[parameter_name] / 2)
+        assert torch.equal(parameter, expected[parameter_name])
+
+
+@pytest.mark.parametrize("part", [lambda stage: stage, lambda stage: stage.blocks], ids=["stage", "part"])
+def test_a_conversion_is_refused_unless_it_changes_nothing(bundle: Bundle, part: Callable[[Any], Any]) -> None:
+    stage = stagepack.load_stage(bundle, 1, device_memory="8MB")
+    inputs = _inputs(stage, torch.randn(2, 768))
+    expected = stage(*inputs)
+    for convert in (lambda module: module.double(), lambda module: module.to("meta")):
+        with pytest.raises(OptionError, match="load the stage without device_memory"):
+            convert(part(stage))
+    assert part(stage).float().to("cpu") is part(stage)
+    assert all(map(torch.equal, stage(*inputs), expected))
+    unlimited = stagepack.load_stage(bundle, 1, device_memory="1GiB")
+    assert all(tensor.dtype == torch.float64 for tensor in unlimited.double().parameters())
+
+
+def test_a_kernel_that_does_not_tell_what_is_written(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_memory, "_PAGEMAP_PATH", "/nowhere")
+    stage = stagepack.load_stage(bundle, 1, device_memory="8MB")
+    inputs = _inputs(stage, torch.randn(2, 768))
+    expected = stagepack.load_stage(bundle, 1)(*inputs)
+    assert all(map(torch.equal, stage(*inputs), expected))
 
 
 def test_a_file_that_cannot_be_read_fails_one_call(bundle: Bundle) -> None:

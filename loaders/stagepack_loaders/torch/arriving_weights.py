@@ -1,7 +1,7 @@
 """The weights of a stage while their files arrive: each use waits for its own bytes only."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,10 @@ class ArrivingWeights:
             for file in self._files:
                 file.wait(0, file.entry.size)
             self._sources = None
+
+    def check_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `GatedWeights`. All can be converted when they have arrived."""
+        self.wait()
 
     def run(self, module: GraphModule, values: tuple[Any, ...]) -> Any:
         """Call the module that asks for its weights."""

@@ -18,8 +18,9 @@ class Container(torch.nn.Module):
 
     _called_children: frozenset[str] = frozenset()
 
-    # Returns when the weights of the stage have arrived; None if they are there.
+    # Return when the weights of the stage have arrived, and may be converted; None if all are there, to stay.
     _wait: Callable[[], None] | None = None
+    _check_conversion: Callable[[Callable[[torch.Tensor], torch.Tensor]], None] | None = None
 
     def __getitem__(self, module_name: int | str) -> torch.nn.Module:
         """Return the child module of that name.
@@ -69,12 +70,19 @@ class Container(torch.nn.Module):
             ):
                 children[module_name] = children.pop(module_name)
 
-    def set_wait(self, wait: Callable[[], None]) -> None:
-        """Set what is called before weights are read or replaced, in this module and those inside it."""
-        self._wait = wait
+    def set_wait(
+        self, wait: Callable[[], None], check_conversion: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
+    ) -> None:
+        """Set what is called before weights are read or replaced, in this module and those inside it.
+
+        Args:
+            wait: returns when all weights are there.
+            check_conversion: takes a function that converts tensors, and raises an error if weights cannot be converted by it.
+        """
+        self._wait, self._check_conversion = wait, check_conversion
         for child in self.children():
             if isinstance(child, Container):
-                child.set_wait(wait)
+                child.set_wait(wait, check_conversion)
 
     def wait_for_weights(self) -> None:
         """Return when all weights of the stage are loaded, which is at once unless it was loaded with ``stream=True``.
@@ -101,10 +109,12 @@ class Container(torch.nn.Module):
         self.wait_for_weights()
         super()._load_from_state_dict(*args, **kwargs)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # All conversions, such as `to`, `double` and `share_memory`.
         self.wait_for_weights()
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self._check_conversion is not None:
+            self._check_conversion(fn)
+        return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, when all weights are loaded.
@@ -113,7 +123,11 @@ class Container(torch.nn.Module):
             DigestError: see `wait_for_weights`.
         """
         self.wait_for_weights()
-        return {attribute: value for attribute, value in self.__dict__.items() if attribute != "_wait"}
+        return {
+            attribute: value
+            for attribute, value in self.__dict__.items()
+            if attribute not in ("_wait", "_check_conversion")
+        }
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse the call.

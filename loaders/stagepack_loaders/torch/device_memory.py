@@ -20,7 +20,7 @@ from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.streaming import gate_code
 from stagepack_loaders.torch.weight_gate import WeightUse, weight_uses
 from stagepack_loaders.torch.weight_transfer import ByteRange
-from stagepack_loaders.torch.weight_window import Passage, StageWindow, WeightWindow
+from stagepack_loaders.torch.weight_window import Passage, StageWindow, TensorLayout, WeightWindow
 from stagepack_loaders.torch.weights import WeightCache, as_weight, lay_out
 from stagepack_loaders.weight_reading import FolderReader
 from stagepack_loaders.window_plan import (
@@ -128,14 +128,20 @@ class PlannedTorchStage:
             code = replace(code, compiled_module=None)
         else:
             assert isinstance(code.compiled_module, GatedModule)
-            window.add(self._passages(window, tensors))
-            code.compiled_module.weights = StageWindow(window, self.first_index, len(self.parts.uses))
+            code.compiled_module.weights = StageWindow(
+                window, self.first_index, len(self.parts.uses), self._passages(window, tensors)
+            )
         return TorchStage(code, tensors, self.device, stage_entry.state, residency)
 
     def _passages(self, window: WeightWindow, registered: Mapping[str, torch.Tensor]) -> dict[int, Passage]:
         return {
             self.first_index + use_index: self.parts.passage(
-                use_index, position, window.memory, position % self.device_plan.plan.window_bytes, registered
+                use_index,
+                position,
+                window.memory,
+                position % self.device_plan.plan.window_bytes,
+                [self.cache.mapped_bytes(source) for source in self.parts.sources[use_index]],
+                registered,
             )
             for use_index, position in enumerate(self._positions)
             if position is not None
@@ -199,7 +205,13 @@ class _StageUses:
     stored_tensors: StoredTensors
 
     def passage(
-        self, use_index: int, position: int, memory: torch.Tensor, offset: int, registered: Mapping[str, torch.Tensor]
+        self,
+        use_index: int,
+        position: int,
+        memory: torch.Tensor,
+        offset: int,
+        mapped: Sequence[torch.Tensor],
+        registered: Mapping[str, torch.Tensor],
     ) -> Passage:
         """Return the weights of a use on their way through a ring.
 
@@ -208,6 +220,7 @@ class _StageUses:
             position: their position in the sequence of places.
             memory: the memory of the ring.
             offset: the offset of their place in it.
+            mapped: the bytes of each range of the weight files that holds them.
             registered: the weights as they are registered in the stage, by value name.
         """
         shift_of_source = {}
@@ -225,8 +238,14 @@ class _StageUses:
             ]
             # Kernels are chosen by `requires_grad` too, so it is that of the weight.
             tensors.append(as_weight(weight, lay_out(weight, memory[stored.start + shift : stored.end + shift])))
+        registered_tensors = tuple(registered[weight.value] for weight in weights)
         return Passage(
-            position, self.sources[use_index], tuple(tensors), tuple(registered[weight.value] for weight in weights)
+            position,
+            self.sources[use_index],
+            mapped,
+            tuple(tensors),
+            registered_tensors,
+            tuple(map(TensorLayout.of, registered_tensors)),
         )
 
 

@@ -1,6 +1,7 @@
 """The module of a stage whose weights are not all in the memory of its device when it is called."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,16 @@ class GatedWeights(WeightGate, Protocol):
 
         Raises:
             DigestError: a file cannot be read, or differs from the one that the manifest lists.
+        """
+
+    def check_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Check that all weights can be converted.
+
+        Args:
+            convert: returns the tensor that a tensor becomes.
+
+        Raises:
+            OptionError: some cannot become what `convert` makes of them.
         """
 
     def run(self, module: GraphModule, values: tuple[Any, ...]) -> Any:

@@ -83,7 +83,8 @@ class TorchStage(Container):
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, self._slots, strict=True)}
         connect(self, code.module_calls, slot_of_value)
         if isinstance(code.compiled_module, GatedModule):
-            self.set_wait(code.compiled_module.weights.wait)
+            gated_weights = code.compiled_module.weights
+            self.set_wait(gated_weights.wait, gated_weights.check_conversion)
 
     @property
     def graph_module(self) -> GraphModule:

@@ -2,18 +2,19 @@
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch.fx import GraphModule
 
-from stagepack.errors import DigestError, Problem
+from stagepack.errors import DigestError, OptionError, Problem
 from stagepack_loaders.torch.weight_transfer import ByteRange, DeviceWriter, TransferThreads, current_event, empty_bytes
 from stagepack_loaders.weight_reading import WeightReader
 from stagepack_loaders.window_plan import WindowPlan, place_bytes
+from stagepack_loaders.written_memory import may_be_written
 
 _PIECE_BYTES: Final = 8 * 2**20
 
@@ -25,19 +26,37 @@ class Passage:
     Attributes:
         position: their position in the sequence of places; see `WindowPlan`.
         sources: the ranges of the weight files that hold them, one after the other.
-        tensors: them, on the memory of their place.
-        registered: them, as they are registered in the stage.
+        mapped: the bytes of each of these ranges, mapped: what the user writes into weights is there.
+        tensors: the weights, on the memory of their place.
+        registered: the weights, as they are registered in the stage: on the mapped bytes.
+        layouts: where each of those is, as it was registered.
     """
 
     position: int
     sources: Sequence[ByteRange]
+    mapped: Sequence[torch.Tensor]
     tensors: tuple[torch.Tensor, ...]
     registered: tuple[torch.Tensor, ...]
+    layouts: tuple["TensorLayout", ...]
 
     @property
     def byte_count(self) -> int:
         """The size of their place: each range begins on a multiple of the alignment."""
         return sum(place_bytes(source.end - source.start) for source in self.sources)
+
+
+class TensorLayout(NamedTuple):
+    """The memory of a tensor, and how it is laid out there."""
+
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Return the layout of a tensor."""
+        return cls(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 @dataclass(slots=True)
@@ -77,9 +96,9 @@ class WeightWindow:
         self._oldest, self._next = 0, 0
         self._released_event = current_event(device)
 
-    def add(self, passages: dict[int, Passage]) -> None:
+    def add(self, passages: Mapping[int, Passage]) -> None:
         """Add the weights of a stage that pass through, by the index of their use in the plan. Those that come first are read."""
-        self._passages |= passages
+        self._passages.update(passages)
         with self._change:
             self._read_ahead()
 
@@ -122,10 +141,21 @@ class WeightWindow:
                 raise DigestError(list(progress.error.problems))
         for event in progress.events:
             torch.cuda.current_stream(self.memory.device).wait_event(event)
+        self._bring_writes(passage)
         return tuple(
-            tensor if given is registered else given.to(self.memory.device)  # the user has replaced it
-            for tensor, given, registered in zip(passage.tensors, given_weights, passage.registered, strict=True)
+            tensor if given is registered and TensorLayout.of(given) == layout else given.to(self.memory.device)
+            for tensor, given, registered, layout in zip(
+                passage.tensors, given_weights, passage.registered, passage.layouts, strict=True
+            )
         )
+
+    def _bring_writes(self, passage: Passage) -> None:
+        """Copy what the user has written into the weights of a passage to their place."""
+        offset = passage.position % self._window_bytes
+        for source, mapped in zip(passage.sources, passage.mapped, strict=True):
+            if may_be_written(mapped.data_ptr(), len(mapped)):
+                self.memory[offset : offset + len(mapped)].copy_(mapped)
+            offset += place_bytes(source.end - source.start)
 
     def release(self, use_index: int) -> None:
         """Let later weights have the place of those of a use."""
@@ -193,14 +223,21 @@ class WeightWindow:
 class StageWindow:
     """The part of a stage in a ring. It is the gate of the stage; see `GatedWeights`."""
 
-    def __init__(self, window: WeightWindow, first_index: int, use_count: int) -> None:
-        """Keep the ring.
+    def __init__(
+        self, window: WeightWindow, first_index: int, use_count: int, passages: Mapping[int, Passage]
+    ) -> None:
+        """Add the passages of the stage to the ring.
 
         Args:
             window: the ring.
             first_index: the index of the first use of the stage in the plan.
             use_count: how many uses the stage has.
+            passages: its weights that pass through, by the index of their use in the plan.
         """
+        window.add(passages)
+        self._registered_types = {
+            (tensor.dtype, tensor.device) for passage in passages.values() for tensor in passage.registered
+        }
         self._window = window
         self._first_index = first_index
         self._use_count = use_count
@@ -211,6 +248,20 @@ class StageWindow:
 
     def wait(self) -> None:
         """See `GatedWeights`. The weights that stay are there."""
+
+    def check_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `GatedWeights`. Weights that pass through keep their dtype and device.
+
+        Raises:
+            OptionError: the conversion would change these.
+        """
+        for dtype, device in self._registered_types:
+            converted = convert(torch.empty(0, dtype=dtype, device=device))
+            if (converted.dtype, converted.device) != (dtype, device):
+                raise OptionError(
+                    f"device_memory: weights that pass through the memory of the device cannot become {converted.dtype} on "
+                    f"{converted.device}: load the stage without device_memory, or convert the model before it is exported"
+                )
 
     def run(self, module: GraphModule, values: tuple[Any, ...]) -> Any:
         """See `GatedWeights`."""

@@ -12,6 +12,7 @@ from stagepack.format.graph import Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.torch.weight_transfer import ByteRange
 from stagepack_loaders.weight_files import WeightFile, map_weight_file, open_weight_files
 
 
@@ -77,6 +78,15 @@ class WeightCache:
             )
             self._weights[key] = as_weight(weight, tensor)
         return self._weights[key]
+
+    def mapped_bytes(self, source: ByteRange) -> torch.Tensor:
+        """Return a range of a weight file that `open_files` has brought into memory, as bytes on that memory.
+
+        Args:
+            source: the range.
+        """
+        content = self._files[source.file_name].content
+        return torch.frombuffer(content, dtype=torch.uint8, count=source.end - source.start, offset=source.start)
 
     def _read_stored(self, path: Path, stored: StoredTensor, device: torch.device) -> torch.Tensor:
         key = (stored.name, device)
