@@ -116,7 +116,9 @@ def load(
             overwritten. Not with `compile`, `compiled` and `processes`; only in torch.
         device_memory: the memory for weights on each device, in bytes or as ``"8GiB"``. If the weights are larger, some stay there, and
             the others pass through a part of it in each call, read ahead from their files; `TorchStage.residency` says how many.
-            Gradients are not recorded then. Not with `stream`, `copy`, `compile`, `compiled` and `processes`; only in torch.
+            Gradients are not recorded then. `state_dict` and ``parameters()`` have those on the CPU; what is written into them is used
+            from the next call on, and conversions such as ``double()`` are refused. Not with `stream`, `copy`, `compile`, `compiled` and
+            `processes`; only in torch.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages share one.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
             `stagepack.distributed.connect`.

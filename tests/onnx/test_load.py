@@ -1,5 +1,6 @@
 """Stages in ONNX Runtime: they answer as in torch, take numpy arrays and torch tensors, and keep their state."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import DeviceError, InputError, OperatorError, OptionError
+from stagepack.errors import DeviceError, DigestError, InputError, OperatorError, OptionError
 from stagepack.format.graph import Value
 from stagepack_loaders.exchange import to_array, to_elements, to_runtime
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
@@ -67,6 +68,27 @@ def test_state_dict_and_parameters_are_those_in_torch(tower: Path) -> None:
     assert len(list(pipe.parameters())) == len(list(other.parameters()))
     with pytest.raises(ValueError, match="read-only"):
         mine["first.weight"][:] = 0
+
+
+def test_the_state_dict_of_a_copy_is_what_was_loaded(tower: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tower, tmp_path / "m"))
+    expected = stagepack.load(tower, runtime="onnxruntime").state_dict()
+    pipe = stagepack.load(path, runtime="onnxruntime", copy=True)
+    unverified = stagepack.load(path, runtime="onnxruntime", copy=True, verify="manifest")
+    removed = stagepack.load(path, runtime="onnxruntime", copy=True)
+    path.rename(tmp_path / "replaced")
+    for loaded in (pipe, unverified, removed):
+        weights = loaded.state_dict()
+        assert all(numpy.array_equal(weights[name], expected[name]) for name in expected)
+        with pytest.raises(ValueError, match="read-only"):
+            weights["first.weight"][:] = 0
+    for stage in stagepack.open(tmp_path / "replaced").stages:
+        for name in stage.weights:
+            os.truncate(tmp_path / "replaced" / name, 100)
+    for loaded in (pipe, unverified):
+        with pytest.raises(DigestError, match="the file was cut short"):
+            loaded.state_dict()
+    assert numpy.array_equal(pipe(X)[0], stagepack.load(tower, runtime="onnxruntime")(X)[0])
 
 
 def test_a_stage_alone_is_called_by_position_and_by_name(tower: Path) -> None:

@@ -68,7 +68,7 @@ class PreparedOnnxRuntimeStage:
         Raises:
             DigestError, OperatorError: see `finish`.
         """
-        weights = StageWeights(self.bundle, self.stage_number, self.graph_content)
+        weights = StageWeights(self.bundle, self.stage_number, self.graph_content, copy=self.options.copy)
         copied_files: dict[str, WeightFile] = {}
         if self.options.copy:
             copied_files = open_weight_files(
@@ -78,7 +78,7 @@ class PreparedOnnxRuntimeStage:
                 copy=True,
                 progress=self.options.progress,
             )
-            weights.keep(self.bundle.stages[self.stage_number].state, copied_files)
+            weights.keep(self.bundle.stages[self.stage_number].state, copied_files, verified=bool(unchecked_files))
         else:
             self._check(unchecked_files)
         # ONNX Runtime takes no model without outputs.

@@ -116,9 +116,7 @@ class OnnxRuntimeStage(CallableStage):
         if not self._state_names:
             return {}
         content = {
-            weight.names[0]: to_ort(array, weight.dtype)
-            for weight, array in self._weights
-            if weight.names[0] in self._state_names
+            weight.names[0]: to_ort(array, weight.dtype) for weight, array in self._weights.some(self._state_names)
         }
         return {buffer_name: content[buffer_name] for buffer_name in self._state_names}
 
@@ -130,7 +128,11 @@ class OnnxRuntimeStage(CallableStage):
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers, by their names in the model.
 
-        They are numpy arrays: copies of buffers that calls write, all others read-only.
+        They are numpy arrays: copies of buffers that calls write, all others read-only. With ``copy=True`` they are read from the weight
+        files again, and compared with their digests if they were at loading.
+
+        Raises:
+            DigestError: with ``copy=True``, a weight file has been changed since the stage was loaded.
         """
         state_entries: dict[str, Any] = {}
         for weight, array in self._weights:
@@ -142,5 +144,9 @@ class OnnxRuntimeStage(CallableStage):
         return state_entries
 
     def parameters(self) -> Iterator[Any]:
-        """Yield the parameters as read-only numpy arrays."""
+        """Yield the parameters as read-only numpy arrays.
+
+        Raises:
+            DigestError: see `state_dict`.
+        """
         return (array for weight, array in self._weights if weight.kind == "parameter")

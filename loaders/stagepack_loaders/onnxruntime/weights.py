@@ -1,14 +1,21 @@
 """The weights of a stage: its session has its own copy, so they are read from the weight files when somebody asks for them."""
 
-from collections.abc import Collection, Iterator, Mapping
+import mmap
+import os
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy
 
+from stagepack.format.chunk_reading import FileRead, read_chunks
+from stagepack.format.file_checks import open_plain_file, raise_digest_problems
 from stagepack.format.graph import Weight
 from stagepack.format.graph_reader import read_graph
+from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.upgrade import is_newer_minor
+from stagepack.format.weights import parse_weight_header
 from stagepack_loaders.elements import Array
 from stagepack_loaders.numpy_weights import map_stored_tensors, read_weight
 from stagepack_loaders.weight_files import WeightFile
@@ -17,26 +24,32 @@ from stagepack_loaders.weight_files import WeightFile
 class StageWeights:
     """The weights of a stage as read-only arrays. They stay valid when the bundle is replaced or removed."""
 
-    def __init__(self, bundle: Bundle, stage_number: int, graph_content: bytes) -> None:
-        """Map the weight files.
+    def __init__(self, bundle: Bundle, stage_number: int, graph_content: bytes, *, copy: bool) -> None:
+        """Map the weight files, or open them.
 
         Args:
             bundle: the bundle of the stage.
             stage_number: the stage.
             graph_content: the content of its graph file, whose table of weights is read when it is needed.
+            copy: open the files, and read them again each time: mapped ones must not be cut short.
         """
         self._graph_name = bundle.stages[stage_number].graph
         self._graph_content = graph_content
         self._newer = is_newer_minor(bundle.manifest.version)
-        self._stored = map_stored_tensors(bundle, stage_number)
+        self._files = _OpenFiles(bundle, bundle.stages[stage_number].weights) if copy else None
+        # Of copies, the tensors that are kept.
+        self._stored = {} if copy else map_stored_tensors(bundle, stage_number)
 
-    def keep(self, weight_names: Collection[str], weight_files: Mapping[str, WeightFile]) -> None:
-        """Keep some weights in memory of their own, where the weight files may be cut short.
+    def keep(self, weight_names: Collection[str], weight_files: Mapping[str, WeightFile], *, verified: bool) -> None:
+        """Keep some weights in memory of their own.
 
         Args:
             weight_names: the names of the weights.
             weight_files: copies of the weight files, by name.
+            verified: they were compared with their digests.
         """
+        assert self._files is not None
+        self._files.verify = verified
         if not weight_names:
             return
         kept_tensors = {
@@ -52,9 +65,67 @@ class StageWeights:
                 )
 
     def __iter__(self) -> Iterator[tuple[Weight, Array]]:
-        """Yield each weight of the graph with its content."""
-        return ((weight, read_weight(weight, self._stored)) for weight in self._table)
+        """Yield each weight of the graph with its content at loading.
+
+        Raises:
+            DigestError: a weight file was read at loading, and has been changed since.
+        """
+        stored = self._stored if self._files is None else self._files.read()
+        return ((weight, read_weight(weight, stored)) for weight in self._table)
+
+    def some(self, weight_names: Collection[str]) -> Iterator[tuple[Weight, Array]]:
+        """Yield some weights with their content at loading: of copies, those that are kept.
+
+        Args:
+            weight_names: the names of the weights.
+        """
+        for weight in self._table:
+            if weight.names[0] in weight_names:
+                yield weight, read_weight(weight, self._stored)
 
     @cached_property
     def _table(self) -> tuple[Weight, ...]:
         return read_graph(self._graph_content, self._graph_name, newer=self._newer, module_calls=False).graph.weights
+
+
+class _OpenFiles:
+    """Weight files that stay open, and are read again when they are needed.
+
+    Attributes:
+        verify: compare what is read with the digests of the manifest. What was read at loading had these digests too.
+    """
+
+    def __init__(self, bundle: Bundle, file_names: Sequence[str]) -> None:
+        self.verify = True
+        self._reads: dict[str, tuple[File, int]] = {}
+        weakref.finalize(self, _close_all, self._reads)
+        bundle.fetch(file_names)
+        for file_name in file_names:
+            entry = bundle.files[file_name]
+            with open_plain_file(bundle.path, entry) as file:
+                self._reads[file_name] = entry, os.dup(file.fileno())
+
+    def read(self) -> dict[str, Array]:
+        """Return the bytes of each stored tensor, by name, in new memory.
+
+        Raises:
+            DigestError: a file was changed.
+        """
+        memories = {file_name: mmap.mmap(-1, entry.size) for file_name, (entry, _) in self._reads.items()}
+        reads = [
+            FileRead(entry, descriptor, memoryview(memories[file_name]))
+            for file_name, (entry, descriptor) in self._reads.items()
+        ]
+        raise_digest_problems(read_chunks(reads, compare=self.verify))
+        stored_tensors: dict[str, Array] = {}
+        for file_name, memory in memories.items():
+            content = numpy.frombuffer(memory, numpy.uint8)
+            content.flags.writeable = False
+            for stored_name, stored in parse_weight_header(memory, file_name).items():
+                stored_tensors[stored_name] = content[stored.start : stored.end]
+        return stored_tensors
+
+
+def _close_all(reads: Mapping[str, tuple[File, int]]) -> None:
+    for _, descriptor in reads.values():
+        os.close(descriptor)

@@ -223,9 +223,7 @@ class WeightWindow:
 class StageWindow:
     """The part of a stage in a ring. It is the gate of the stage; see `GatedWeights`."""
 
-    def __init__(
-        self, window: WeightWindow, first_index: int, use_count: int, passages: Mapping[int, Passage]
-    ) -> None:
+    def __init__(self, window: WeightWindow, first_index: int, use_count: int, passages: Mapping[int, Passage]) -> None:
         """Add the passages of the stage to the ring.
 
         Args:
