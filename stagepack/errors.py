@@ -11,6 +11,10 @@ class StagepackError(Exception):
     """Base class of all errors that stagepack raises on purpose. Catch it to catch them all."""
 
 
+class ExportWarning(UserWarning):
+    """A bundle is written, and probably not as it was meant: the message says why. The class derives from no error."""
+
+
 class MissingPackageError(StagepackError, ModuleNotFoundError):
     """A package that the call needs is not installed; stagepack itself requires only the packages that read a bundle.
 

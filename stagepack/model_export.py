@@ -15,7 +15,7 @@ from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 from stagepack.capture.source_argument import capture_with_checkpoint
-from stagepack.errors import OptionError
+from stagepack.errors import ExportWarning, OptionError
 from stagepack.exporter import export_capture, export_entry_points
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
@@ -201,7 +201,7 @@ def _with_onnx(bundle: Bundle) -> Bundle:
         conversion = add_onnx(Bundle(bundle.path).select(entry_point.name), allow_ops=namespaces)
         prefix = f"{entry_point.name}, " if len(bundle.entry_points) > 1 else ""
         for stage_number, reason in conversion.torch_only.items():
-            warnings.warn(f"{prefix}stage {stage_number} runs in torch only: {reason}", stacklevel=3)
+            warnings.warn(f"{prefix}stage {stage_number} runs in torch only: {reason}", ExportWarning, stacklevel=3)
     return Bundle(bundle.path)
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from stagepack.format.contract import bind_call, check_values
-from stagepack.format.manifest import Edge
+from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 from stagepack_loaders.base import ArrayOps
@@ -35,8 +35,19 @@ class CallablePipeline(ABC):
         self.entry_point = entry_point = bundle.entry_point
         self._types = tuple(types)
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
-        self._inputs = tuple(edge for edge in entry_point.edges if edge.producer is None)
+        self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
+
+    def __repr__(self) -> str:
+        """The bundle, the stages with their devices, and the inputs."""
+        placed = ", ".join(dict.fromkeys(self.devices))
+        inputs = format_inputs(self.entry_point)
+        return f"<{type(self).__name__} {self.bundle.location!r}, {format_stage_count(len(self.devices))} on {placed}, {inputs}>"
+
+    @property
+    def inputs(self) -> tuple[Edge, ...]:
+        """The inputs of the model: their names, dtypes and shapes."""
+        return self._inputs
 
     @property
     @abstractmethod

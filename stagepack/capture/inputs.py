@@ -1,8 +1,9 @@
 """Example inputs of a model, and which of their dimensions may change."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagepack.errors import CaptureError
@@ -32,6 +33,35 @@ class Inputs:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dynamic_shapes: Any = None
+
+
+def with_tensors(inputs: Inputs) -> Inputs:
+    """Return the inputs with a tensor in the place of each numpy array, in whatever containers.
+
+    Args:
+        inputs: example inputs.
+
+    Raises:
+        CaptureError: an array has elements that no tensor has, such as objects.
+    """
+    if "numpy" not in sys.modules:
+        return inputs
+    args, kwargs = _map_arrays(inputs.args), _map_arrays(dict(inputs.kwargs))
+    return replace(inputs, args=args, kwargs=kwargs)
+
+
+def _map_arrays(value: Any) -> Any:
+    import numpy  # noqa: PLC0415 - only where the caller has imported it
+    import torch  # noqa: PLC0415 - slow to import
+
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        try:
+            return torch.as_tensor(value)
+        except TypeError as error:
+            raise CaptureError(f"example inputs: an array of {value.dtype} has no tensor: {error}") from None
+    if type(value) is dict:
+        return {key: _map_arrays(item) for key, item in value.items()}
+    return type(value)(map(_map_arrays, value)) if type(value) in (list, tuple) else value
 
 
 def required_parameters(forward: Callable[..., Any]) -> list[str]:

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from stagepack.capture.deferred_tensors import DeferredTensors
 from stagepack.capture.error_location import with_location
-from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters
+from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters, with_tensors
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
@@ -66,6 +66,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
     Raises:
         CaptureError: example inputs are missing, or ``torch.export`` cannot capture the module; the message has torch's reason.
     """
+    inputs = with_tensors(inputs)
     model_class = type(model).__name__
     if not inputs.args and not inputs.kwargs:
         missing = required_parameters(model.forward)
@@ -117,7 +118,7 @@ def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:
             raise CaptureError("the exported program contains no example inputs: pass args or kwargs")
         args, kwargs = program.example_inputs
         inputs = Inputs(args=args, kwargs=kwargs)
-    return Capture(program=program, inputs=inputs, method="an exported program")
+    return Capture(program=program, inputs=with_tensors(inputs), method="an exported program")
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:

@@ -11,7 +11,7 @@ import click
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
-from stagepack.cli.failures import fail
+from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import BundleType, PathType
@@ -100,7 +100,12 @@ def command(
     check_output_path(out, overwrite=overwrite)
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
-    with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr), orderly_termination():
+    with (
+        progress("importing torch") as next_step,
+        contextlib.redirect_stdout(sys.stderr),
+        orderly_termination(),
+        shown_warnings(),
+    ):
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
         from stagepack.exporter import export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same

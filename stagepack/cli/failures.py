@@ -4,12 +4,14 @@ import contextlib
 import os
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import click
 
 from stagepack.cli.output import OutputError, printable
-from stagepack.errors import StagepackError
+from stagepack.errors import ExportWarning, StagepackError
 from stagepack.extras import missing_package_message
 
 
@@ -21,6 +23,23 @@ class Failure(click.ClickException):
     def show(self, file: Any = None) -> None:
         """Print the line."""
         click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file, err=True)
+
+
+@contextlib.contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Print each warning of stagepack as one line on standard error, in the block of the context. Other warnings are shown as always."""
+    show_others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *further: Any, **named: Any) -> None:
+        if issubclass(category, ExportWarning):
+            click.echo(printable(f"stagepack: warning: {' '.join(str(message).split())}"), err=True)
+        else:
+            show_others(message, category, *further, **named)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ExportWarning)
+        warnings.showwarning = show
+        yield
 
 
 def fail(message: str) -> NoReturn:

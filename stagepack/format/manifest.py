@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from stagepack.format.limits import Int64
 from stagepack.format.plan import Plan, Run, run_members
-from stagepack.format.shapes import Dim, Symbol
+from stagepack.format.shapes import Dim, Symbol, format_shape
 from stagepack.format.signature import Signature
 
 
@@ -136,6 +136,24 @@ class EntryPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
     example: str | None = None
     symbols: tuple[Symbol, ...] = ()
     seed: Int64 = 0
+
+    @property
+    def inputs(self) -> tuple[Edge, ...]:
+        """The edges without a producer."""
+        return tuple(edge for edge in self.edges if edge.producer is None)
+
+
+def format_stage_count(count: int) -> str:
+    """Return a number of stages as text: ``1 stage``, ``2 stages``."""
+    return f"{count} stage{'s' * (count != 1)}"
+
+
+def format_inputs(entry_point: EntryPoint) -> str:
+    """Return the inputs of an entry point as text, such as ``x: float32[batch, 64]``."""
+    inputs = [
+        f"{edge.name}: {edge.dtype}{format_shape(edge.shape) if edge.shape else ''}" for edge in entry_point.inputs
+    ]
+    return ", ".join(inputs) or "no inputs"
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,6 +5,7 @@ header of a weight file.
 """
 
 import copy
+import importlib
 import os
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from stagepack.format.file_checks import raise_digest_problems
 from stagepack.format.file_source import FileSource
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.graph_reader import GraphFile, read_graph
-from stagepack.format.manifest import Edge, EntryPoint, Stage
+from stagepack.format.manifest import Edge, EntryPoint, Stage, format_inputs, format_stage_count
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
@@ -84,12 +85,21 @@ class Bundle(BundleFiles):
         self.selected = self.entry_points[0] if len(self.entry_points) == 1 else None
 
     def __repr__(self) -> str:
-        """The folder or URL, and the number of stages of each entry point."""
-        if len(self.entry_points) == 1:
-            return f"<Bundle {self.location!r}, {len(self.stages)} stages>"
-        entry_points = self.entry_points if self.selected is None else (self.selected,)
-        counts = ", ".join(f"{entry_point.name}: {len(entry_point.stages)} stages" for entry_point in entry_points)
+        """The folder or URL, the number of stages, and the inputs; of several entry points the numbers of stages."""
+        if self.selected is not None:
+            return (
+                f"<Bundle {self.location!r}, {format_stage_count(len(self.stages))}, {format_inputs(self.entry_point)}>"
+            )
+        counts = ", ".join(
+            f"{entry_point.name}: {format_stage_count(len(entry_point.stages))}" for entry_point in self.entry_points
+        )
         return f"<Bundle {self.location!r}, {counts}>"
+
+    def _repr_html_(self) -> str:
+        """The report of the bundle without its nodes, for a notebook."""
+        # By name: the report is drawn by the command line, which imports this module.
+        html: str = importlib.import_module("stagepack.cli.report.notebook").notebook_view(self)
+        return html
 
     @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
@@ -156,6 +166,11 @@ class Bundle(BundleFiles):
     def edges(self) -> tuple[Edge, ...]:
         """The values that cross a boundary: the inputs of the model first, then in the order in which they are computed."""
         return self.entry_point.edges
+
+    @property
+    def inputs(self) -> tuple[Edge, ...]:
+        """The inputs of the model: their names, dtypes and shapes."""
+        return self.entry_point.inputs
 
     @cached_property
     def _edge_of_name(self) -> dict[str, Edge]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -89,3 +90,16 @@ def test_an_error_of_the_model_itself_has_its_line(x: torch.Tensor, tmp_path: Pa
 def test_example_inputs_of_another_type_are_refused(args: Any, kwargs: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=reason):
         stagepack.export(Net(), args, kwargs, out=tmp_path / "m.stagepack")
+
+
+def test_numpy_arrays_are_example_inputs(tmp_path: Path) -> None:
+    class Sum(torch.nn.Module):
+        def forward(self, pair: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+            return (pair[0] + pair[1]) * scale
+
+    first, second = numpy.ones((2, 3), numpy.float32), numpy.full((2, 3), 2, numpy.float32)
+    bundle = stagepack.export(Sum(), ([first, second],), {"scale": numpy.float32(2)}, out=tmp_path / "m.stagepack")
+    answer = stagepack.load(bundle)([first, second], scale=numpy.array(2, numpy.float32))
+    assert numpy.array_equal(answer, numpy.full((2, 3), 6, numpy.float32))
+    with pytest.raises(CaptureError, match="an array of object has no tensor"):
+        stagepack.export(Sum(), (numpy.array([Sum()]),), out=tmp_path / "objects.stagepack")

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from stagepack.errors import StageLostError, StagepackError
+from stagepack.format.manifest import format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.base import ArrayOps
@@ -107,7 +108,7 @@ class DistributedPipeline(CallablePipeline):
     def __repr__(self) -> str:
         """The folder of the bundle, and whether calls are answered."""
         state = "ended" if self.has_ended else f"lost: {self.lost}" if self.lost else "ready"
-        return f"<DistributedPipeline {str(self.bundle.path)!r}, {len(self.bundle.stages)} stages, {state}>"
+        return f"<DistributedPipeline {self.bundle.location!r}, {format_stage_count(len(self.bundle.stages))}, {state}>"
 
     @property
     def generation(self) -> int:

@@ -37,13 +37,16 @@ if TYPE_CHECKING:
     from stagepack_loaders.run_trace import RunTrace
 
 
-def bundle_page(bundle: Bundle, profile: "Profile | None" = None, trace: "RunTrace | None" = None) -> str:
+def bundle_page(
+    bundle: Bundle, profile: "Profile | None" = None, trace: "RunTrace | None" = None, *, with_nodes: bool = True
+) -> str:
     """Return the HTML page of a bundle.
 
     Args:
         bundle: the bundle.
         profile: measured times of its nodes, in the place of estimates.
         trace: a run of the bundle, to compare with its pipeline.
+        with_nodes: also list the nodes, for which the graphs are read.
 
     Raises:
         CutError: the bundle contains no plan, so its costs are unknown; or the profile is of another model.
@@ -83,14 +86,20 @@ def bundle_page(bundle: Bundle, profile: "Profile | None" = None, trace: "RunTra
             html_element("h2", "Balance"),
             balance_section(costs, stage_times),
             *_timeline(trace, stage_times),
-            html_element("h2", "Nodes"),
-            node_section(),
-            _verbatim("script", _script_json(list(node_rows(bundle))), type="application/json", id="nodes"),
-            _verbatim("script", script),
+            *(_node_list(bundle, script) if with_nodes else []),
         ),
         lang="en",
     )
     return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode", method="html") + "\n"
+
+
+def _node_list(bundle: Bundle, script: str) -> list[Element]:
+    return [
+        html_element("h2", "Nodes"),
+        node_section(),
+        _verbatim("script", _script_json(list(node_rows(bundle))), type="application/json", id="nodes"),
+        _verbatim("script", script),
+    ]
 
 
 def _measured_plan(bundle: Bundle, plan: Plan, profile: "Profile") -> tuple[Plan, dict[str, Any]]:

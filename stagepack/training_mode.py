@@ -1,0 +1,44 @@
+"""A warning for models that are exported in training mode by mistake."""
+
+import warnings
+
+from stagepack.capture.programs import Capture
+from stagepack.errors import ExportWarning
+from stagepack.linearize import LinearizedProgram
+
+_SHOWN_MODULES = 3
+# Buffers of torch's batch norms, in training mode updated by each call.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_weights: tuple[str, ...]) -> None:
+    """Warn if a model in training mode draws random numbers or updates statistics of batches, as dropout and batch norm do.
+
+    Args:
+        capture: the captured model.
+        program: its program.
+        written_weights: the names of the weights that a call writes.
+    """
+    if capture.model is None or not capture.model.training:
+        return
+    graph = program.graph
+    random_modules = [graph.scopes[node.scope].path for node in graph.nodes if graph.ops[node.op].random]
+    statistics = [name for name in written_weights if name.endswith(_STATISTICS)]
+    reasons = []
+    if random_modules:
+        reasons.append(f"draws random numbers ({_shown(random_modules)})")
+    if statistics:
+        reasons.append(f"updates statistics of batches ({_shown(statistics)})")
+    if reasons:
+        warnings.warn(
+            f"{type(capture.model).__name__} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
+            "export, unless the bundle is to be trained",
+            ExportWarning,
+            stacklevel=2,
+        )
+
+
+def _shown(names: list[str] | tuple[str, ...]) -> str:
+    distinct = list(dict.fromkeys(name or "the model itself" for name in names))
+    more = f" and {len(distinct) - _SHOWN_MODULES} more" if len(distinct) > _SHOWN_MODULES else ""
+    return ", ".join(distinct[:_SHOWN_MODULES]) + more

@@ -1,0 +1,33 @@
+"""What bundles and pipelines print, and show in a notebook."""
+
+from html import unescape
+from pathlib import Path
+
+import torch
+
+import stagepack
+from examples.tower import Tower, inputs
+
+
+def test_bundles_and_pipelines_say_what_they_are(tmp_path: Path) -> None:
+    example = inputs()
+    path = tmp_path / "tower.stagepack"
+    bundle = stagepack.export(Tower(), example.args, out=path, stages=2, dynamic_shapes=example.dynamic_shapes)
+    assert repr(bundle) == f"<Bundle '{path}', 2 stages, x: float32[rows, 64]>"
+    pipeline = stagepack.load(bundle)
+    assert repr(pipeline) == f"<Pipeline '{path}', 2 stages on cpu, x: float32[rows, 64]>"
+    assert pipeline.inputs == bundle.inputs
+    assert [(edge.name, edge.dtype, edge.shape) for edge in bundle.inputs] == [("x", "float32", ("rows", 64))]
+    with stagepack.load(bundle, processes=True) as processes:
+        assert repr(processes) == f"<DistributedPipeline '{path}', 2 stages, ready>"
+
+
+def test_a_notebook_shows_the_report_in_a_frame(tmp_path: Path) -> None:
+    bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "<b>.stagepack")
+    html = bundle._repr_html_()
+    assert html.startswith("<iframe srcdoc=")
+    assert html.count("<") == 2
+    page = unescape(html)
+    assert "<svg" in page
+    assert "&lt;b&gt;.stagepack" in page
+    assert "<script" not in page
