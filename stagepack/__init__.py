@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from stagepack import ray as ray
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
+    from stagepack.cli.report.writing import write_report as report
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.model_export import export as export
+    from stagepack.model_plan import plan_model as plan
     from stagepack.onnx import add_onnx as add_onnx
     from stagepack.opening import open_bundle as open
     from stagepack.partition.plan_file import read_plan as read_plan
@@ -27,23 +29,31 @@ if TYPE_CHECKING:
     from stagepack_loaders.entry_points import load_entry_points as load_entry_points
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
+    from stagepack_loaders.torch.compilation import compile_ahead as compile
     from stagepack_loaders.train.start import train as train
+    from stagepack_serving.server.limits import ServerLimits as ServerLimits
+    from stagepack_serving.server.pipeline_server import serve_pipelines as serve
 
 # Public name -> the module that defines it, and its name there.
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
     "PolicyNode": ("stagepack.partition.policies", "PolicyNode"),
+    "ServerLimits": ("stagepack_serving.server.limits", "ServerLimits"),
     "add_onnx": ("stagepack.onnx", "add_onnx"),
+    "compile": ("stagepack_loaders.torch.compilation", "compile_ahead"),
     "export": ("stagepack.model_export", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_entry_points": ("stagepack_loaders.entry_points", "load_entry_points"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
     "open": ("stagepack.opening", "open_bundle"),
+    "plan": ("stagepack.model_plan", "plan_model"),
     "read_plan": ("stagepack.partition.plan_file", "read_plan"),
     "read_profile": ("stagepack.partition.profile", "read_profile"),
     "recut": ("stagepack.recutter", "recut"),
+    "report": ("stagepack.cli.report.writing", "write_report"),
     "save": ("stagepack.saver", "save"),
+    "serve": ("stagepack_serving.server.pipeline_server", "serve_pipelines"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
     "train": ("stagepack_loaders.train.start", "train"),
 }
@@ -55,8 +65,10 @@ __all__ = [
     "Bundle",
     "Inputs",
     "PolicyNode",
+    "ServerLimits",
     "__version__",
     "add_onnx",
+    "compile",
     "distributed",
     "errors",
     "export",
@@ -64,10 +76,13 @@ __all__ = [
     "load_entry_points",
     "load_stage",
     "open",
+    "plan",
     "read_plan",
     "read_profile",
     "recut",
+    "report",
     "save",
+    "serve",
     "split_here",
     "train",
 ]

@@ -124,7 +124,7 @@ def export(
         "speeds": speeds,
         "profile": profile,
     }
-    inputs = _example_inputs(args, kwargs, dynamic_shapes)
+    inputs = example_inputs(args, kwargs, dynamic_shapes)
     if onnx:
         # Packages that only this needs are missed before the work begins.
         importlib.import_module("stagepack.onnx")
@@ -205,7 +205,17 @@ def _with_onnx(bundle: Bundle) -> Bundle:
     return Bundle(bundle.path)
 
 
-def _example_inputs(args: Any, kwargs: Any, dynamic_shapes: Any) -> Inputs:
+def example_inputs(args: Any, kwargs: Any, dynamic_shapes: Any) -> Inputs:
+    """Return example inputs as `Inputs`.
+
+    Args:
+        args: the inputs by position.
+        kwargs: the inputs by name, or None.
+        dynamic_shapes: see `export`.
+
+    Raises:
+        OptionError: `args` is not a tuple, or `kwargs` not a dict.
+    """
     # A tensor is a sequence too: its rows would become the arguments.
     if not isinstance(args, tuple | list):
         raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")

@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 import click
 
 from stagepack.cli.command import subcommand
-from stagepack.cli.failures import fail
 from stagepack.cli.output import print_line
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.report.page import bundle_page
-from stagepack.errors import OutputExistsError, WriteError
-from stagepack.format.reader import Bundle
+from stagepack.cli.report.writing import write_report
 
 if TYPE_CHECKING:
     from stagepack.partition.profile import Profile
@@ -52,15 +49,11 @@ def command(bundle_path: str, out: Path, trace_file: str | None, profile_file: s
     The page shows the stages, the edges between them, the balance, the pipeline bubble and all nodes. It is one file that requests
     nothing from the network. Needs no torch.
     """
-    if out.exists() and not overwrite:
-        raise OutputExistsError(f"{out} exists: choose another name, or pass --overwrite")
     bundle = open_argument(bundle_path)
-    html = bundle_page(bundle, _read_profile(profile_file), _read_trace(trace_file, bundle))
-    try:
-        out.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise WriteError(f"{out}: cannot be written: {error.strerror}") from error
-    print_line(f"wrote {out}: {format_bytes(len(html.encode()))}")
+    write_report(
+        bundle, out=out, profile=_read_profile(profile_file), trace=_read_trace(trace_file), overwrite=overwrite
+    )
+    print_line(f"wrote {out}: {format_bytes(out.stat().st_size)}")
 
 
 def _read_profile(profile_file: str | None) -> "Profile | None":
@@ -71,19 +64,9 @@ def _read_profile(profile_file: str | None) -> "Profile | None":
     return read_profile(profile_file)
 
 
-def _read_trace(trace_file: str | None, bundle: Bundle) -> "RunTrace | None":
+def _read_trace(trace_file: str | None) -> "RunTrace | None":
     if trace_file is None:
         return None
     from stagepack_loaders.trace_file import read_trace  # noqa: PLC0415 - only this option needs it
 
-    trace = read_trace(trace_file)
-    if trace.bundle != bundle.identity:
-        fail(
-            f"{trace_file}: expected a run of {bundle.location} ({bundle.digest[:12]}), "
-            f"found one of {trace.bundle[:12] or 'another bundle'}"
-        )
-    if all(span.kind != "compute" or span.stage is None for span in trace.spans):
-        fail(f"{trace_file}: expected a run of at least one stage, found none")
-    if any(span.stage is not None and span.stage >= len(bundle.stages) for span in trace.spans):
-        fail(f"{trace_file}: expected the stages 0 to {len(bundle.stages) - 1}, found others")
-    return trace
+    return read_trace(trace_file)

@@ -1,0 +1,70 @@
+"""The report of a bundle, as a file: the function `stagepack.report`."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagepack.cli.report.page import bundle_page
+from stagepack.errors import OptionError, OutputExistsError, WriteError
+from stagepack.format.reader import Bundle
+from stagepack.opening import BundleSource, opened
+
+if TYPE_CHECKING:
+    from stagepack.partition.profile import Profile
+    from stagepack_loaders.run_trace import RunTrace
+
+
+def write_report(
+    bundle: BundleSource,
+    *,
+    out: str | os.PathLike[str],
+    profile: "Profile | None" = None,
+    trace: "RunTrace | None" = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a report about a bundle as one HTML page, which requests nothing from the network. Needs no torch.
+
+    Args:
+        bundle: the folder of the bundle, its URL, or an opened bundle.
+        out: the file to write; it must not exist unless `overwrite` is true.
+        profile: measured times of its nodes, from `stagepack.read_profile`, in the place of estimates.
+        trace: a run of the bundle, from `Pipeline.trace`, which is drawn beside the estimate.
+        overwrite: replace a file that exists at `out`.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        OutputExistsError: `out` exists and `overwrite` is false.
+        OptionError: the trace is of another bundle, or of no stage.
+        CutError: the bundle contains no plan, or the profile is of another model.
+        WriteError: the file cannot be written.
+        DigestError, FormatError: the bundle is damaged.
+
+    Examples:
+        >>> stagepack.report("m.stagepack", out="m.html")
+    """
+    path = Path(out)
+    if path.exists() and not overwrite:
+        raise OutputExistsError(f"{out} exists: choose another name, or overwrite it (--overwrite)")
+    opened_bundle = opened(bundle)
+    if trace is not None:
+        _check_trace(trace, opened_bundle)
+    html = bundle_page(opened_bundle, profile, trace)
+    try:
+        path.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise WriteError(f"{out}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def _check_trace(trace: "RunTrace", bundle: Bundle) -> None:
+    if trace.bundle != bundle.identity:
+        raise OptionError(
+            f"trace: expected a run of {bundle.location} ({bundle.digest[:12]}), found one of "
+            f"{trace.bundle[:12] or 'another bundle'}"
+        )
+    if all(span.kind != "compute" or span.stage is None for span in trace.spans):
+        raise OptionError("trace: expected a run of at least one stage, found none")
+    if any(span.stage is not None and span.stage >= len(bundle.stages) for span in trace.spans):
+        raise OptionError(f"trace: expected the stages 0 to {len(bundle.stages) - 1}, found others")

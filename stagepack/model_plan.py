@@ -1,0 +1,90 @@
+"""The cut that `stagepack.export` or `stagepack.recut` would make: the function `stagepack.plan`."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stagepack.errors import OptionError
+from stagepack.format.plan import Plan
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import MANIFEST_NAME
+from stagepack.opening import opened, split_entry_point
+from stagepack.partition.cut import WeightSharing
+from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.policies import Policy
+from stagepack.partition.profile import Profile
+from stagepack.recutter import plan_bundle
+from stagepack.remote.url import is_url
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+
+
+def plan_model(
+    model: "torch.nn.Module | ExportedProgram | Bundle | str | os.PathLike[str] | Callable[[], torch.nn.Module]",
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int | None = None,
+    split_at: Sequence[str] = (),
+    policy: Policy | None = None,
+    memory: Sequence[int | str] = (),
+    speeds: Sequence[float] = (),
+    profile: Profile | None = None,
+    shared: WeightSharing = "replicate",
+    dynamic_shapes: Any = None,
+) -> Plan:
+    """Return the cut that an export or a recut would make, with its estimated costs. Writes nothing.
+
+    Args:
+        model: a model as `stagepack.export` takes it; or a bundle, its folder or its URL, which needs no torch.
+        args: example inputs by position; not for a bundle, which has its own.
+        kwargs: example inputs by name.
+        stages: see `stagepack.export`.
+        split_at: see `stagepack.export`.
+        policy: see `stagepack.export`.
+        memory: see `stagepack.export`.
+        speeds: see `stagepack.export`.
+        profile: see `stagepack.export`.
+        shared: see `stagepack.export`.
+        dynamic_shapes: see `stagepack.export`; not for a bundle.
+
+    Returns:
+        The plan: ``plan.stages[i]`` has the weights, memory, compute and time of a stage. ``stagepack.export(plan=...)`` cuts so.
+
+    Raises:
+        CutError: the model cannot be cut as requested.
+        OptionError: there are example inputs for a bundle.
+        StagepackError: see `stagepack.export` and `stagepack.open`.
+
+    Examples:
+        >>> plan = stagepack.plan("llama.stagepack", stages=4)
+        >>> [stage.weight_bytes for stage in plan.stages]
+    """
+    cut_options = CutOptions(
+        stages=stages,
+        split_at=split_at,
+        policy=policy,
+        memory=memory,
+        speeds=speeds,
+        profile=profile,
+        shared=shared,
+    )
+    if isinstance(model, Bundle) or _is_bundle(model):
+        if args or kwargs or dynamic_shapes is not None:
+            raise OptionError("args, kwargs, dynamic_shapes: a bundle has its own: leave them out")
+        return plan_bundle(opened(model), cut_options).plan  # type: ignore[arg-type]
+    from stagepack.capture.source import capture_source  # noqa: PLC0415 - torch, which a bundle does not need
+    from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
+    from stagepack.model_export import example_inputs  # noqa: PLC0415 - the same
+
+    capture = capture_source(model, example_inputs(args, kwargs, dynamic_shapes))  # type: ignore[arg-type]
+    partition, _ = plan_capture(capture, cut_options)
+    return partition.plan
+
+
+def _is_bundle(model: object) -> bool:
+    if not isinstance(model, str | os.PathLike):
+        return False
+    return is_url(model) or os.path.isfile(os.path.join(split_entry_point(model)[0], MANIFEST_NAME))
