@@ -1,0 +1,72 @@
+"""What the commands do, in Python: plan, report, serve. `stagepack.compile` is tested with the compiler."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+import stagepack
+from examples.tower import Tower, inputs
+from stagepack.errors import OptionError, OutputExistsError
+
+SERVER = """
+import sys, stagepack
+pipeline = stagepack.load(sys.argv[1], copy=True)
+show = lambda addresses: print(addresses.http_port, flush=True)
+limits = stagepack.ServerLimits(linger=0)
+stagepack.serve({"tower": pipeline}, http_port=0, grpc_port=0, limits=limits, on_listening=show)
+print("stopped")
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> stagepack.Bundle:
+    example = inputs()
+    out = tmp_path_factory.mktemp("tower") / "tower.stagepack"
+    return stagepack.export(Tower(), example.args, out=out, stages=2, dynamic_shapes=example.dynamic_shapes)
+
+
+def test_plan_is_what_an_export_and_a_recut_would_make(bundle: stagepack.Bundle, tmp_path: Path) -> None:
+    example = inputs()
+    planned = stagepack.plan(bundle.path, stages=3)
+    assert planned == stagepack.recut(bundle, out=tmp_path / "recut.stagepack", stages=3).entry_point.plan
+    assert planned == stagepack.plan(Tower(), example.args, stages=3, dynamic_shapes=example.dynamic_shapes)
+    with pytest.raises(OptionError, match="a bundle has its own"):
+        stagepack.plan(bundle, example.args, stages=3)
+
+
+def test_report_writes_a_page(bundle: stagepack.Bundle, tmp_path: Path) -> None:
+    pipeline = stagepack.load(bundle)
+    with pipeline.trace() as trace, torch.no_grad():
+        pipeline(*inputs().args)
+    page = stagepack.report(bundle, out=tmp_path / "tower.html", trace=trace)
+    assert "Timeline" in page.read_text()
+    with pytest.raises(OutputExistsError, match="overwrite"):
+        stagepack.report(bundle, out=page)
+    other = stagepack.recut(bundle, out=tmp_path / "other.stagepack", stages=1)
+    with pytest.raises(OptionError, match="trace: expected a run of"):
+        stagepack.report(other, out=page, trace=trace, overwrite=True)
+
+
+def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle) -> None:
+    command = [sys.executable, "-c", SERVER, str(bundle.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/tower") as answer:
+            assert json.load(answer)["inputs"][0]["name"] == "x"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "stopped\n"
+    assert process.returncode == 0
+    for wrong, says in (
+        ({}, "at least one"),
+        ({"m": bundle}, "expected a pipeline that stagepack.load returns for 'm'"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            stagepack.serve(wrong)  # type: ignore[arg-type]
