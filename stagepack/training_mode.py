@@ -12,7 +12,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_weights: tuple[str, ...]) -> None:
-    """Warn if a model in training mode draws random numbers or updates statistics of batches, as dropout and batch norm do.
+    """Warn if a model in training mode drops values at random or updates statistics of batches, as dropout and batch norm do.
 
     Args:
         capture: the captured model.
@@ -22,11 +22,16 @@ def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_
     if capture.model is None or not capture.model.training:
         return
     graph = program.graph
-    random_modules = [graph.scopes[node.scope].path for node in graph.nodes if graph.ops[node.op].random]
+    # The last argument of these operators is whether they train.
+    dropouts = [
+        graph.scopes[node.scope].path
+        for node in graph.nodes
+        if graph.ops[node.op].random and graph.ops[node.op].name.endswith("dropout.default") and True in node.args
+    ]
     statistics = [name for name in written_weights if name.endswith(_STATISTICS)]
     reasons = []
-    if random_modules:
-        reasons.append(f"draws random numbers ({_shown(random_modules)})")
+    if dropouts:
+        reasons.append(f"drops values at random ({_shown(dropouts)})")
     if statistics:
         reasons.append(f"updates statistics of batches ({_shown(statistics)})")
     if reasons:
