@@ -244,11 +244,14 @@ def training_table(case_names: Iterable[str], ours: Mapping[str, str], theirs: M
     """The lines of a page on the models that one process trains."""
     trained = [name for name in case_names if ours.get(name, NONE) != NONE]
     yield from ("", "## Training", "")
-    yield f"One step of {MICROBATCHES} microbatches of the models that one process trains, cut in {STAGES}: the loss and all gradients, held"
-    yield "to those of the uncut model in float64 (1e-12 of the largest number of each gradient; float32 and 1e-5 where torch lacks operators"
-    yield "in float64). **stagepack** is `stagepack.train`, **pipelining** the stages of `torch.distributed.pipelining.pipeline`, both"
-    yield "under `ScheduleGPipe` in three processes. Where pipelining has copies of a parameter, their gradients are summed for it. Models that"
-    yield "draw random numbers are not among them. `tests/train/test_architectures.py` runs other schedules, in 2 and 4 processes."
+    yield (
+        f"One step of {MICROBATCHES} microbatches of the models that one process trains, cut in {STAGES}: the loss and all gradients, "
+        "held to those of the uncut model in float64 (1e-12 of the largest number of each gradient; float32 and 1e-5 where torch lacks "
+        "operators in float64). **stagepack** is `stagepack.train`, **pipelining** the stages of "
+        "`torch.distributed.pipelining.pipeline`, both under `ScheduleGPipe` in three processes. Where pipelining has copies of a "
+        "parameter, their gradients are summed for it. Models that draw random numbers are not among them. "
+        "`tests/train/test_architectures.py` runs other schedules, in 2 and 4 processes."
+    )
     yield ""
     right_ours, right_theirs = (sum(side.get(name) == RIGHT for name in trained) for side in (ours, theirs))
     wrong = sum(theirs.get(name) == WRONG for name in trained)
