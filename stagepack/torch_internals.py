@@ -169,6 +169,11 @@ def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return _pytree.tree_map_only(torch.Tensor, function, tree)
 
 
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the same containers with the results of a function in the place of all leaves."""
+    return _pytree.tree_map(function, tree)
+
+
 def tree_children(spec: TreeSpec) -> list[TreeSpec]:
     """Return the specs of the items of a container; `children_specs` is deprecated in favor of `children` since torch 2.12."""
     return list(spec.children()) if callable(getattr(spec, "children", None)) else list(spec.children_specs)
@@ -333,6 +338,26 @@ def torch_compile_seconds() -> float:
         return 0.0
     utils = importlib.import_module("torch._dynamo.utils")
     return float(sum(utils.compilation_time_metrics.get("_compile.compile_inner", ())))
+
+
+def draft_export_failures(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> list[str]:
+    """Return what ``torch.export.draft_export`` says of the places where an export would stop, each on one line.
+
+    The report is a private attribute of the program; otherwise torch only logs it.
+    """
+    program = torch.export.draft_export(model, args, dict(kwargs), dynamic_shapes=dynamic_shapes)
+    report = program._report  # type: ignore[attr-defined]
+    lines = []
+    for failure in report.failures:
+        data = failure.data
+        frames = [frame for frame in data.get("user_stack") or data.get("stack") or [] if isinstance(frame, dict)]
+        frame = frames[-1] if frames else {}
+        place = f" (line {frame['line']}, in {frame['name']}: {frame.get('loc', '')})" if frames else ""
+        what = data.get("expr") or data.get("op") or data.get("reason") or ""
+        lines.append(f"{failure.failure_type.name.lower().replace('_', ' ')}: {what}{place}")
+    return lines
 
 
 # Processes.

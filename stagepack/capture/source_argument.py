@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.entry_points import capture_entry_points
+from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import load_pretrained
@@ -63,6 +64,29 @@ def capture_source_argument(source: str, inputs_function: str | None, weights: s
             )
         return capture_entry_points(model, inputs)
     return {FORWARD: capture_source(model, inputs)}
+
+
+def load_source_argument(source: str, inputs_function: str | None) -> tuple[torch.nn.Module, Inputs]:
+    """Return the model that the command line names, and its example inputs, without capturing it.
+
+    Args:
+        source: see `capture_source_argument`; not a ``.pt2`` file, which is captured already.
+        inputs_function: see `capture_source_argument`.
+
+    Raises:
+        CaptureError: there is no such model, or it has several entry points.
+        MissingPackageError: a Hugging Face model needs transformers, which is not installed.
+    """
+    inputs = None if inputs_function is None else to_inputs(call_user_function(inputs_function), inputs_function)
+    if ":" in source and not os.path.exists(source):
+        model, factory_inputs = _call_factory(source)
+        inputs = inputs or factory_inputs or Inputs()
+    else:
+        model = load_pretrained(source)
+        inputs = inputs or example_inputs(model)
+    if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
+        raise CaptureError(f"{source}: expected a torch.nn.Module and the inputs of one call")
+    return model, inputs
 
 
 def capture_with_checkpoint(

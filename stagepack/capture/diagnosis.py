@@ -1,0 +1,201 @@
+"""Why a model cannot be captured, and what would work: each way to capture it is tried, and each of its modules."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from stagepack.capture.error_location import with_location
+from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, inputs_by_parameter, with_tensors
+from stagepack.capture.model_run import run_model
+from stagepack.capture.module_state import preserve_module
+from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
+from stagepack.capture.pretrained_model import is_transformers_model
+from stagepack.capture.programs import capture_module
+from stagepack.capture.torch_messages import format_torch_error, suppress_log_records, suppress_stderr
+from stagepack.errors import CaptureError
+from stagepack.torch_internals import draft_export_failures, tree_map, tree_map_tensors
+
+_MOST_MODULES = 60
+# They report what the errors say, too.
+_LOGGERS = ("torch.export._draft_export", "torch.export", "torch.fx.experimental.symbolic_shapes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureAttempt:
+    """One way to capture a model.
+
+    Attributes:
+        way: the way.
+        error: why it failed; None if it did not.
+        seconds: the time that it took.
+        advice: what to do, if it did not fail.
+    """
+
+    way: str
+    error: str | None
+    seconds: float
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingModule:
+    """A module that cannot be captured on its own, although all modules in it can.
+
+    Attributes:
+        path: its path in the model; empty for the model itself.
+        type: its class.
+        error: why it cannot be captured.
+    """
+
+    path: str
+    type: str
+    error: str
+
+
+def try_captures(model: torch.nn.Module, inputs: Inputs) -> Iterator[CaptureAttempt]:
+    """Capture a model in each way that may work, the simplest first. Ends with the first two if the model can be captured as it is.
+
+    Args:
+        model: the model; it is unchanged afterwards.
+        inputs: its example inputs.
+    """
+    inputs = with_tensors(inputs)
+    yield (run := _attempt("the model runs", lambda: run_model(model, inputs, seed=0)))
+    if run.error is not None:
+        return
+    advice = "stagepack export writes this model"
+    yield (export := _attempt("torch.export.export", lambda: capture_module(model, inputs), advice))
+    if export.error is None:
+        return
+    if inputs.dynamic_shapes is not None:
+        fixed = replace(inputs, dynamic_shapes=None)
+        advice = "leave out dynamic_shapes, or some of them: then all sizes are those of the example"
+        yield _attempt("without dynamic sizes", lambda: capture_module(model, fixed), advice)
+        automatic = replace(inputs, dynamic_shapes=_automatic_shapes(model, inputs))
+        advice = "give torch.export.Dim.AUTO for the sizes: torch finds those that may change"
+        yield _attempt("sizes that torch chooses (Dim.AUTO)", lambda: _export(model, automatic), advice)
+    advice = "export the program: stagepack.export(torch.export.export(model, args, strict=True), ...)"
+    yield _attempt("strict=True", lambda: _export(model, inputs, strict=True), advice)
+    if is_transformers_model(model):
+        advice = "stagepack export tries this by itself"
+        yield _attempt(PATCHED_EXPORT, lambda: capture_patched(model, inputs), advice)
+    yield _draft_attempt(model, inputs)
+
+
+def find_failing_modules(model: torch.nn.Module, inputs: Inputs) -> list[FailingModule]:
+    """Return the innermost modules that cannot be captured on their own, with the inputs that they get from the example.
+
+    At most 60 modules are tried, and sizes are those of the example.
+
+    Args:
+        model: the model; it is unchanged afterwards.
+        inputs: its example inputs.
+
+    Raises:
+        CaptureError: the model does not run.
+    """
+    inputs = with_tensors(inputs)
+    calls = _record_calls(model, inputs)
+    remaining = [_MOST_MODULES]
+    return list(_failing_modules(model, "", calls, remaining))
+
+
+def _failing_modules(
+    module: torch.nn.Module, path: str, calls: dict[str, Inputs], remaining: list[int]
+) -> Iterator[FailingModule]:
+    """Yield the innermost failing modules of a module that fails, or nothing if it does not."""
+    if remaining[0] <= 0:
+        return
+    remaining[0] -= 1
+    try:
+        with suppress_log_records(*_LOGGERS):
+            capture_module(module, calls[path])
+    except CaptureError as error:
+        children = [
+            (f"{path}.{name}" if path else name, child)
+            for name, child in module.named_children()
+            if (f"{path}.{name}" if path else name) in calls
+        ]
+        inner = [
+            failing
+            for child_path, child in children
+            for failing in _failing_modules(child, child_path, calls, remaining)
+        ]
+        yield from inner or [FailingModule(path=path, type=type(module).__name__, error=str(error))]
+
+
+def _record_calls(model: torch.nn.Module, inputs: Inputs) -> dict[str, Inputs]:
+    """The inputs of the first call of each module, by its path."""
+    calls: dict[str, Inputs] = {}
+
+    def record(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path not in calls:
+            copied_args, copied_kwargs = tree_map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
+            calls[path] = Inputs(args=copied_args, kwargs=copied_kwargs)
+
+    with preserve_module(model):
+        handles = [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: record(path, args, kwargs), with_kwargs=True
+            )
+            for path, module in model.named_modules()
+        ]
+        try:
+            run_model(model, inputs, seed=0)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return calls
+
+
+def _attempt(way: str, capture: Callable[[], object], advice: str = "") -> CaptureAttempt:
+    start_time = time.perf_counter()
+    error: str | None = None
+    try:
+        with suppress_log_records(*_LOGGERS):
+            capture()
+    except CaptureError as capture_error:
+        error = str(capture_error)
+    except Exception as torch_error:  # noqa: BLE001 - torch and the code of the model raise any class
+        error = with_location(format_torch_error(torch_error), torch_error)
+    seconds = time.perf_counter() - start_time
+    return CaptureAttempt(way=way, error=error, seconds=seconds, advice="" if error else advice)
+
+
+def _draft_attempt(model: torch.nn.Module, inputs: Inputs) -> CaptureAttempt:
+    """What draft export, which goes on where export stops, found all in all."""
+    failures: list[str] = []
+
+    def export() -> None:
+        with preserve_module(model), suppress_stderr():
+            failures.extend(
+                draft_export_failures(
+                    model, tuple(inputs.args), dict(inputs.kwargs), complete_dynamic_shapes(model.forward, inputs)
+                )
+            )
+
+    attempt = _attempt("torch.export.draft_export", export)
+    if attempt.error is not None:
+        return attempt
+    return replace(attempt, error=f"it goes on after {'; '.join(failures)}" if failures else None)
+
+
+def _export(model: torch.nn.Module, inputs: Inputs, *, strict: bool = False) -> None:
+    dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
+    with preserve_module(model), suppress_stderr():
+        torch.export.export(
+            model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=dynamic_shapes, strict=strict
+        )
+
+
+def _automatic_shapes(model: torch.nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """``Dim.AUTO`` for all dimensions of all inputs."""
+
+    def automatic_dims(leaf: Any) -> dict[int, Any] | None:
+        return dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, torch.Tensor) else None
+
+    return {name: tree_map(automatic_dims, value) for name, value in inputs_by_parameter(model.forward, inputs).items()}

@@ -1,0 +1,86 @@
+"""`stagepack doctor`."""
+
+import contextlib
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import print_json, print_line, print_table, progress
+from stagepack.cli.run_options import json_option
+
+if TYPE_CHECKING:
+    from stagepack.capture.diagnosis import CaptureAttempt, FailingModule
+
+_SHOWN_CHARACTERS = 220
+
+
+@subcommand(
+    "doctor",
+    examples=[
+        "stagepack doctor net.py:make",
+        "stagepack doctor ./folder",
+        "stagepack doctor net.py:Net --inputs net.py:inputs",
+    ],
+)
+@click.argument("source", metavar="SOURCE")
+@click.option(
+    "--inputs",
+    "inputs_function",
+    metavar="FILE.py:FUNCTION",
+    show_default="those that SOURCE returns",
+    help="Function that returns the example inputs.",
+)
+@json_option
+def command(source: str, inputs_function: str | None, as_json: bool) -> None:
+    """Find out why a model cannot be captured, and what would work.
+
+    Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', and if none of the usual ones works, its modules one
+    by one. The code of SOURCE runs. The exit status is 1 if 'stagepack export' cannot capture the model.
+    """
+    # The output of the model's own code goes to standard error: standard output is for our facts alone.
+    with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
+        from stagepack.capture.diagnosis import find_failing_modules, try_captures  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source_argument import load_source_argument  # noqa: PLC0415 - the same
+
+        model, inputs = load_source_argument(source, inputs_function)
+        attempts: list[CaptureAttempt] = []
+        for attempt in try_captures(model, inputs):
+            attempts.append(attempt)
+            next_step(f"tried: {attempt.way}")
+        is_captured = attempts[-1].error is None and len(attempts) == 2
+        failing: list[FailingModule] = []
+        if not is_captured and attempts[0].error is None:
+            next_step("trying the modules")
+            failing = find_failing_modules(model, inputs)
+    if as_json:
+        print_json({"source": source, "attempts": [*map(asdict, attempts)], "modules": [*map(asdict, failing)]})
+    else:
+        _print_diagnosis(attempts, failing)
+    sys.exit(0 if is_captured else 1)
+
+
+def _print_diagnosis(attempts: "list[CaptureAttempt]", failing: "list[FailingModule]") -> None:
+    rows = [
+        [attempt.way, f"{attempt.seconds:.1f} s", "works" if attempt.error is None else _shortened(attempt.error)]
+        for attempt in attempts
+    ]
+    print_table("ways to capture the model", ["way", "#time", "result"], rows)
+    if failing:
+        module_rows: list[Any] = [
+            [module.path or "the model itself", module.type, _shortened(module.error)] for module in failing
+        ]
+        print_table("modules that cannot be captured", ["module", "class", "reason"], module_rows)
+    for attempt in attempts:
+        if attempt.error is None and attempt.advice:
+            print_line(f"{attempt.way} works: {attempt.advice}")
+
+
+def _shortened(reason: str) -> str:
+    """The beginning of a reason, and its end, which has the line of code."""
+    if len(reason) <= _SHOWN_CHARACTERS:
+        return reason
+    location = reason[reason.rfind(" (") :] if reason.endswith(")") else ""
+    return f"{reason[: _SHOWN_CHARACTERS - len(location)]} ...{location[-_SHOWN_CHARACTERS:]}"
