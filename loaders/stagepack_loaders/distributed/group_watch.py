@@ -2,23 +2,45 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
+
+from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import StageLostError
 from stagepack_loaders.distributed.group_trace import SpanReport
-from stagepack_loaders.distributed.handshake import is_follower
-from stagepack_loaders.distributed.membership import Membership
+from stagepack_loaders.distributed.handshake import Identity, StageFacts, is_follower
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
-from stagepack_loaders.distributed.process_group import ConnectionLostError
+from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup
 from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS
-from stagepack_loaders.distributed.status import ProcessClosed, ProcessStatus, RequestError, receive_status
+from stagepack_loaders.distributed.status import ProcessClosed, ProcessLost, ProcessStatus, RequestError, receive_status
 
 # A process that has sent no heartbeat for so long is lost: it was stopped, or its host is gone.
 _SILENCE_SECONDS = 4.0
 # How long the launcher gets to say with which status a process ended, after its connection broke.
 _EXIT_SECONDS = 1.0
 _CLOSE_SECONDS = 0.01
+
+
+class WatchedGroup(Protocol):
+    """The processes that are watched; see `Membership`."""
+
+    @property
+    def store(self) -> Store:
+        """Where the processes found each other."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The connections."""
+
+    @property
+    def identities(self) -> Sequence[Identity]:
+        """What each process is, by rank."""
+
+    @property
+    def stage_facts(self) -> Sequence[StageFacts]:
+        """What the processes have loaded."""
 
 
 class GroupWatch:
@@ -32,12 +54,14 @@ class GroupWatch:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: WatchedGroup,
         *,
         find_end: Callable[[int], ProcessEnd | None] | None,
         find_stalled: Callable[[], tuple[int, float] | None],
         record_status: Callable[[int, ProcessStatus | RequestError | SpanReport], None],
         report_loss: Callable[[StageLostError], None],
+        report_close: Callable[[int], None] = lambda _: None,
+        silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
         """Start the threads.
 
@@ -47,6 +71,8 @@ class GroupWatch:
             find_stalled: returns a request that has been on its way for too long, and for how many seconds.
             record_status: called with what a process tells, and its rank.
             report_loss: called when a process is lost, once.
+            report_close: called with the rank of a process that ends by itself, and has no error.
+            silence_seconds: how long a process may send no heartbeat, in seconds.
         """
         self.lost: StageLostError | None = None
         self._membership = membership
@@ -54,6 +80,8 @@ class GroupWatch:
         self._find_stalled = find_stalled
         self._record_status = record_status
         self._report_loss = report_loss
+        self._report_close = report_close
+        self._silence_seconds = silence_seconds
         self._lock = threading.Lock()
         self._last_numbers = dict.fromkeys(range(1, membership.group.size), 0)
         self._last_heard = dict.fromkeys(self._last_numbers, time.monotonic())
@@ -101,10 +129,15 @@ class GroupWatch:
                 self._last_heard[rank] = time.monotonic()
                 if isinstance(status, ProcessClosed):
                     del self._last_heard[rank]
+                    if status.error is not None:
+                        self._lose(rank, f"it ended with {status.error.class_name}: {status.error.message}")
+                    else:
+                        self._report_close(rank)
                     return
                 if isinstance(status, ProcessStatus):
                     self._last_numbers[rank] = status.last_number
-                self._record_status(rank, status)
+                if not isinstance(status, ProcessLost):
+                    self._record_status(rank, status)
         except ConnectionLostError as error:
             self._lose(rank, str(error))
 
@@ -113,11 +146,11 @@ class GroupWatch:
         while self._last_heard and self.lost is None:
             time.sleep(_CLOSE_SECONDS if self._is_closing else HEARTBEAT_SECONDS / 2)
             now = time.monotonic()
-            if now - last_look > _SILENCE_SECONDS / 2:  # this process itself was stopped: hear the others first
+            if now - last_look > self._silence_seconds / 2:  # this process itself was stopped: hear the others first
                 self._last_heard.update(dict.fromkeys(list(self._last_heard), now))
             last_look = now
             for rank, heard in list(self._last_heard.items()):
-                if now - heard > _SILENCE_SECONDS:
+                if now - heard > self._silence_seconds:
                     self._lose(rank, f"it has sent no heartbeat for {now - heard:.1f} s")
             if (stalled := self._find_stalled()) is not None:
                 number, seconds = stalled
@@ -141,12 +174,8 @@ class GroupWatch:
         rank, end = self._find_ended(rank)
         if rank is None:
             return StageLostError(f"a process of the pipeline is lost: {reason}")
-        stages = tuple(facts.stage for facts in self._membership.stage_facts if facts.rank == rank)
-        host = self._membership.identities[rank].host
-        if end is not None:
-            reason = end.reason
-        message = f"process {rank} on {host}, which runs {stages_text(stages)}, is lost: {reason}"
-        return StageLostError(message, stages=stages, host=host, exit_status=None if end is None else end.exit_status)
+        exit_status = None if end is None else end.exit_status
+        return lost_error(self._membership, rank, f"is lost: {reason if end is None else end.reason}", exit_status)
 
     def _find_ended(self, rank: int | None) -> tuple[int | None, ProcessEnd | None]:
         """The process that has ended, and how, as far as they are known; the connection breaks a moment before that."""
@@ -159,7 +188,22 @@ class GroupWatch:
                 end = self._find_end(other_rank)
                 if end is not None and not is_follower(self._membership.store, other_rank):
                     return other_rank, end
-            is_silent = rank is not None and time.monotonic() - self._last_heard.get(rank, 0.0) > _SILENCE_SECONDS
+            is_silent = rank is not None and time.monotonic() - self._last_heard.get(rank, 0.0) > self._silence_seconds
             if is_silent or time.monotonic() > deadline:
                 return rank, None
             time.sleep(HEARTBEAT_SECONDS / 10)
+
+
+def lost_error(watched: WatchedGroup, rank: int, end_text: str, exit_status: int | None = None) -> StageLostError:
+    """Return the error that names a process which is gone.
+
+    Args:
+        watched: the processes.
+        rank: the process that is gone.
+        end_text: the end of the sentence, such as ``"is lost: it ended with signal 9"``.
+        exit_status: its exit status, negative for the number of a signal; None where it is not known.
+    """
+    stages = tuple(facts.stage for facts in watched.stage_facts if facts.rank == rank)
+    host = watched.identities[rank].host
+    message = f"process {rank} on {host}, which runs {stages_text(stages)}, {end_text}"
+    return StageLostError(message, stages=stages, host=host, exit_status=exit_status)

@@ -65,28 +65,51 @@ class RequestError(Struct, frozen=True, kw_only=True, tag="error"):
 
 
 class ProcessClosed(Struct, frozen=True, kw_only=True, tag="closed"):
-    """The last status of a process, which has run all requests and ends."""
+    """The last status of a process, which has run all requests and ends.
+
+    Attributes:
+        error: the error that ends it, if it is one.
+    """
+
+    error: ErrorReport | None = None
 
 
-Status = ProcessStatus | RequestError | SpanReport | ProcessClosed
+class ProcessLost(Struct, frozen=True, kw_only=True, tag="lost"):
+    """What the front tells the others of a process that is gone.
+
+    Attributes:
+        message: which process, and why.
+        stages: its stages.
+        host: the name of its machine.
+        is_expected: it has ended by itself, without an error.
+    """
+
+    message: str
+    stages: tuple[int, ...]
+    host: str
+    is_expected: bool
+
+
+Status = ProcessStatus | RequestError | SpanReport | ProcessClosed | ProcessLost
 _DECODER = msgspec.json.Decoder(Status)
 
 
 class StatusSender:
-    """Sends statuses to the front, one at a time. Its methods may be called from any thread."""
+    """Sends statuses to another process, one at a time. Its methods may be called from any thread."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, target_rank: int = FRONT_RANK) -> None:
         """Send by a group."""
         self._group = group
+        self._target_rank = target_rank
         self._sent_messages = SentMessages()
         self._lock = threading.Lock()
         self._is_closed = False
 
     def send(self, status: Status) -> None:
-        """Send a status, after the front has received the one before. After `close`, nothing is sent.
+        """Send a status, after the other process has received the one before. After `close`, nothing is sent.
 
         Raises:
-            ConnectionLostError: the front has gone.
+            ConnectionLostError: the other process has gone.
         """
         if isinstance(status, RequestError) and len(status.error.message) > _LONGEST_MESSAGE:
             message = status.error.message[:_LONGEST_MESSAGE]
@@ -97,16 +120,19 @@ class StatusSender:
         with self._lock:
             if not self._is_closed:
                 self._sent_messages.finish()
-                transfers = [self._group.send(part, FRONT_RANK, _STATUS_TAG) for part in (length, memory)]
+                transfers = [self._group.send(part, self._target_rank, _STATUS_TAG) for part in (length, memory)]
                 self._sent_messages.add(0, transfers)
 
-    def close(self) -> None:
-        """Send the last status, and wait until the front has received it.
+    def close(self, error: ErrorReport | None = None) -> None:
+        """Send the last status, and wait until the other process has received it.
+
+        Args:
+            error: the error that ends this process, if it is one.
 
         Raises:
-            ConnectionLostError: the front has gone.
+            ConnectionLostError: the other process has gone.
         """
-        self.send(ProcessClosed())
+        self.send(ProcessClosed(error=error))
         with self._lock:
             self._is_closed = True
             self._sent_messages.finish()

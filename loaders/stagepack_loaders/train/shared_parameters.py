@@ -43,7 +43,11 @@ def find_shared_parameters(bundle: Bundle, rank_of_stage: Sequence[int]) -> tupl
 
 
 class GradientSums:
-    """Sums the gradients of shared parameters over the processes that have a copy."""
+    """Sums the gradients of shared parameters over the processes that have a copy.
+
+    Attributes:
+        groups: the groups of such processes that this process is in.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class GradientSums:
             ranks: torch.distributed.new_group([_global_rank(group, member) for member in ranks])
             for ranks in sorted({parameter.ranks for parameter in shared_parameters})
         }
+        self.groups = tuple(group for ranks, group in groups.items() if rank in ranks)
         self._shared = [
             (parameters[parameter.name], groups[parameter.ranks])
             for parameter in shared_parameters

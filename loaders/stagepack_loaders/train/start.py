@@ -15,7 +15,7 @@ from stagepack_loaders.preparation import finish_prepared, open_for_loading, pre
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.loss import Loss
 from stagepack_loaders.train.schedules import SCHEDULES, place_stages_for
-from stagepack_loaders.train.training import Training
+from stagepack_loaders.train.training import Training, TrainingOptions
 
 
 def train(
@@ -29,6 +29,7 @@ def train(
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
     group: ProcessGroup | None = None,
+    silence_seconds: float = 8.0,
 ) -> Training:
     """Load the stages of this process for training. Each process that ``torchrun`` has started calls this with the same arguments.
 
@@ -47,10 +48,12 @@ def train(
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
         group: the processes of the pipeline; None for all.
+        silence_seconds: a process that shows no sign of life for so long is lost, in seconds. One that is killed is noticed at once.
 
     Raises:
         OptionError: there is no such schedule, or it does not fit the numbers of stages, processes or microbatches; or a value depends on
             data, or on the result of an earlier call.
+        GroupError: the processes have different bundles or versions, or cannot connect.
         StagepackError: the stages cannot be loaded; see `stagepack.load`.
 
     Examples:
@@ -76,9 +79,12 @@ def train(
         {number: stage for number, stage in stages.items() if isinstance(stage, TorchStage)},
         rank_of_stage,
         loss,
-        microbatches=microbatches,
-        schedule=schedule,
-        types=types,
-        allow_ops=allow_ops,
-        group=group,
+        TrainingOptions(
+            microbatches=microbatches,
+            schedule=schedule,
+            types=tuple(types),
+            allow_ops=tuple(allow_ops),
+            silence_seconds=silence_seconds,
+        ),
+        group,
     )

@@ -1,6 +1,8 @@
 """The stages of one process, which it trains together with other processes."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +15,33 @@ from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
 from stagepack_loaders.train.loss import Loss, MicrobatchLoss
-from stagepack_loaders.train.microbatches import cut_inputs
+from stagepack_loaders.train.microbatches import CallInputs, cut_inputs
 from stagepack_loaders.train.pipeline_module import PipelineModule
+from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
 from stagepack_loaders.train.shared_parameters import GradientSums, find_shared_parameters
+from stagepack_loaders.train.watched_group import meet_processes
 
 _SMALLEST_NORM = 1e-6  # as in torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """How to train, alike in all processes; see `stagepack.train`.
+
+    Attributes:
+        microbatches: the number of microbatches.
+        schedule: the name of the schedule.
+        types: classes to build the result of the model of.
+        allow_ops: the namespaces of custom operators that may run.
+        silence_seconds: how long a process may show no sign of life.
+    """
+
+    microbatches: int
+    schedule: str
+    types: tuple[type, ...]
+    allow_ops: tuple[str, ...]
+    silence_seconds: float
 
 
 class Training:
@@ -39,11 +62,7 @@ class Training:
         stages: Mapping[int, TorchStage],
         rank_of_stage: Sequence[int],
         loss: Loss,
-        *,
-        microbatches: int,
-        schedule: str,
-        types: Collection[type],
-        allow_ops: Collection[str],
+        options: TrainingOptions,
         group: ProcessGroup | None,
     ) -> None:
         """Connect the stages. All processes must call this at the same time.
@@ -53,26 +72,23 @@ class Training:
             stages: the stages of this process, by stage number.
             rank_of_stage: the process of each stage.
             loss: see `stagepack.train`.
-            microbatches: see `stagepack.train`.
-            schedule: see `stagepack.train`.
-            types: see `stagepack.train`.
-            allow_ops: see `stagepack.train`.
+            options: the other options.
             group: see `stagepack.train`.
 
         Raises:
-            OptionError: see `stagepack.train`.
+            OptionError, GroupError: see `stagepack.train`.
         """
         self.bundle = bundle
         self.stages = dict(stages)
         self.rank = torch.distributed.get_rank(group)
         self.process_count = torch.distributed.get_world_size(group)
         self.group = group
-        self.allow_ops = tuple(allow_ops)
+        self.allow_ops = options.allow_ops
         self._entry_point = bundle.entry_point
         self._inputs = tuple(edge for edge in bundle.edges if edge.producer is None)
         self._boundaries = find_boundaries(bundle.entry_point)
         differentiable = find_differentiable(bundle)
-        self._microbatches = microbatches
+        self._microbatches = options.microbatches
         self._last_rank = rank_of_stage[-1]
         self._is_last = len(bundle.stages) - 1 in stages
         self._modules = {
@@ -83,20 +99,20 @@ class Training:
                 differentiable,
                 _written_inputs(bundle, number),
                 _state_outputs(bundle, number),
-                splits_backward=splits_backward(schedule),
+                splits_backward=splits_backward(options.schedule),
             )
             for number, stage in stages.items()
         }
         self._loss = MicrobatchLoss(
-            loss, self._entry_point.signature.result, self._boundaries[-1].sent, tuple(types), microbatches
+            loss, self._entry_point.signature.result, self._boundaries[-1].sent, options.types, options.microbatches
         )
         self._schedules = ScheduleCache(
-            schedule,
+            options.schedule,
             self._modules,
             self._boundaries,
             differentiable,
             self._loss,
-            microbatches=microbatches,
+            microbatches=options.microbatches,
             group=group,
         )
         # A parameter that has several names is called by the first one, in all processes.
@@ -109,6 +125,13 @@ class Training:
         shared_parameters = find_shared_parameters(bundle, rank_of_stage)
         self._counted_elsewhere = {parameter.name for parameter in shared_parameters if parameter.ranks[0] != self.rank}
         self._gradient_sums = GradientSums(shared_parameters, dict(self.named_parameters()), group)
+        self._watch: ProcessWatch | None = None
+        if self.process_count > 1:
+            self._watch = ProcessWatch(
+                meet_processes(bundle, stages, group),
+                (group, *self._gradient_sums.groups),
+                silence_seconds=options.silence_seconds,
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters of this process, each once, with their names in the model."""
@@ -134,13 +157,17 @@ class Training:
 
         Returns:
             The 2-norm before, float64.
+
+        Raises:
+            StageLostError: another process is gone.
         """
         gradients = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
         squares = torch.zeros((), dtype=torch.float64)
         for parameter_name, gradient in gradients:
             if parameter_name not in self._counted_elsewhere:
                 squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().cpu()
-        torch.distributed.all_reduce(squares, group=self.group)
+        with self.guarded():
+            torch.distributed.all_reduce(squares, group=self.group)
         norm = squares.sqrt()
         factor = float(max_norm / (norm + _SMALLEST_NORM))
         if factor < 1:
@@ -174,9 +201,28 @@ class Training:
 
         Raises:
             InputError: the batch does not fit the bundle, or is no multiple of the number of microbatches.
+            StageLostError: another process is gone. Gradients and buffers are undefined then: start again from a checkpoint.
         """
         arguments = bind_call(self._entry_point.signature, args, kwargs)
         call = cut_inputs(self._inputs, arguments, self._entry_point.symbols, self._microbatches)
+        self._loss.set_target(target)
+        with self.guarded():
+            return self._run(call)
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Return a context for what waits for the other processes, such as writing a checkpoint.
+
+        An error in the context that comes from the loss of another process is raised as the `StageLostError` that names this process.
+        """
+        return nullcontext() if self._watch is None else self._watch.step()
+
+    def close(self) -> None:
+        """Leave the training, so that the other processes do not count this one as lost. The end of the interpreter does so too."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _run(self, call: CallInputs) -> torch.Tensor:
+        """Run the microbatches forward and backward; return their mean loss."""
         schedule = self._schedules.find(call.sizes)
         own_names = {edge.name for number in self.stages for edge in self._boundaries[number].model_inputs}
         for module in self._modules.values():
@@ -185,7 +231,6 @@ class Training:
         self._gradient_sums.begin()
         own_inputs = {input_name: value for input_name, value in call.values.items() if input_name in own_names}
         if self._is_last:
-            self._loss.set_target(target)
             schedule.step(target=torch.arange(self._microbatches), losses=losses, return_outputs=False, **own_inputs)
         else:
             schedule.step(return_outputs=False, **own_inputs)
@@ -193,10 +238,7 @@ class Training:
         mean_loss = (
             torch.stack(losses).sum().detach().double().cpu() if losses else torch.zeros((), dtype=torch.float64)
         )
-        source_rank = (
-            self._last_rank if self.group is None else torch.distributed.get_global_rank(self.group, self._last_rank)
-        )
-        torch.distributed.broadcast(mean_loss, source_rank, group=self.group)
+        torch.distributed.broadcast(mean_loss, group=self.group, group_src=self._last_rank)
         return mean_loss
 
 
