@@ -171,3 +171,10 @@ class LimitError(FormatError):
 
     A bundle that stagepack wrote never does. Treat it like any other `FormatError`.
     """
+
+
+class EvaluationModeWarning(UserWarning):
+    """A bundle that is trained was exported in evaluation mode: it has no dropout, and its batch norms use their running statistics.
+
+    Export the model in training mode to train it so, or ignore the warning if this is intended.
+    """

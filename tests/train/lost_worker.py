@@ -11,19 +11,24 @@ from stagepack.errors import StageLostError
 from tests.train.models import batch, loss_of
 
 
+def tell(text: str) -> None:
+    """Write a line for the test."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Step until another process is lost; print when, and what the error says."""
     torch.distributed.init_process_group("gloo")
-    training = stagepack.train(sys.argv[1], loss_of, microbatches=2, schedule="1f1b", silence_seconds=3.0)
+    training = stagepack.train(sys.argv[1], loss_of, microbatches=4, schedule="1f1b", silence_seconds=3.0)
     args, target = batch(0)
-    print("ready", flush=True)
     try:
         while True:
             training.step(*args, target=target)
-            print("stepped", flush=True)
+            tell("stepped")
             time.sleep(float(sys.argv[2]))
     except StageLostError as error:
-        print(f"LOST {error.stages} {error.host} {error}", flush=True)
+        tell(f"LOST {error}")
     if os.environ["RANK"] != "0":
         time.sleep(30)  # a process that does not end must not keep the others from noticing
 

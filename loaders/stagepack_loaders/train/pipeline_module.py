@@ -9,6 +9,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge, Stage
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import StageBoundary
+from stagepack_loaders.train.random_numbers import RandomNumbers
 
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.bool}
 
@@ -27,6 +28,7 @@ class PipelineModule(torch.nn.Module):
         differentiable: Collection[str],
         written_inputs: Collection[str],
         state_outputs: Collection[str],
+        random_numbers: RandomNumbers,
         *,
         splits_backward: bool,
     ) -> None:
@@ -39,10 +41,12 @@ class PipelineModule(torch.nn.Module):
             differentiable: the edges that need gradients.
             written_inputs: the edges whose memory it writes.
             state_outputs: the edges that share the memory of buffers that it writes.
+            random_numbers: its random generators.
             splits_backward: the schedule computes gradients of inputs and of weights apart; see `backward_link`.
         """
         super().__init__()
         self.stage = stage
+        self.random_numbers = random_numbers
         self._entry = entry
         self._boundary = boundary
         self._differentiable = differentiable
@@ -74,14 +78,17 @@ class PipelineModule(torch.nn.Module):
             for input_name, value in model_inputs.items()
         }
         inputs = [self._unpacked(edge_name, values[edge_name]) for edge_name in self._entry.inputs]
-        outputs = self.stage.run(inputs)
+        random_state = received[-1] if self.random_numbers.is_received else None
+        outputs, random_state = self.random_numbers.run(lambda: self.stage.run(inputs), random_state)
         values.update(zip(self._entry.outputs, outputs, strict=True))
-        sent = tuple(self._packed(edge, values[edge.name]) for edge in self._boundary.sent)
-        if not self._splits_backward:
-            return sent
-        link = received[-1] if self._boundary.is_linked else backward_link(self.stage.device)
-        linked = (*sent, link) if self._boundary.links_next else sent
-        return tuple(_Linked.apply(tensor, link) if tensor.requires_grad else tensor for tensor in linked)  # type: ignore[no-untyped-call]
+        sent = [self._packed(edge, values[edge.name]) for edge in self._boundary.sent]
+        if self._splits_backward:
+            link = (
+                received[len(self._boundary.received)] if self._boundary.is_linked else backward_link(self.stage.device)
+            )
+            linked = (*sent, link) if self._boundary.links_next else sent
+            sent = [_Linked.apply(tensor, link) if tensor.requires_grad else tensor for tensor in linked]  # type: ignore[no-untyped-call]
+        return (*sent, random_state) if self.random_numbers.is_sent and random_state is not None else tuple(sent)
 
     def _unpacked(self, edge_name: str, value: Any) -> Any:
         """A value as the stage takes it."""

@@ -21,6 +21,7 @@ from stagepack.format.manifest import Edge
 from stagepack.format.shapes import evaluate_dim
 from stagepack_loaders.train.boundaries import StageBoundary
 from stagepack_loaders.train.pipeline_module import PipelineModule, backward_link, scalar_dtype
+from stagepack_loaders.train.random_numbers import generator_states
 
 # The schedules of torch by name. The first two run one stage in each process.
 SCHEDULES: Mapping[str, Any] = {
@@ -115,8 +116,12 @@ class ScheduleCache:
                 number,
                 len(self._boundaries),
                 module.stage.device,
-                input_args=self._examples(boundary.received, sizes, is_linked=boundary.is_linked),
-                output_args=self._examples(boundary.sent, sizes, is_linked=boundary.links_next),
+                input_args=self._examples(
+                    boundary.received, sizes, is_linked=boundary.is_linked, has_state=module.random_numbers.is_received
+                ),
+                output_args=self._examples(
+                    boundary.sent, sizes, is_linked=boundary.links_next, has_state=module.random_numbers.is_sent
+                ),
                 group=self._group,
             )
             for number, module in self._modules.items()
@@ -135,12 +140,15 @@ class ScheduleCache:
             raise OptionError(f"schedule {self._schedule!r}: {error}") from None
 
     def _examples(
-        self, edges: Sequence[Edge], sizes: Mapping[str, int], *, is_linked: bool
+        self, edges: Sequence[Edge], sizes: Mapping[str, int], *, is_linked: bool, has_state: bool
     ) -> tuple[torch.Tensor, ...]:
         """Tensors without data for the values that pass between two stages."""
         examples = [self._example(edge, sizes) for edge in edges]
         if is_linked and self._schedule in _SPLIT_BACKWARD:
             examples.append(backward_link("meta"))
+        if has_state:
+            device = next(iter(self._modules.values())).stage.device
+            examples.append(generator_states(device).to("meta"))
         return tuple(examples)
 
     def _example(self, edge: Edge, sizes: Mapping[str, int]) -> torch.Tensor:

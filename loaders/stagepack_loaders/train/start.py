@@ -1,6 +1,7 @@
 """Load the stages of one process for training."""
 
 import os
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -8,12 +9,13 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from stagepack.errors import OptionError
+from stagepack.errors import EvaluationModeWarning, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions, Verify
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.loss import Loss
+from stagepack_loaders.train.modes import evaluation_scopes
 from stagepack_loaders.train.schedules import SCHEDULES, place_stages_for
 from stagepack_loaders.train.training import Training, TrainingOptions
 
@@ -29,6 +31,7 @@ def train(
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
     group: ProcessGroup | None = None,
+    seed: int = 0,
     silence_seconds: float = 8.0,
 ) -> Training:
     """Load the stages of this process for training. Each process that ``torchrun`` has started calls this with the same arguments.
@@ -48,6 +51,8 @@ def train(
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
         group: the processes of the pipeline; None for all.
+        seed: the seed of random numbers, such as those of dropout. Microbatch ``i`` of step ``s``, both counted from 0, draws those that
+            the model draws in one process after ``torch.manual_seed(seed + s * microbatches + i)``, on devices of the same kind.
         silence_seconds: a process that shows no sign of life for so long is lost, in seconds. One that is killed is noticed at once.
 
     Raises:
@@ -71,6 +76,15 @@ def train(
         torch.distributed.init_process_group()
     rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), torch.distributed.get_world_size(group))
     own_stages = [number for number, rank in enumerate(rank_of_stage) if rank == torch.distributed.get_rank(group)]
+    scopes = evaluation_scopes(opened_bundle)
+    if scopes and not torch.distributed.get_rank(group):
+        warnings.warn(
+            EvaluationModeWarning(
+                f"{len(scopes)} modules with dropout or running statistics, such as {scopes[0]!r}, were exported in evaluation mode, and "
+                "do in training what they do there: export the model in training mode to train it so"
+            ),
+            stacklevel=2,
+        )
     options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, copy=True)
     prepared_stages = prepare_placed(opened_bundle, dict.fromkeys(own_stages, device), "torch", options)
     stages = finish_prepared(opened_bundle, prepared_stages, verify=verify == "full")
@@ -84,6 +98,7 @@ def train(
             schedule=schedule,
             types=tuple(types),
             allow_ops=tuple(allow_ops),
+            seed=seed,
             silence_seconds=silence_seconds,
         ),
         group,

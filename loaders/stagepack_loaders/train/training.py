@@ -1,6 +1,6 @@
 """The stages of one process, which it trains together with other processes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,19 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
+from stagepack.errors import InputError
 from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
+from stagepack_loaders.train.boundaries import StageBoundary, find_boundaries, find_differentiable
+from stagepack_loaders.train.checkpoint import load_optimizer_state, module_of, optimizer_state
 from stagepack_loaders.train.loss import Loss, MicrobatchLoss
 from stagepack_loaders.train.microbatches import CallInputs, cut_inputs
+from stagepack_loaders.train.modes import draws_numbers
 from stagepack_loaders.train.pipeline_module import PipelineModule
 from stagepack_loaders.train.process_watch import ProcessWatch
+from stagepack_loaders.train.random_numbers import random_numbers_of_stage
 from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
 from stagepack_loaders.train.shared_parameters import GradientSums, find_shared_parameters
 from stagepack_loaders.train.watched_group import meet_processes
@@ -34,6 +38,7 @@ class TrainingOptions:
         schedule: the name of the schedule.
         types: classes to build the result of the model of.
         allow_ops: the namespaces of custom operators that may run.
+        seed: the seed of the first microbatch.
         silence_seconds: how long a process may show no sign of life.
     """
 
@@ -41,6 +46,7 @@ class TrainingOptions:
     schedule: str
     types: tuple[type, ...]
     allow_ops: tuple[str, ...]
+    seed: int
     silence_seconds: float
 
 
@@ -54,6 +60,7 @@ class Training:
         process_count: the number of processes.
         group: the processes; None for all.
         allow_ops: the namespaces of custom operators that may run.
+        steps: the number of steps so far.
     """
 
     def __init__(
@@ -83,26 +90,17 @@ class Training:
         self.rank = torch.distributed.get_rank(group)
         self.process_count = torch.distributed.get_world_size(group)
         self.group = group
+        self.steps = 0
         self.allow_ops = options.allow_ops
         self._entry_point = bundle.entry_point
         self._inputs = tuple(edge for edge in bundle.edges if edge.producer is None)
         self._boundaries = find_boundaries(bundle.entry_point)
         differentiable = find_differentiable(bundle)
         self._microbatches = options.microbatches
+        self._seed = options.seed
         self._last_rank = rank_of_stage[-1]
         self._is_last = len(bundle.stages) - 1 in stages
-        self._modules = {
-            number: PipelineModule(
-                stage,
-                bundle.stages[number],
-                self._boundaries[number],
-                differentiable,
-                _written_inputs(bundle, number),
-                _state_outputs(bundle, number),
-                splits_backward=splits_backward(options.schedule),
-            )
-            for number, stage in stages.items()
-        }
+        self._modules = _pipeline_modules(bundle, stages, self._boundaries, differentiable, options.schedule)
         self._loss = MicrobatchLoss(
             loss, self._entry_point.signature.result, self._boundaries[-1].sent, options.types, options.microbatches
         )
@@ -147,6 +145,58 @@ class Training:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The parameters and persistent buffers of this process, in modules by their names in the model.
+
+        So functions that take a model and its optimizer work, such as those of ``torch.distributed.checkpoint.state_dict``. The module
+        cannot be called.
+        """
+        return module_of(self.named_parameters(), self._named_buffers())
+
+    def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """Return what a checkpoint of `torch.distributed.checkpoint` needs, for ``save`` and as the tensors that ``load`` fills.
+
+        Tensors have their names in the model, whatever stages and processes there are: a checkpoint can be read by other numbers of both.
+        The state of the optimizer is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, flattened.
+
+        Args:
+            optimizer: the optimizer of the parameters of this process.
+
+        Returns:
+            A dict with the entries ``model``, ``steps``, and ``optimizer`` if there is one.
+
+        Examples:
+            >>> state = training.state_dict(optimizer)
+            >>> torch.distributed.checkpoint.save(state, checkpoint_id="checkpoints/100")
+            >>> state = training.state_dict(optimizer)
+            >>> torch.distributed.checkpoint.load(state, checkpoint_id="checkpoints/100")
+            >>> training.load_state_dict(state, optimizer)
+        """
+        state: dict[str, Any] = {"model": dict(self._named_weights()), "steps": torch.tensor(self.steps)}
+        if optimizer is not None:
+            state["optimizer"] = optimizer_state(self.module, optimizer)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: what `state_dict` returned, with the content of a checkpoint.
+            optimizer: the optimizer of the parameters of this process.
+
+        Raises:
+            InputError: the checkpoint lacks a weight.
+        """
+        with torch.no_grad():
+            for weight_name, weight in self._named_weights():
+                if weight_name not in state["model"]:
+                    raise InputError(f"expected the weight {weight_name} in the checkpoint, found none")
+                weight.copy_(state["model"][weight_name])
+        self.steps = int(state["steps"])
+        if optimizer is not None:
+            load_optimizer_state(self.module, optimizer, state["optimizer"])
+
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm over all processes is at most some number; see `torch.nn.utils.clip_grad_norm_`.
 
@@ -177,14 +227,24 @@ class Training:
 
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and persistent buffers that this process saves, each once; all processes together save all of them."""
+        for weight_name, tensor in self._named_weights():
+            if weight_name not in self._counted_elsewhere:
+                yield weight_name, tensor
+
+    def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters and persistent buffers of this process, each once, without their gradient functions."""
         known: set[int] = set()
         for stage in self.stages.values():
             for any_name, tensor in stage.state_dict(keep_vars=True).items():
-                weight_name = self._first_names.get(any_name, any_name)
-                is_new = id(tensor) not in known
-                known.add(id(tensor))
-                if is_new and weight_name not in self._counted_elsewhere:
-                    yield weight_name, tensor.detach()
+                if id(tensor) not in known:
+                    known.add(id(tensor))
+                    yield self._first_names.get(any_name, any_name), tensor.detach()
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameter_names = {parameter_name for parameter_name, _ in self.named_parameters()}
+        for weight_name, tensor in self._named_weights():
+            if weight_name not in parameter_names:
+                yield weight_name, tensor
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Run a batch forward and backward. Gradients are added to those of the parameters.
@@ -207,7 +267,9 @@ class Training:
         call = cut_inputs(self._inputs, arguments, self._entry_point.symbols, self._microbatches)
         self._loss.set_target(target)
         with self.guarded():
-            return self._run(call)
+            mean_loss = self._run(call)
+        self.steps += 1
+        return mean_loss
 
     def guarded(self) -> AbstractContextManager[None]:
         """Return a context for what waits for the other processes, such as writing a checkpoint.
@@ -227,6 +289,7 @@ class Training:
         own_names = {edge.name for number in self.stages for edge in self._boundaries[number].model_inputs}
         for module in self._modules.values():
             module.replicated = call.replicated
+            module.random_numbers.begin(self._seed + self.steps * self._microbatches)
         losses: list[torch.Tensor] = []
         self._gradient_sums.begin()
         own_inputs = {input_name: value for input_name, value in call.values.items() if input_name in own_names}
@@ -240,6 +303,31 @@ class Training:
         )
         torch.distributed.broadcast(mean_loss, group=self.group, group_src=self._last_rank)
         return mean_loss
+
+
+def _pipeline_modules(
+    bundle: Bundle,
+    stages: Mapping[int, TorchStage],
+    boundaries: Sequence[StageBoundary],
+    differentiable: Collection[str],
+    schedule: str,
+) -> dict[int, PipelineModule]:
+    """The stages of this process between their neighbours."""
+    graphs = [bundle.graph_file(number, module_calls=False).graph for number in range(len(bundle.stages))]
+    random_stages = [number for number, graph in enumerate(graphs) if draws_numbers(graph)]
+    return {
+        number: PipelineModule(
+            stage,
+            bundle.stages[number],
+            boundaries[number],
+            differentiable,
+            _written_inputs(bundle, number),
+            _state_outputs(bundle, number),
+            random_numbers_of_stage(stage.device, number, random_stages),
+            splits_backward=splits_backward(schedule),
+        )
+        for number, stage in stages.items()
+    }
 
 
 def _written_inputs(bundle: Bundle, stage_number: int) -> frozenset[str]:

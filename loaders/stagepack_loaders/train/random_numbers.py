@@ -1,0 +1,97 @@
+"""Random numbers of a training, such as those of dropout: the same as if one process ran the whole model on each microbatch.
+
+Each microbatch begins with a seed of its own. The state of the generators passes from stage to stage with the values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class RandomNumbers:
+    """The generators of one stage."""
+
+    def __init__(self, device: torch.device, *, draws: bool, is_received: bool, is_sent: bool) -> None:
+        """Describe the stage.
+
+        Args:
+            device: its device.
+            draws: it draws random numbers.
+            is_received: a stage before it has drawn some.
+            is_sent: a stage after it draws some.
+        """
+        self._device = device
+        self._draws = draws
+        self.is_received = is_received
+        self.is_sent = is_sent
+        self._next_seed = 0
+
+    def begin(self, first_seed: int) -> None:
+        """Set the seed of the first microbatch of a step; that of each other one is the next number."""
+        self._next_seed = first_seed
+
+    def run(self, function: Callable[[], Result], state: torch.Tensor | None) -> tuple[Result, torch.Tensor | None]:
+        """Call a function on the next microbatch. The generators have their old states afterwards.
+
+        Args:
+            function: what draws random numbers.
+            state: the states of the generators after the stage before this one, if it is received.
+
+        Returns:
+            The result, and the states afterwards if they are sent.
+        """
+        seed = self._next_seed
+        self._next_seed += 1
+        if not self._draws:
+            return function(), state
+        with torch.random.fork_rng(_forked_devices(self._device), device_type=_device_type(self._device)):
+            if state is None:
+                torch.manual_seed(seed)
+            else:
+                _set_generator_states(self._device, state.cpu())
+            result = function()
+            return result, generator_states(self._device).to(self._device) if self.is_sent else None
+
+
+def random_numbers_of_stage(device: torch.device, stage_number: int, random_stages: Sequence[int]) -> RandomNumbers:
+    """Return the generators of a stage. Their state passes from the first stage that draws numbers to the last one.
+
+    Args:
+        device: the device of the stage.
+        stage_number: the stage.
+        random_stages: the stages that draw random numbers, ascending.
+    """
+    first, last = (random_stages[0], random_stages[-1]) if random_stages else (stage_number, stage_number)
+    return RandomNumbers(
+        device,
+        draws=stage_number in random_stages,
+        is_received=first < stage_number <= last,
+        is_sent=first <= stage_number < last,
+    )
+
+
+def generator_states(device: torch.device) -> torch.Tensor:
+    """Return the states of the generator of the host and of that of a device, in one tensor of bytes."""
+    host_state = torch.get_rng_state()
+    if device.type == "cpu":
+        return host_state
+    device_state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return torch.cat([host_state, device_state])
+
+
+def _set_generator_states(device: torch.device, states: torch.Tensor) -> None:
+    host_bytes = len(torch.get_rng_state())
+    torch.set_rng_state(states[:host_bytes])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[host_bytes:], device)
+
+
+def _forked_devices(device: torch.device) -> list[torch.device]:
+    return [] if device.type == "cpu" else [device]
+
+
+def _device_type(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type
