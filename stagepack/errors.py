@@ -178,3 +178,15 @@ class EvaluationModeWarning(UserWarning):
 
     Export the model in training mode to train it so, or ignore the warning if this is intended.
     """
+
+
+def repeated_error(error: StagepackError) -> StagepackError:
+    """Return an error like another one, for a further caller who meets it: each has a traceback of its own.
+
+    Args:
+        error: the error.
+    """
+    duplicate = type(error).__new__(type(error))
+    duplicate.args = error.args
+    duplicate.__dict__.update(error.__dict__)
+    return duplicate

@@ -11,11 +11,11 @@ from stagepack.errors import FileNotListedError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, check_content
 from stagepack.format.file_checks import check_digests, check_size, raise_digest_problems
-from stagepack.format.file_source import FileSource
+from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.manifest import File
 from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.validate import format_names
-from stagepack.format.weights import StoredTensor, read_weight_header
+from stagepack.format.weights import StoredTensor, parse_header_bytes, read_weight_header
 
 
 class BundleFiles:
@@ -168,11 +168,26 @@ class BundleFiles:
             raise FileNotListedError(f"{self.location}: expected one of the files {listed}, found {file_name[:200]!r}")
         return self.files[file_name]
 
-    def read_headers(self, file_names: Iterable[str]) -> list[tuple[str, tuple[StoredTensor, ...]]]:
+    def stream(self, file_names: Iterable[str]) -> FileStream | None:
+        """Begin to download files of a remote bundle; return a handle that reads them while they arrive. None for a local bundle.
+
+        Args:
+            file_names: the names of files that the manifest lists, in the order in which they are needed.
+
+        Raises:
+            FileNotListedError: the manifest does not list a file.
+        """
+        entries = [self._entry(file_name) for file_name in dict.fromkeys(file_names)]
+        return None if self.source is None else self.source.stream(entries)
+
+    def read_headers(
+        self, file_names: Iterable[str], stream: FileStream | None = None
+    ) -> list[tuple[str, tuple[StoredTensor, ...]]]:
         """Read the headers of weight files.
 
         Args:
             file_names: the names of the weight files.
+            stream: reads files while they are downloaded, from `stream`; None to download them first.
 
         Returns:
             The name of each file, and its tensors.
@@ -181,11 +196,27 @@ class BundleFiles:
             FileNotListedError: the manifest does not list a file.
             DigestError: a file is missing or has another size.
             FormatError: a header breaks a rule.
+            RemoteError, WriteError: see `fetch`.
         """
         file_names = tuple(file_names)
+        if stream is not None:
+            return [(file_name, self._read_arriving_header(file_name, stream)) for file_name in file_names]
         self.fetch(file_names)
         headers = []
         for file_name in file_names:
             raise_digest_problems(check_size(self.path, self._entry(file_name)))
             headers.append((file_name, tuple(read_weight_header(self.path / file_name).values())))
         return headers
+
+    def _read_arriving_header(self, file_name: str, stream: FileStream) -> tuple[StoredTensor, ...]:
+        position = 0
+
+        def read(byte_count: int) -> bytes:
+            nonlocal position
+            content = bytearray(min(byte_count, entry.size - position))
+            stream.read_into(file_name, position, memoryview(content))
+            position += len(content)
+            return bytes(content)
+
+        entry = self._entry(file_name)
+        return tuple(parse_header_bytes(read, entry.size, file_name).values())

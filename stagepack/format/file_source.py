@@ -1,9 +1,33 @@
 """Where the files of a bundle come from, if its folder does not have all of them."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from stagepack.format.manifest import File
+
+
+class FileStream(Protocol):
+    """A handle of files that are being downloaded. It is used by several threads at a time."""
+
+    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes of a file, when they have arrived.
+
+        Args:
+            file_name: the name of the file.
+            start: the first byte.
+            memory: writeable memory, as long as the range.
+
+        Raises:
+            RemoteError: the file cannot be downloaded.
+            DigestError: the file differs from the manifest.
+            WriteError: the file cannot be written.
+        """
+
+    def share(self) -> Self:
+        """Return another handle of the same files. When all handles are closed or gone, the download ends."""
+
+    def close(self) -> None:
+        """Read no further bytes by this handle."""
 
 
 class FileSource(Protocol):
@@ -25,6 +49,13 @@ class FileSource(Protocol):
             RemoteError: a file cannot be downloaded.
             DigestError: a file differs from the manifest.
             WriteError: a file cannot be written.
+        """
+
+    def stream(self, entries: Sequence[File]) -> FileStream:
+        """Begin to bring files into the folder, and return at once. The bytes can be read when they arrive.
+
+        Args:
+            entries: their manifest entries, in the order in which they are needed.
         """
 
     def discard(self, entries: Sequence[File]) -> None:

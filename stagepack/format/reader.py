@@ -16,7 +16,7 @@ from stagepack.format import limits
 from stagepack.format.bundle_files import BundleFiles
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.file_checks import raise_digest_problems
-from stagepack.format.file_source import FileSource
+from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.graph_reader import GraphFile, read_graph
 from stagepack.format.manifest import Edge, EntryPoint, Stage, format_inputs, format_stage_count
@@ -269,12 +269,15 @@ class Bundle(BundleFiles):
         raise_problems(check_onnx(model, stage, expected_values, dict(headers), file_name))
         return OnnxFile(content, model)
 
-    def tensors(self, stage_number: int, graph: Graph) -> dict[str, tuple[Path, StoredTensor]]:
+    def tensors(
+        self, stage_number: int, graph: Graph, stream: FileStream | None = None
+    ) -> dict[str, tuple[Path, StoredTensor]]:
         """Locate the bytes of a stage's weights. Reads the headers of its weight files, not their data.
 
         Args:
             stage_number: the number of the stage, from 0.
             graph: the graph of this stage, whose weights are compared with the headers.
+            stream: reads the weight files while they are downloaded; None to download them first.
 
         Returns:
             The file and the byte range of each stored tensor, by name; see `Weight.stored`.
@@ -285,7 +288,7 @@ class Bundle(BundleFiles):
             FormatError: a header breaks a rule, or a weight of the graph does not fit its stored tensor (W7).
         """
         stage = self.stage(stage_number)
-        headers = self.read_headers(stage.weights)
+        headers = self.read_headers(stage.weights, stream)
         raise_problems(check_weights(graph.weights, headers, stage.graph))
         return {tensor.name: (self.path / file_name, tensor) for file_name, tensors in headers for tensor in tensors}
 

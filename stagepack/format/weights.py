@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -143,12 +143,27 @@ def parse_weight_header(file: BinaryIO | mmap.mmap, file_name: str) -> dict[str,
         LimitError: the header is over the limit (L1).
     """
     file_size = len(file) if isinstance(file, mmap.mmap) else os.fstat(file.fileno()).st_size
-    header_length = int.from_bytes(file.read(8), "little")
+    return parse_header_bytes(file.read, file_size, file_name)
+
+
+def parse_header_bytes(read: Callable[[int], bytes], file_size: int, file_name: str) -> dict[str, StoredTensor]:
+    """Check the header of a weight file; see `read_weight_header`.
+
+    Args:
+        read: returns the next bytes of the file, from its first one on; as many as it is called with, or fewer at the end of the file.
+        file_size: the size of the file in bytes.
+        file_name: its name, for messages.
+
+    Raises:
+        FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
+        LimitError: the header is over the limit (L1).
+    """
+    header_length = int.from_bytes(read(8), "little")
     if header_length > limits.WEIGHT_HEADER_BYTES:
         raise LimitError([Problem(rule="L1", where=file_name, message=f"the header states {header_length} bytes")])
     if file_size < 8 + header_length:
         raise _error("W1", file_name, f"the header states {header_length} bytes, the file has {file_size}")
-    header = file.read(header_length)
+    header = read(header_length)
     fields = parse_json(header, file_name)
     if not header.startswith(b"{"):
         raise _error("W2", file_name, "expected a header that is a JSON object and begins with {")

@@ -4,13 +4,15 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 from stagepack.errors import DigestError, Problem, RemoteError
 from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, FileChunk, file_chunks
 from stagepack.format.manifest import File
+from stagepack.remote.download_threads import DownloadThreads
 from stagepack.remote.store import FetchError, MissingFileError, RangesIgnoredError, RemoteStore, WrongSizeError
 
 # Requests at a time. Each holds one chunk in memory.
@@ -42,12 +44,14 @@ class FileDownload:
     Attributes:
         entry: its manifest entry.
         part: what its bytes are written to.
+        on_chunk: called by several threads with the index of each chunk that is written and right.
         remaining: the chunks that are not written yet.
         whole_lock: held by the thread that reads all of them in one request, where the server has no ranges.
     """
 
     entry: File
     part: WritablePart
+    on_chunk: Callable[[int], None] = lambda _: None
     remaining: set[int] = field(default_factory=set)
     whole_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -128,8 +132,15 @@ class Download:
         self._stop = threading.Event()
         self._has_ranges = True
 
+    def cancel(self) -> None:
+        """End the download with a `RemoteError`, also before it has begun."""
+        self._stop.set()
+        self._store.cancel()
+
     def run(self, downloads: Sequence[FileDownload]) -> Generator[FileDownload]:
         """Download files. Chunks that are written already, and right, are kept.
+
+        The first chunks of all files come first: they have the headers of weight files, by which tensors are placed.
 
         Yields:
             Each file, when all its bytes are written.
@@ -140,11 +151,11 @@ class Download:
             OSError: a file cannot be written.
         """
         future_downloads: dict[Future[None], FileDownload] = {}
-        pool = ThreadPoolExecutor(CONNECTIONS)
+        tasks = [(download, chunk) for download in downloads for chunk in file_chunks(download.entry)]
+        threads = DownloadThreads(CONNECTIONS)
         try:
-            for download in downloads:
-                for chunk in file_chunks(download.entry):
-                    future_downloads[pool.submit(self._take_chunk, download, chunk)] = download
+            for download, chunk in sorted(tasks, key=lambda task: task[1].index > 0):
+                future_downloads[threads.submit(partial(self._take_chunk, download, chunk))] = download
             unfinished = Counter(download.entry.name for download in future_downloads.values())
             for future in as_completed(future_downloads):
                 future.result()
@@ -153,10 +164,9 @@ class Download:
                 if not unfinished[download.entry.name]:
                     yield download
         finally:
-            self._stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            self._store.cancel()
-            pool.shutdown(wait=True)
+            threads.cancel()
+            self.cancel()
+            threads.join()
 
     def _take_chunk(self, download: FileDownload, chunk: FileChunk) -> None:
         """Download one chunk, unless the file has it."""
@@ -230,6 +240,7 @@ class Download:
 
     def _finish_chunk(self, download: FileDownload, chunk_index: int, progress_bytes: int = 0) -> None:
         download.remaining.discard(chunk_index)
+        download.on_chunk(chunk_index)
         self._progress(progress_bytes)
 
 

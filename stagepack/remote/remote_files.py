@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
 from stagepack.format.manifest import File
-from stagepack.remote.cache import Cache, is_complete
+from stagepack.remote.cache import Cache, PartFile, is_complete
 from stagepack.remote.download import Download, FileDownload
+from stagepack.remote.file_stream import DownloadObserver, FileStream
 from stagepack.remote.store import RemoteStore
 from stagepack.terminal import byte_progress
 
@@ -41,13 +42,24 @@ class RemoteFiles:
     def _store(self) -> RemoteStore:
         return self._open_store()
 
-    def fetch(self, entries: Sequence[File]) -> None:
-        """Download the files that neither the folder nor the cache has; wait for those that other processes download."""
+    def fetch(self, entries: Sequence[File], observer: DownloadObserver | None = None) -> None:
+        """Download the files that neither the folder nor the cache has; wait for those that other processes download.
+
+        Args:
+            entries: the files, in the order in which they are needed.
+            observer: is told how the download proceeds, in the place of the user.
+        """
+        self._tell_complete(entries, observer)
         while missing := [entry for entry in entries if not is_complete(self._folder / entry.name, entry)]:
-            # Files of the same content come one after the other. All processes lock files in one order, so that none waits for ever.
-            distinct = sorted({entry.blake3: entry for entry in missing}.values(), key=lambda entry: entry.blake3)
+            # Files of the same content come one after the other.
+            distinct = list({entry.blake3: entry for entry in reversed(missing)}.values())[::-1]
             for first in range(0, len(distinct), _BATCH_FILES):
-                self._fetch_batch(distinct[first : first + _BATCH_FILES])
+                self._fetch_batch(distinct[first : first + _BATCH_FILES], observer)
+            self._tell_complete(entries, observer)
+
+    def stream(self, entries: Sequence[File]) -> FileStream:
+        """Begin to download files; return a handle that reads them while they arrive."""
+        return FileStream.start(entries, self.fetch)
 
     def discard(self, entries: Sequence[File]) -> None:
         """Remove damaged files from the cache."""
@@ -55,27 +67,60 @@ class RemoteFiles:
             for entry in entries:
                 self._cache.discard(entry, self._folder)
 
-    def _fetch_batch(self, entries: Sequence[File]) -> None:
+    def _fetch_batch(self, entries: Sequence[File], observer: DownloadObserver | None) -> None:
         with contextlib.ExitStack() as locks:
-            downloads: dict[str, FileDownload] = {}
-            parts = {}
-            for entry in entries:
-                if self._cache.add(entry, self._folder):
-                    continue
-                part = locks.enter_context(self._cache.lock(entry))
-                if self._cache.add(entry, self._folder):  # another process has completed it
-                    part.discard()
-                    continue
-                parts[entry.blake3] = part
-                downloads[entry.blake3] = FileDownload(entry=entry, part=part)
-            if not downloads:
+            parts = self._lock_missing(entries, locks)
+            self._tell_complete(entries, observer)
+            if not parts:
                 return
-            total_bytes = sum(download.entry.size for download in downloads.values())
+            downloads = [
+                FileDownload(
+                    entry=entry,
+                    part=parts[entry.blake3],
+                    on_chunk=partial(_ignore if observer is None else observer.arrived, entry),
+                )
+                for entry in entries
+                if entry.blake3 in parts
+            ]
+            total_bytes = sum(download.entry.size for download in downloads)
             self._cache.check_free_bytes(total_bytes - sum(part.disk_bytes for part in parts.values()))
-            with byte_progress(f"downloading {self.location}", total_bytes) as progress, self._cache.errors():
-                completed_files = Download(self._store, self.location, progress).run(list(downloads.values()))
-                with contextlib.closing(completed_files):
-                    for download in completed_files:
-                        part = parts[download.entry.blake3]
-                        self._cache.add(download.entry, self._folder, part)
+            display = (
+                byte_progress(f"downloading {self.location}", total_bytes)
+                if observer is None
+                else contextlib.nullcontext(_ignore)
+            )
+            with display as progress, self._cache.errors():
+                download = Download(self._store, self.location, progress)
+                if observer is not None:
+                    for file_download in downloads:
+                        observer.opened(file_download.entry, parts[file_download.entry.blake3].path)
+                    observer.began(download.cancel)
+                with contextlib.closing(download.run(downloads)) as completed_files:
+                    for file_download in completed_files:
+                        part = parts[file_download.entry.blake3]
+                        self._cache.add(file_download.entry, self._folder, part)
                         part.close()  # processes that wait for this file need not wait for the others
+
+    def _tell_complete(self, entries: Sequence[File], observer: DownloadObserver | None) -> None:
+        if observer is not None:
+            for entry in entries:
+                if is_complete(self._folder / entry.name, entry):
+                    observer.completed(entry, self._folder / entry.name)
+
+    def _lock_missing(self, entries: Sequence[File], locks: contextlib.ExitStack) -> dict[str, PartFile]:
+        """Lock the files that must be downloaded; return them by their digests."""
+        parts = {}
+        # All processes lock files in one order, so that none waits for ever.
+        for entry in sorted(entries, key=lambda entry: entry.blake3):
+            if self._cache.add(entry, self._folder):
+                continue
+            part = locks.enter_context(self._cache.lock(entry))
+            if self._cache.add(entry, self._folder):  # another process has completed it
+                part.discard()
+                continue
+            parts[entry.blake3] = part
+        return parts
+
+
+def _ignore(*_: object) -> None:
+    """Take no note of progress."""

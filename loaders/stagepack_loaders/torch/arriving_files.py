@@ -1,14 +1,14 @@
 """Weight files that threads read into the memory of a device, in order, while the stages run already."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from blake3 import blake3
 
-from stagepack.errors import DigestError, Problem
+from stagepack.errors import DigestError, Problem, StagepackError, repeated_error
 from stagepack.format.chunks import ByteProgress, FileChunk, file_chunks
 from stagepack.format.manifest import File
 from stagepack_loaders.torch.weight_transfer import ByteRange, DeviceWriter, TransferThreads, current_event, empty_bytes
@@ -37,7 +37,7 @@ class ArrivingFile:
         self._tensor_bytes: dict[tuple[int, int], torch.Tensor] = {}
         self._arrival = threading.Condition()
         self._events: dict[int, Any] = {}
-        self._errors: dict[int, DigestError] = {}
+        self._errors: dict[int, StagepackError] = {}
 
     def tensor_bytes(self, start: int, end: int) -> torch.Tensor:
         """Return the bytes of a stored tensor, as a tensor with a storage of its own, which shares the memory.
@@ -55,7 +55,13 @@ class ArrivingFile:
         return self._tensor_bytes[start, end]
 
     def write_chunk(
-        self, writer: DeviceWriter, chunk: FileChunk, *, verify: bool, progress: ByteProgress | None
+        self,
+        writer: DeviceWriter,
+        chunk: FileChunk,
+        *,
+        verify: bool,
+        progress: ByteProgress | None,
+        on_damage: Callable[[File], None],
     ) -> None:
         """Read a chunk into the memory. Errors are raised by `wait`.
 
@@ -64,15 +70,19 @@ class ArrivingFile:
             chunk: one of `chunks`.
             verify: compare the chunk with its digest.
             progress: called with the number of bytes that were read.
+            on_damage: called with the entry of the file, if the chunk has another digest.
         """
         hasher = blake3() if verify else None
         source = ByteRange(self.entry.name, chunk.start, chunk.end)
-        event, error = None, None
+        event: Any = None
+        error: StagepackError | None = None
         try:
             event = writer.write(source, self.memory[chunk.start : chunk.end], hasher, self._allocated)
             problem = None if hasher is None else chunk.problem(hasher.hexdigest())
-            error = None if problem is None else DigestError([problem])
-        except DigestError as read_error:
+            if problem is not None:
+                error = DigestError([problem])
+                on_damage(self.entry)
+        except StagepackError as read_error:
             error = read_error
         except Exception as unexpected_error:  # noqa: BLE001 - the thread would end, and a call would wait for ever
             message = f"the file cannot be loaded: {unexpected_error}"
@@ -95,12 +105,13 @@ class ArrivingFile:
 
         Raises:
             DigestError: the file cannot be read, or a chunk of the range differs from the one that the manifest states.
+            RemoteError, WriteError: the file of a remote bundle cannot be downloaded, or written into the cache.
         """
         for chunk in file_chunks(self.entry, start, end) if end > start else ():
             with self._arrival:
                 self._arrival.wait_for(lambda index=chunk.index: index in self._events or index in self._errors)  # type: ignore[misc]
                 if chunk.index in self._errors:
-                    raise DigestError(list(self._errors[chunk.index].problems))
+                    raise repeated_error(self._errors[chunk.index])
                 event = self._events[chunk.index]
             # Not the current stream alone: later calls may be made on others.
             if event is not None:
@@ -125,6 +136,7 @@ class ArrivingFiles:
         verify: bool,
         progress: ByteProgress | None = None,
         is_staged: bool | None = None,
+        on_damage: Callable[[File], None] = lambda _: None,
     ) -> None:
         """Start to read nothing yet.
 
@@ -134,8 +146,10 @@ class ArrivingFiles:
             verify: compare each chunk with its digest before it counts as arrived.
             progress: called by the threads with the number of bytes that were read.
             is_staged: see `DeviceWriter`.
+            on_damage: called by the threads with the entry of a file that differs from the manifest.
         """
         self._device = device
+        self._on_damage = on_damage
         self._progress = progress
         self._writer = DeviceWriter(device, reader, is_staged=is_staged)
         self._verify = verify
@@ -157,7 +171,14 @@ class ArrivingFiles:
                 file = self._files[entry.name] = ArrivingFile(entry, self._device)
                 for chunk in file.chunks:
                     self._threads.submit(
-                        partial(file.write_chunk, self._writer, chunk, verify=self._verify, progress=self._progress)
+                        partial(
+                            file.write_chunk,
+                            self._writer,
+                            chunk,
+                            verify=self._verify,
+                            progress=self._progress,
+                            on_damage=self._on_damage,
+                        )
                     )
             files[entry.name] = self._files[entry.name]
         return files

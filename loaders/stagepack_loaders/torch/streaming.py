@@ -1,13 +1,16 @@
 """Prepared stages whose weights arrive by threads: before the stage is ready, or while it runs."""
 
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.file_source import FileStream
+from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
@@ -17,7 +20,7 @@ from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.prepare import StageParts, build_code, read_parts
 from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.weight_gate import WeightUse, build_gated_module, weight_uses
-from stagepack_loaders.weight_reading import FolderReader, WeightReader
+from stagepack_loaders.weight_reading import FolderReader
 
 
 class Arrivals:
@@ -27,28 +30,55 @@ class Arrivals:
         weights: the weights of each device, by their first name.
     """
 
-    def __init__(self, reader: WeightReader, progress: ByteProgress | None) -> None:
+    def __init__(self, bundle: Bundle, options: PrepareOptions) -> None:
         """Read nothing yet.
 
         Args:
-            reader: reads the weight files.
-            progress: called by threads with the number of bytes that were read.
+            bundle: the bundle of the weight files.
+            options: what the caller asks for.
         """
-        self._reader = reader
-        self._progress = progress
-        self._files: dict[torch.device, ArrivingFiles] = {}
+        self._bundle = bundle
+        self._reader = options.weight_reader
+        self._progress = options.progress
+        self._files: dict[tuple[torch.device, FileStream | None], ArrivingFiles] = {}
         self.weights: defaultdict[torch.device, dict[str, ArrivingWeight]] = defaultdict(dict)
 
-    def files(self, device: torch.device, *, verify: bool) -> ArrivingFiles:
+    def stream(self, file_names: Iterable[str]) -> FileStream | None:
+        """Begin to download files of a remote bundle; return a handle that reads them. None if they are read from a folder.
+
+        Args:
+            file_names: the names of the files.
+        """
+        return None if self._reader is not None else self._bundle.stream(file_names)
+
+    def files(self, device: torch.device, stream: FileStream | None, *, verify: bool) -> ArrivingFiles:
         """Return the files on their way to a device.
 
         Args:
             device: the device.
+            stream: what `stream` returned for the files.
             verify: compare chunks with their digests.
         """
-        if device not in self._files:
-            self._files[device] = ArrivingFiles(device, self._reader, verify=verify, progress=self._progress)
-        return self._files[device]
+        if (device, stream) not in self._files:
+            handle = None if stream is None else stream.share()
+            files = ArrivingFiles(
+                device,
+                handle or self._reader or FolderReader(self._bundle.path),
+                verify=verify,
+                progress=self._progress,
+                on_damage=partial(_discard, self._bundle),
+            )
+            if handle is not None:
+                # Before the threads of the files are waited for, which wait for the download.
+                weakref.finalize(files, handle.close)
+            self._files[device, stream] = files
+        return self._files[device, stream]
+
+
+def _discard(bundle: Bundle, entry: File) -> None:
+    """Remove a damaged file from the cache, so that the next load downloads it again."""
+    if bundle.source is not None:
+        bundle.source.discard([entry])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +91,7 @@ class StreamedTorchStage:
         stored_tensors: the file and the position of each stored tensor, by name.
         device: the device it will run on.
         arrivals: the files on their way, for all stages that are prepared together.
+        stream: reads the weight files while they are downloaded; None if the folder has them.
     """
 
     bundle: Bundle
@@ -70,6 +101,7 @@ class StreamedTorchStage:
     stored_tensors: Mapping[str, tuple[Path, StoredTensor]]
     device: torch.device
     arrivals: Arrivals
+    stream: FileStream | None
 
     @property
     def runtime(self) -> str:
@@ -84,10 +116,10 @@ class StreamedTorchStage:
 
         Raises:
             DigestError: a file cannot be read, or is not the one that the manifest lists.
+            RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
         """
         stage_entry = self.bundle.stages[self.stage_number]
-        self.bundle.fetch(stage_entry.weights)
-        arriving_files = self.arrivals.files(self.device, verify=verify)
+        arriving_files = self.arrivals.files(self.device, self.stream, verify=verify)
         files = arriving_files.add(self.bundle.files[file_name] for file_name in stage_entry.weights)
         known_weights = self.arrivals.weights[self.device]
         for weight in self.code.graph.weights:
@@ -117,22 +149,32 @@ def prepare_streamed_stages(
     Raises:
         DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
     """
-    arrivals = options.shared.get(
-        Arrivals, lambda: Arrivals(options.weight_reader or FolderReader(bundle.path), options.progress)
-    )
+    arrivals = options.shared.get(Arrivals, lambda: Arrivals(bundle, options))
+    bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
+    parts_of_stage = {stage_number: read_parts(bundle, stage_number, options) for stage_number in placement}
+    codes = {
+        stage_number: build_code(bundle, stage_number, parts_of_stage[stage_number], device, options)
+        for stage_number, device in placement.items()
+    }
+    weight_files = [file_name for stage_number in placement for file_name in bundle.stages[stage_number].weights]
+    stream = None
+    if options.stream and placement:
+        stream = arrivals.stream(weight_files)
+    else:
+        bundle.fetch(weight_files)
     prepared_stages = {}
     for stage_number, device in placement.items():
-        parts = read_parts(bundle, stage_number, options)
+        parts, code = parts_of_stage[stage_number], codes[stage_number]
         uses = weight_uses(parts.folded, parts.graph) if options.stream else []
-        code = build_code(bundle, stage_number, parts, device, options)
         prepared_stages[stage_number] = StreamedTorchStage(
             bundle=bundle,
             stage_number=stage_number,
             code=gate_code(code, parts, device, uses) if options.stream else code,
             uses=uses,
-            stored_tensors=bundle.tensors(stage_number, parts.graph),
+            stored_tensors=bundle.tensors(stage_number, parts.graph, stream),
             device=device,
             arrivals=arrivals,
+            stream=stream,
         )
     return prepared_stages
 
