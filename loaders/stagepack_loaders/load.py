@@ -113,7 +113,8 @@ def load(
             at its first use. With ``verify="full"``, its bytes are compared with their digests before they are computed with, so it
             is a call that raises `DigestError`. `state_dict`, `load_state_dict`, `to` and copies wait too; before you read or write
             the content of ``parameters()``, call `TorchStage.wait_for_weights`: until then it is undefined, and what you write may be
-            overwritten. Not with `compile`, `compiled` and `processes`; only in torch.
+            overwritten. Of a remote bundle, the first chunk of each weight file is waited for, and the others are downloaded
+            meanwhile. Not with `compile`, `compiled` and `processes`; only in torch.
         device_memory: the memory for weights on each device, in bytes or as ``"8GiB"``. If the weights are larger, some stay there, and
             the others pass through a part of it in each call, read ahead from their files; `TorchStage.residency` says how many.
             Gradients are not recorded then. `state_dict` and ``parameters()`` have those on the CPU; what is written into them is used
