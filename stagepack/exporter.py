@@ -11,7 +11,7 @@ import torch
 from stagepack.bundle_content import merged_tensors
 from stagepack.bundle_writing import EntryPointContent, ExampleRecorder, ModelOrigin, write_bundle
 from stagepack.capture.dimension_names import dimension_names
-from stagepack.capture.hugging_face import AnswerDiffersError, are_identical
+from stagepack.capture.hugging_face import AnswerDiffersError, answers_alike, are_identical, only_parameters
 from stagepack.capture.model_run import run_model
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
@@ -189,6 +189,9 @@ def _record_from_files(
     for module in compared:
         if not are_identical(answer, run_model(module, capture.inputs, seed=EXAMPLE_SEED)):
             raise AnswerDiffersError
+        for further_inputs in capture.further_inputs:
+            if not answers_alike(capture.model, module, only_parameters(further_inputs, capture.inputs)):
+                raise AnswerDiffersError
     return example_tensors(capture, program.signature, answer)
 
 

@@ -15,6 +15,8 @@ from stagepack.capture.inputs import Inputs
 from stagepack.errors import CaptureError
 
 _LARGEST_BATCH = 1024
+# The names of the dimensions that count tokens.
+_SEQUENCES = ("sequence", "decoded")
 _LONGEST_SEQUENCE = 4096  # tokens, where the configuration has no length
 
 
@@ -41,6 +43,32 @@ def example_inputs(model: Any) -> Inputs:
     )
 
 
+def with_longer_sequences(inputs: Inputs) -> Inputs:
+    """Return inputs whose sequences have two tokens or more: some models compute one token in another way than several."""
+    longer = {
+        id(dim): Dim(dim.__name__, min=2, max=dim.max)
+        for dims in inputs.dynamic_shapes.values()
+        for dim in dims.values()
+        if dim.__name__ in _SEQUENCES
+    }
+    return replace(
+        inputs,
+        dynamic_shapes={
+            parameter: {position: longer.get(id(dim), dim) for position, dim in dims.items()}
+            for parameter, dims in inputs.dynamic_shapes.items()
+        },
+    )
+
+
+def smallest_inputs(inputs: Inputs) -> Inputs:
+    """Return the inputs with the smallest size in each dynamic dimension."""
+    kwargs = dict(inputs.kwargs)
+    for parameter, dims in inputs.dynamic_shapes.items():
+        for position, dim in dims.items():
+            kwargs[parameter] = kwargs[parameter].narrow(position, 0, dim.min)
+    return replace(inputs, kwargs=kwargs)
+
+
 def with_auto_dims(inputs: Inputs) -> Inputs:
     """Replace the named dimensions of inputs by ``Dim.AUTO``: torch decides which of them are dynamic."""
     auto_shapes = {parameter: dict.fromkeys(dims, Dim.AUTO) for parameter, dims in inputs.dynamic_shapes.items()}
@@ -52,7 +80,7 @@ def _batch_dim() -> Dim:
 
 
 def _token_inputs(config: Any, constants: dict[str, Any], *, with_mask: bool) -> Inputs:
-    dims_bs = {0: _batch_dim(), 1: Dim("sequence", min=2, max=_longest_sequence(config))}
+    dims_bs = {0: _batch_dim(), 1: Dim("sequence", min=1, max=_longest_sequence(config))}
     tensors = {"input_ids": _token_ids(config, 2, 8)}
     if with_mask:
         tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
@@ -63,12 +91,12 @@ def _encoder_decoder_inputs(model: Any, constants: dict[str, Any]) -> Inputs:
     config, encoder_input = model.config, model.main_input_name
     batch, longest = _batch_dim(), _longest_sequence(config)
     if encoder_input == "input_ids":
-        example, dims = _token_ids(config, 2, 8), {0: batch, 1: Dim("sequence", min=2, max=longest)}
+        example, dims = _token_ids(config, 2, 8), {0: batch, 1: Dim("sequence", min=1, max=longest)}
     else:
         example, dims = _audio_features_bmf(model), {0: batch}
     return Inputs(
         kwargs={encoder_input: example, "decoder_input_ids": _token_ids(config, 2, 6), **constants},
-        dynamic_shapes={encoder_input: dims, "decoder_input_ids": {0: batch, 1: Dim("decoded", min=2, max=longest)}},
+        dynamic_shapes={encoder_input: dims, "decoder_input_ids": {0: batch, 1: Dim("decoded", min=1, max=longest)}},
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
-from stagepack.capture.example_inputs import example_inputs, with_auto_dims
+from stagepack.capture.example_inputs import example_inputs, smallest_inputs, with_auto_dims, with_longer_sequences
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
@@ -52,16 +52,23 @@ def capture_pretrained(source: str, inputs: Inputs, *, deferred: bool = True) ->
         candidates = [inputs]
     else:
         made_inputs = example_inputs(model)
-        candidates = [made_inputs, with_auto_dims(made_inputs)]
+        candidates = [made_inputs]
+        if (longer_inputs := with_longer_sequences(made_inputs)) != made_inputs:
+            candidates.append(longer_inputs)
+        candidates.append(with_auto_dims(made_inputs))
     reasons = []
+    # Where torch decides which sizes are dynamic, they are not known.
+    smallest = {id(made): (smallest_inputs(made),) for made in candidates[:-1]}
     for candidate, (method, exporter) in itertools.product(candidates, _EXPORTERS.items()):
         try:
+            further_inputs = smallest.get(id(candidate), ())
             if deferred_tensors is None:
-                return _capture_exactly(exporter, model, candidate)
+                return _capture_exactly(exporter, model, candidate, further_inputs)
             capture: Capture = exporter(model, candidate)
             return replace(
                 capture,
                 deferred=deferred_tensors,
+                further_inputs=further_inputs,
                 capture_loaded=partial(capture_pretrained, source, inputs, deferred=False),
             )
         except CaptureError as error:
@@ -89,17 +96,35 @@ def capture_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
         raise CaptureError(f"{reason}; {PATCHED_EXPORT}: {error}") from error
 
 
-def _capture_exactly(exporter: Callable[[Any, Inputs], Capture], model: torch.nn.Module, inputs: Inputs) -> Capture:
-    """Capture a model by one exporter, and compare the program with the model on the example.
+def _capture_exactly(
+    exporter: Callable[[Any, Inputs], Capture],
+    model: torch.nn.Module,
+    inputs: Inputs,
+    further_inputs: tuple[Inputs, ...] = (),
+) -> Capture:
+    """Capture a model by one exporter, and compare the program with the model on the example and on further inputs.
 
     Raises:
         CaptureError: the exporter fails, or the program answers otherwise than the model.
     """
     capture = exporter(model, inputs)
-    model_answer = run_model(model, capture.inputs, seed=0)
-    if not are_identical(model_answer, run_model(capture.program.module(), capture.inputs, seed=0)):
+    module = capture.program.module()
+    if not answers_alike(model, module, capture.inputs):
         raise CaptureError("the program's answer differs from the model's")
+    for smaller_inputs in further_inputs:
+        if not answers_alike(model, module, only_parameters(smaller_inputs, capture.inputs)):
+            raise CaptureError("the program's answer to the smallest inputs differs from the model's")
     return capture
+
+
+def answers_alike(model: torch.nn.Module, module: torch.nn.Module, inputs: Inputs) -> bool:
+    """Whether a model and the module of its captured program answer with the same bits."""
+    return are_identical(run_model(model, inputs, seed=0), run_model(module, inputs, seed=0))
+
+
+def only_parameters(inputs: Inputs, captured: Inputs) -> Inputs:
+    """Return inputs without the parameters that a capture does not take, such as those that are constants in it."""
+    return replace(inputs, kwargs={name: value for name, value in inputs.kwargs.items() if name in captured.kwargs})
 
 
 def are_identical(answer: Any, other_answer: Any) -> bool:

@@ -35,6 +35,7 @@ class Capture:
         method: the function that captured it, for messages.
         calls: the calls of its modules, as far as they were recorded.
         deferred: where the data of the model's weights is, if the weights have none in memory.
+        further_inputs: other inputs for which the program must answer as the model does, such as the smallest ones.
         capture_loaded: captures the same model with its weights in memory, if they have none. It is called where the program answers
             otherwise than the model, which is not known before there is data.
     """
@@ -45,6 +46,7 @@ class Capture:
     method: str = "torch.export.export"
     calls: TracedCalls = field(default_factory=TracedCalls)
     deferred: DeferredTensors | None = None
+    further_inputs: tuple[Inputs, ...] = ()
     capture_loaded: "Callable[[], Capture] | None" = None
 
     def data(self, tensor: torch.Tensor) -> torch.Tensor:
