@@ -211,6 +211,7 @@ class PrepareOptions:
         modules: run by calls of the model's modules; only for a runtime with `runs_modules`.
         types: classes that arguments and results of modules may be built of.
         dense_inputs: values from other stages may be contiguous where those of the capture were not.
+        autocast: the stages may be called in ``torch.autocast``: there, dtypes of values may differ from those of the capture.
         stream: a stage is ready at once, and each weight is waited for at its first use; only for a runtime with `streams`.
         device_memory: the largest number of bytes of weights on each device, for a runtime with `streams`; None for no limit.
         weight_reader: reads the weight files of a stage that streams; None for the files in the folder of the bundle.
@@ -224,6 +225,7 @@ class PrepareOptions:
     modules: bool = False
     types: Collection[type] = ()
     dense_inputs: bool = False
+    autocast: bool = False
     stream: bool = False
     device_memory: int | None = None
     weight_reader: "WeightReader | None" = None

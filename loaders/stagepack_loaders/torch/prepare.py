@@ -127,6 +127,8 @@ def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> St
     operators = resolve_operators(graph.ops, options.allow_ops, bundle.stages[stage_number].graph)
     if options.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
+    if options.autocast:
+        operators = [_assert_outside_autocast(operator) for operator in operators]
     return StageParts(folded, graph, operators)
 
 
@@ -155,3 +157,23 @@ def _view_as_reshape(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``view``, which some dense inputs do not allow. Where it is possible, ``reshape`` returns the same view."""
     aten = torch.ops.aten
     return aten.reshape.default if operator is aten.view.default else operator
+
+
+def _assert_outside_autocast(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Restrict the comparison with recorded dtypes, which `torch.autocast` changes, to calls outside of it."""
+    if str(operator) != "aten._assert_tensor_metadata.default":
+        return operator
+
+    def assert_metadata(
+        a: torch.Tensor,
+        size: Any = None,
+        stride: Any = None,
+        dtype: Any = None,
+        *,
+        device: Any = None,
+        layout: Any = None,
+    ) -> None:
+        if not torch.is_autocast_enabled(a.device.type):
+            operator(a, size, stride, dtype, device=device, layout=layout)
+
+    return assert_metadata

@@ -10,6 +10,7 @@ from stagepack.format.manifest import Edge, Stage
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import StageBoundary
 from stagepack_loaders.train.random_numbers import RandomNumbers
+from stagepack_loaders.train.recomputation import Recompute, can_recompute_stage, recompute_regions, recomputed
 
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.bool}
 
@@ -31,6 +32,7 @@ class PipelineModule(torch.nn.Module):
         random_numbers: RandomNumbers,
         *,
         splits_backward: bool,
+        recompute: Recompute,
     ) -> None:
         """Wrap a stage.
 
@@ -43,6 +45,7 @@ class PipelineModule(torch.nn.Module):
             state_outputs: the edges that share the memory of buffers that it writes.
             random_numbers: its random generators.
             splits_backward: the schedule computes gradients of inputs and of weights apart; see `backward_link`.
+            recompute: what is computed again in the backward pass.
         """
         super().__init__()
         self.stage = stage
@@ -54,6 +57,9 @@ class PipelineModule(torch.nn.Module):
         self._state_outputs = state_outputs
         self._splits_backward = splits_backward
         self._edges = {edge.name: edge for edge in (*boundary.received, *boundary.model_inputs)}
+        self._recomputes = recompute == "stages" and can_recompute_stage(stage)
+        if recompute == "regions":
+            recompute_regions(stage)
         # Gradients of the inputs of a stage are contiguous where torch accumulates them, which it does not when it splits the pass.
         self._copies_gradients = splits_backward or any(
             value is not None and value.dtype.startswith("complex")
@@ -79,7 +85,7 @@ class PipelineModule(torch.nn.Module):
         }
         inputs = [self._unpacked(edge_name, values[edge_name]) for edge_name in self._entry.inputs]
         random_state = received[-1] if self.random_numbers.is_received else None
-        outputs, random_state = self.random_numbers.run(lambda: self.stage.run(inputs), random_state)
+        outputs, random_state = self.random_numbers.run(lambda: self._run_stage(inputs), random_state)
         values.update(zip(self._entry.outputs, outputs, strict=True))
         sent = [self._packed(edge, values[edge.name]) for edge in self._boundary.sent]
         if self._splits_backward:
@@ -89,6 +95,12 @@ class PipelineModule(torch.nn.Module):
             linked = (*sent, link) if self._boundary.links_next else sent
             sent = [_Linked.apply(tensor, link) if tensor.requires_grad else tensor for tensor in linked]  # type: ignore[no-untyped-call]
         return (*sent, random_state) if self.random_numbers.is_sent and random_state is not None else tuple(sent)
+
+    def _run_stage(self, inputs: list[Any]) -> tuple[Any, ...]:
+        if not self._recomputes:
+            return self.stage.run(inputs)
+        outputs: tuple[Any, ...] = recomputed(lambda *values: self.stage.run(list(values)), *inputs)
+        return outputs
 
     def _unpacked(self, edge_name: str, value: Any) -> Any:
         """A value as the stage takes it."""
@@ -102,7 +114,8 @@ class PipelineModule(torch.nn.Module):
         """A value as it is sent: its bytes are its numbers, and it has a gradient function if the next stage sends a gradient back."""
         if edge.dtype in SCALAR_DTYPES:
             return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=scalar_dtype(edge))
-        tensor: torch.Tensor = value.contiguous().resolve_conj().resolve_neg()
+        # Autocast computes other dtypes than those of the boundary contract.
+        tensor: torch.Tensor = value.to(edge_dtype(edge)).contiguous().resolve_conj().resolve_neg()
         if edge.name in self._state_outputs:
             # The next microbatch writes it.
             tensor = tensor.clone()
@@ -145,6 +158,12 @@ def backward_link(device: Any) -> torch.Tensor:
     is linked to an input. It is no view either, which torch could not detach in place.
     """
     return torch.zeros((), device=device, requires_grad=True)
+
+
+def edge_dtype(edge: Edge) -> torch.dtype:
+    """The dtype of a tensor by the boundary contract."""
+    dtype: torch.dtype = getattr(torch, edge.dtype)
+    return dtype
 
 
 def scalar_dtype(edge: Edge) -> torch.dtype:

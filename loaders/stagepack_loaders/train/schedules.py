@@ -20,7 +20,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import evaluate_dim
 from stagepack_loaders.train.boundaries import StageBoundary
-from stagepack_loaders.train.pipeline_module import PipelineModule, backward_link, scalar_dtype
+from stagepack_loaders.train.pipeline_module import PipelineModule, backward_link, edge_dtype, scalar_dtype
 from stagepack_loaders.train.random_numbers import generator_states
 
 # The schedules of torch by name. The first two run one stage in each process.
@@ -161,5 +161,6 @@ class ScheduleCache:
             raise OptionError(
                 f"the shape of {edge.name} depends on data: schedules of torch exchange tensors of fixed shapes"
             ) from None
-        dtype: torch.dtype = getattr(torch, edge.dtype)
-        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=edge.name in self._differentiable)
+        return torch.empty(
+            shape, dtype=edge_dtype(edge), device="meta", requires_grad=edge.name in self._differentiable
+        )

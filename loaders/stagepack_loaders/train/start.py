@@ -16,7 +16,8 @@ from stagepack_loaders.preparation import finish_prepared, open_for_loading, pre
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.loss import Loss
 from stagepack_loaders.train.modes import evaluation_scopes
-from stagepack_loaders.train.schedules import SCHEDULES, place_stages_for
+from stagepack_loaders.train.recomputation import Recompute
+from stagepack_loaders.train.schedules import SCHEDULES, place_stages_for, splits_backward
 from stagepack_loaders.train.training import Training, TrainingOptions
 
 
@@ -31,6 +32,7 @@ def train(
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
     group: ProcessGroup | None = None,
+    recompute: Recompute = None,
     seed: int = 0,
     silence_seconds: float = 8.0,
 ) -> Training:
@@ -51,6 +53,10 @@ def train(
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
         group: the processes of the pipeline; None for all.
+        recompute: what is computed again in the backward pass, so that its activations need no memory meanwhile (activation
+            checkpointing, by `torch.utils.checkpoint`): ``"regions"``, the repeated layers of a stage, or ``"stages"``. Those that
+            write buffers or their inputs, such as batch norms in training mode, are left out. Not with the schedules that split the
+            backward pass.
         seed: the seed of random numbers, such as those of dropout. Microbatch ``i`` of step ``s``, both counted from 0, draws those that
             the model draws in one process after ``torch.manual_seed(seed + s * microbatches + i)``, on devices of the same kind.
         silence_seconds: a process that shows no sign of life for so long is lost, in seconds. One that is killed is noticed at once.
@@ -72,6 +78,10 @@ def train(
     opened_bundle = open_for_loading(bundle, verify)
     if schedule not in SCHEDULES:
         raise OptionError(f"schedule: expected one of {', '.join(map(repr, SCHEDULES))}, found {schedule!r}")
+    if recompute is not None and splits_backward(schedule):
+        raise OptionError(
+            f"recompute: the schedule {schedule!r} splits the backward pass, and would compute all values twice again: choose another one"
+        )
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group()
     rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), torch.distributed.get_world_size(group))
@@ -85,7 +95,7 @@ def train(
             ),
             stacklevel=2,
         )
-    options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, copy=True)
+    options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, autocast=True, copy=True)
     prepared_stages = prepare_placed(opened_bundle, dict.fromkeys(own_stages, device), "torch", options)
     stages = finish_prepared(opened_bundle, prepared_stages, verify=verify == "full")
     return Training(
@@ -98,6 +108,7 @@ def train(
             schedule=schedule,
             types=tuple(types),
             allow_ops=tuple(allow_ops),
+            recompute=recompute,
             seed=seed,
             silence_seconds=silence_seconds,
         ),

@@ -22,6 +22,7 @@ from stagepack_loaders.train.modes import draws_numbers
 from stagepack_loaders.train.pipeline_module import PipelineModule
 from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.random_numbers import random_numbers_of_stage
+from stagepack_loaders.train.recomputation import Recompute
 from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
 from stagepack_loaders.train.shared_parameters import GradientSums, find_shared_parameters
 from stagepack_loaders.train.watched_group import meet_processes
@@ -38,6 +39,7 @@ class TrainingOptions:
         schedule: the name of the schedule.
         types: classes to build the result of the model of.
         allow_ops: the namespaces of custom operators that may run.
+        recompute: what is computed again in the backward pass.
         seed: the seed of the first microbatch.
         silence_seconds: how long a process may show no sign of life.
     """
@@ -46,6 +48,7 @@ class TrainingOptions:
     schedule: str
     types: tuple[type, ...]
     allow_ops: tuple[str, ...]
+    recompute: Recompute
     seed: int
     silence_seconds: float
 
@@ -100,7 +103,7 @@ class Training:
         self._seed = options.seed
         self._last_rank = rank_of_stage[-1]
         self._is_last = len(bundle.stages) - 1 in stages
-        self._modules = _pipeline_modules(bundle, stages, self._boundaries, differentiable, options.schedule)
+        self._modules = _pipeline_modules(bundle, stages, self._boundaries, differentiable, options)
         self._loss = MicrobatchLoss(
             loss, self._entry_point.signature.result, self._boundaries[-1].sent, options.types, options.microbatches
         )
@@ -310,7 +313,7 @@ def _pipeline_modules(
     stages: Mapping[int, TorchStage],
     boundaries: Sequence[StageBoundary],
     differentiable: Collection[str],
-    schedule: str,
+    options: TrainingOptions,
 ) -> dict[int, PipelineModule]:
     """The stages of this process between their neighbours."""
     graphs = [bundle.graph_file(number, module_calls=False).graph for number in range(len(bundle.stages))]
@@ -324,7 +327,8 @@ def _pipeline_modules(
             _written_inputs(bundle, number),
             _state_outputs(bundle, number),
             random_numbers_of_stage(stage.device, number, random_stages),
-            splits_backward=splits_backward(schedule),
+            splits_backward=splits_backward(options.schedule),
+            recompute=options.recompute,
         )
         for number, stage in stages.items()
     }

@@ -1,0 +1,71 @@
+"""Activation checkpointing: the values inside a region are computed again in the backward pass, and not kept from the forward pass."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+from stagepack.format.graph import Graph, Weight
+from stagepack.graph.aliasing import AliasClasses, alias_classes
+from stagepack.torch_internals import child_modules
+from stagepack_loaders.torch.build import INPUT_TYPES
+from stagepack_loaders.torch.fx_body import GRAPH_NODE
+from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.train.modes import updates_statistics
+
+Recompute = Literal["regions", "stages"] | None
+
+_REGION_PREFIX = "region_"
+
+
+class _RecomputedModule(torch.nn.Module):
+    """A module of a graph whose values are computed again in the backward pass, with the same random numbers."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *values: Any) -> Any:
+        return recomputed(self.module, *values)
+
+
+def recomputed(function: Callable[..., Any], *values: Any) -> Any:
+    """Call a function; autograd keeps its arguments, and calls it again to find what it needs in the backward pass."""
+    return checkpoint(function, *values, use_reentrant=False) if torch.is_grad_enabled() else function(*values)
+
+
+def recompute_regions(stage: TorchStage) -> None:
+    """Let each region of a stage be computed again in the backward pass, except those that touch memory that is written.
+
+    The outermost regions are taken. A region that is computed again would update running statistics twice, or read what was written
+    after it.
+    """
+    classes = alias_classes(stage.graph)
+    remaining: list[torch.nn.Module] = [stage.graph_module]
+    while remaining:
+        children = child_modules(remaining.pop())
+        for child_name, child in children.items():
+            if isinstance(child, GraphModule) and child_name.startswith(_REGION_PREFIX):
+                if not _touches_written_memory(stage.graph, child, classes):
+                    children[child_name] = _RecomputedModule(child)
+            elif child is not None:
+                remaining.append(child)
+
+
+def can_recompute_stage(stage: TorchStage) -> bool:
+    """Whether a stage may be computed again: it writes none of its inputs and buffers."""
+    classes = alias_classes(stage.graph)
+    values = (*(value.name for value in stage.graph.inputs), *(weight.value for weight in stage.graph.weights))
+    is_written = any(classes.is_written(value_name) for value_name in values)
+    return not is_written and not any(updates_statistics(stage.graph, node) for node in stage.graph.nodes)
+
+
+def _touches_written_memory(graph: Graph, region: GraphModule, classes: AliasClasses) -> bool:
+    values = [entry.value if isinstance(entry, Weight) else entry.name for entry in region.meta[INPUT_TYPES]]
+    if any(classes.is_written(value_name) for value_name in values):
+        return True
+    modules = (module for module in region.modules() if isinstance(module, GraphModule))
+    nodes = (node.meta[GRAPH_NODE] for module in modules for node in module.graph.nodes if GRAPH_NODE in node.meta)
+    return any(updates_statistics(graph, node) for node in nodes)

@@ -1,0 +1,122 @@
+"""Values that are computed again, autocast, bfloat16, and gradients of several steps: all stages in this process."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
+
+import stagepack
+from stagepack.errors import OptionError
+from stagepack_loaders.train.recomputation import Recompute
+from tests.train import mode_models
+from tests.train.layer_models import LayerModel, export_layers
+
+pytestmark = pytest.mark.xdist_group("train")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of equal layers with dropout, and one with batch norms."""
+    path = tmp_path_factory.mktemp("memory")
+    export_layers(path / "layers.stagepack", width=8)
+    mode_models.export_model(path / "norms.stagepack", 2)
+    return path
+
+
+def mean_square(result: Any, target: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(result, target)
+
+
+def run(
+    bundle: Path, batches: list[tuple[torch.Tensor, torch.Tensor]], recompute: Recompute = None
+) -> dict[str, torch.Tensor]:
+    """The losses and gradients of some steps."""
+    training = stagepack.train(bundle, mean_square, microbatches=2, schedule="looped-bfs", recompute=recompute)
+    losses = [training.step(x, target=target) for x, target in batches]
+    weights = {name: weight.clone() for name, weight in training.own_weights()}
+    gradients = {f"gradient of {name}": p.grad for name, p in training.named_parameters() if p.grad is not None}
+    return weights | gradients | {"losses": torch.stack(losses)}
+
+
+@pytest.mark.parametrize("recompute", ["regions", "stages"])
+@pytest.mark.parametrize("bundle_name", ["layers", "norms"])
+def test_recomputed_values_give_the_same_bits(folder: Path, bundle_name: str, recompute: Recompute) -> None:
+    bundle = folder / f"{bundle_name}.stagepack"
+    batches = [mode_models.batch(number) for number in range(2)]
+    expected, found = run(bundle, batches), run(bundle, batches, recompute=recompute)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_schedules_that_split_the_backward_pass_recompute_nothing(folder: Path) -> None:
+    with pytest.raises(OptionError, match="recompute: the schedule 'zbv-zero-bubble' splits the backward pass"):
+        stagepack.train(
+            folder / "layers.stagepack", mean_square, microbatches=2, schedule="zbv-zero-bubble", recompute="regions"
+        )
+
+
+@pytest.mark.slow
+def test_recomputed_values_need_no_memory(tmp_path: Path) -> None:
+    export_layers(tmp_path / "layers.stagepack", width=256)
+
+    def peak_bytes(recompute: str) -> int:
+        command = [sys.executable, "-m", "tests.train.layer_models", str(tmp_path / "layers.stagepack"), recompute]
+        # glibc would keep the memory of freed tensors for smaller ones.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+
+    kept, regions, stages = map(peak_bytes, ("none", "regions", "stages"))
+    # Each of 16 layers keeps some values of 8 MiB, of which its input remains.
+    assert regions < kept - 400 * 2**20
+    assert stages < kept - 200 * 2**20
+
+
+def test_autocast_reaches_the_stages_and_follows_the_boundary_contract(tmp_path: Path) -> None:
+    export_layers(tmp_path / "m.stagepack", width=8, dtype=torch.float32, dropout=0.0)
+    x, target = (tensor.float() for tensor in mode_models.batch(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(tmp_path / "m.stagepack", [(x, target)])
+    exact = run(tmp_path / "m.stagepack", [(x, target)])
+    model = LayerModel(8, 0.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        loss = sum(
+            (mean_square(model(part), goal) / 2 for part, goal in zip(x.chunk(2), target.chunk(2), strict=True)),
+            torch.zeros(()),
+        )
+    loss.backward()
+    torch.testing.assert_close(found["losses"][0].float(), loss.detach(), rtol=1e-6, atol=0)
+    assert not torch.equal(found["losses"], exact["losses"])
+    for name, parameter in model.named_parameters():
+        gradient = found[f"gradient of {name}"]
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-2, atol=1e-2 * gradient.abs().max().item())
+
+
+def test_bfloat16_and_the_gradients_of_several_steps(tmp_path: Path) -> None:
+    export_layers(tmp_path / "m.stagepack", width=8, dtype=torch.bfloat16, dropout=0.0)
+    batches = [(x.bfloat16(), target.bfloat16()) for x, target in map(mode_models.batch, range(2))]
+    found = run(tmp_path / "m.stagepack", batches)
+    model = LayerModel(8, 0.0).bfloat16()
+    for x, target in batches:
+        for part, goal in zip(x.chunk(2), target.chunk(2), strict=True):
+            (mean_square(model(part), goal) / 2).backward()
+    for name, parameter in model.named_parameters():
+        # The schedule adds the gradients of microbatches in another order.
+        gradient = found[f"gradient of {name}"]
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient, parameter.grad, rtol=2e-2, atol=2e-2 * gradient.abs().max().item())
