@@ -55,7 +55,7 @@ class GradientSums:
         parameters: Mapping[str, torch.nn.Parameter],
         group: ProcessGroup | None,
     ) -> None:
-        """Make a group for each set of processes. All processes of the pipeline must call this at the same time.
+        """Make a group for each set of processes. Those that have a copy of one parameter must call this at the same time.
 
         Args:
             shared_parameters: the shared parameters, alike in all processes.
@@ -64,10 +64,13 @@ class GradientSums:
         """
         rank = torch.distributed.get_rank(group)
         groups = {
-            ranks: torch.distributed.new_group([_global_rank(group, member) for member in ranks])
+            ranks: torch.distributed.new_group(
+                [_global_rank(group, member) for member in ranks], use_local_synchronization=True
+            )
             for ranks in sorted({parameter.ranks for parameter in shared_parameters})
+            if rank in ranks
         }
-        self.groups = tuple(group for ranks, group in groups.items() if rank in ranks)
+        self.groups = tuple(groups.values())
         self._shared = [
             (parameters[parameter.name], groups[parameter.ranks])
             for parameter in shared_parameters

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from stagepack.errors import EvaluationModeWarning, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions, Verify
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.train.data_parallel import TrainingGroups, groups_of_mesh
 from stagepack_loaders.train.loss import Loss
 from stagepack_loaders.train.modes import evaluation_scopes
 from stagepack_loaders.train.recomputation import Recompute
@@ -32,6 +34,7 @@ def train(
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
     group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     recompute: Recompute = None,
     seed: int = 0,
     silence_seconds: float = 8.0,
@@ -53,12 +56,15 @@ def train(
         allow_ops: as for `stagepack.load`.
         verify: as for `stagepack.load`.
         group: the processes of the pipeline; None for all.
+        mesh: instead of `group`, processes in the dimensions ``pp``, the pipeline, and ``dp``, the number of pipelines. Each pipeline
+            has batches of its own; gradients are averaged over all before a step returns.
         recompute: what is computed again in the backward pass, so that its activations need no memory meanwhile (activation
             checkpointing, by `torch.utils.checkpoint`): ``"regions"``, the repeated layers of a stage, or ``"stages"``. Those that
             write buffers or their inputs, such as batch norms in training mode, are left out. Not with the schedules that split the
             backward pass.
         seed: the seed of random numbers, such as those of dropout. Microbatch ``i`` of step ``s``, both counted from 0, draws those that
-            the model draws in one process after ``torch.manual_seed(seed + s * microbatches + i)``, on devices of the same kind.
+            the model draws in one process after ``torch.manual_seed(seed + s * microbatches + i)``, on devices of the same kind. The
+            pipelines of a mesh count their microbatches one after the other.
         silence_seconds: a process that shows no sign of life for so long is lost, in seconds. One that is killed is noticed at once.
 
     Raises:
@@ -84,10 +90,17 @@ def train(
         )
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group()
-    rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), torch.distributed.get_world_size(group))
-    own_stages = [number for number, rank in enumerate(rank_of_stage) if rank == torch.distributed.get_rank(group)]
+    if group is not None and mesh is not None:
+        raise OptionError("mesh excludes group: the dimension 'pp' of the mesh is the group of the pipeline")
+    groups = TrainingGroups(pipeline=group, whole=group) if mesh is None else groups_of_mesh(mesh)
+    process_count, rank = (
+        torch.distributed.get_world_size(groups.pipeline),
+        torch.distributed.get_rank(groups.pipeline),
+    )
+    rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), process_count)
+    own_stages = [number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank]
     scopes = evaluation_scopes(opened_bundle)
-    if scopes and not torch.distributed.get_rank(group):
+    if scopes and not torch.distributed.get_rank(groups.whole):
         warnings.warn(
             EvaluationModeWarning(
                 f"{len(scopes)} modules with dropout or running statistics, such as {scopes[0]!r}, were exported in evaluation mode, and "
@@ -112,5 +125,5 @@ def train(
             seed=seed,
             silence_seconds=silence_seconds,
         ),
-        group,
+        groups,
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed import ProcessGroup
 
 from stagepack.errors import InputError
 from stagepack.format.contract import bind_call
@@ -16,6 +15,7 @@ from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import StageBoundary, find_boundaries, find_differentiable
 from stagepack_loaders.train.checkpoint import load_optimizer_state, module_of, optimizer_state
+from stagepack_loaders.train.data_parallel import TrainingGroups, average_gradients, average_loss
 from stagepack_loaders.train.loss import Loss, MicrobatchLoss
 from stagepack_loaders.train.microbatches import CallInputs, cut_inputs
 from stagepack_loaders.train.modes import draws_numbers
@@ -59,9 +59,9 @@ class Training:
     Attributes:
         bundle: the bundle.
         stages: the stages of this process, by stage number.
-        rank: the number of this process in the pipeline.
-        process_count: the number of processes.
-        group: the processes; None for all.
+        rank: the number of this process.
+        process_count: the number of processes, of all pipelines.
+        group: these processes; None for all.
         allow_ops: the namespaces of custom operators that may run.
         steps: the number of steps so far.
     """
@@ -73,7 +73,7 @@ class Training:
         rank_of_stage: Sequence[int],
         loss: Loss,
         options: TrainingOptions,
-        group: ProcessGroup | None,
+        groups: TrainingGroups,
     ) -> None:
         """Connect the stages. All processes must call this at the same time.
 
@@ -83,16 +83,17 @@ class Training:
             rank_of_stage: the process of each stage.
             loss: see `stagepack.train`.
             options: the other options.
-            group: see `stagepack.train`.
+            groups: the groups of this process.
 
         Raises:
             OptionError, GroupError: see `stagepack.train`.
         """
         self.bundle = bundle
         self.stages = dict(stages)
-        self.rank = torch.distributed.get_rank(group)
-        self.process_count = torch.distributed.get_world_size(group)
-        self.group = group
+        self.rank = torch.distributed.get_rank(groups.whole)
+        self.process_count = torch.distributed.get_world_size(groups.whole)
+        self.group = groups.whole
+        self._groups = groups
         self.steps = 0
         self.allow_ops = options.allow_ops
         self._entry_point = bundle.entry_point
@@ -114,7 +115,7 @@ class Training:
             differentiable,
             self._loss,
             microbatches=options.microbatches,
-            group=group,
+            group=groups.pipeline,
         )
         # A parameter that has several names is called by the first one, in all processes.
         self._first_names = {
@@ -124,13 +125,16 @@ class Training:
             for name in weight.names
         }
         shared_parameters = find_shared_parameters(bundle, rank_of_stage)
-        self._counted_elsewhere = {parameter.name for parameter in shared_parameters if parameter.ranks[0] != self.rank}
-        self._gradient_sums = GradientSums(shared_parameters, dict(self.named_parameters()), group)
+        pipeline_rank = torch.distributed.get_rank(groups.pipeline)
+        self._counted_elsewhere = {
+            parameter.name for parameter in shared_parameters if parameter.ranks[0] != pipeline_rank
+        }
+        self._gradient_sums = GradientSums(shared_parameters, dict(self.named_parameters()), groups.pipeline)
         self._watch: ProcessWatch | None = None
         if self.process_count > 1:
             self._watch = ProcessWatch(
-                meet_processes(bundle, stages, group),
-                (group, *self._gradient_sums.groups),
+                meet_processes(bundle, stages, groups.whole),
+                (*groups.all_groups, *self._gradient_sums.groups),
                 silence_seconds=options.silence_seconds,
             )
 
@@ -220,7 +224,7 @@ class Training:
             if parameter_name not in self._counted_elsewhere:
                 squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().cpu()
         with self.guarded():
-            torch.distributed.all_reduce(squares, group=self.group)
+            torch.distributed.all_reduce(squares, group=self._groups.pipeline)
         norm = squares.sqrt()
         factor = float(max_norm / (norm + _SMALLEST_NORM))
         if factor < 1:
@@ -231,7 +235,7 @@ class Training:
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters and persistent buffers that this process saves, each once; all processes together save all of them."""
         for weight_name, tensor in self._named_weights():
-            if weight_name not in self._counted_elsewhere:
+            if weight_name not in self._counted_elsewhere and not self._groups.replica:
                 yield weight_name, tensor
 
     def _named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -252,7 +256,8 @@ class Training:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Run a batch forward and backward. Gradients are added to those of the parameters.
 
-        All processes call it with the same batch; each uses what its stages need.
+        All processes of a pipeline call it with the same batch; each uses what its stages need. With several pipelines, each has a batch
+        of its own, of the same size, and gradients are averaged.
 
         Args:
             *args: the arguments of the model.
@@ -260,7 +265,7 @@ class Training:
             **kwargs: the keyword arguments of the model.
 
         Returns:
-            The mean loss of the microbatches, in all processes.
+            The mean loss of the microbatches of all pipelines, in all processes.
 
         Raises:
             InputError: the batch does not fit the bundle, or is no multiple of the number of microbatches.
@@ -290,9 +295,10 @@ class Training:
         """Run the microbatches forward and backward; return their mean loss."""
         schedule = self._schedules.find(call.sizes)
         own_names = {edge.name for number in self.stages for edge in self._boundaries[number].model_inputs}
+        batch_number = self.steps * self._groups.replica_count + self._groups.replica
         for module in self._modules.values():
             module.replicated = call.replicated
-            module.random_numbers.begin(self._seed + self.steps * self._microbatches)
+            module.random_numbers.begin(self._seed + batch_number * self._microbatches)
         losses: list[torch.Tensor] = []
         self._gradient_sums.begin()
         own_inputs = {input_name: value for input_name, value in call.values.items() if input_name in own_names}
@@ -301,11 +307,12 @@ class Training:
         else:
             schedule.step(return_outputs=False, **own_inputs)
         self._gradient_sums.finish()
+        average_gradients(list(self.parameters()), self._groups)
         mean_loss = (
             torch.stack(losses).sum().detach().double().cpu() if losses else torch.zeros((), dtype=torch.float64)
         )
-        torch.distributed.broadcast(mean_loss, group=self.group, group_src=self._last_rank)
-        return mean_loss
+        torch.distributed.broadcast(mean_loss, group=self._groups.pipeline, group_src=self._last_rank)
+        return average_loss(mean_loss, self._groups)
 
 
 def _pipeline_modules(
