@@ -26,6 +26,7 @@ from stagepack.format.writer import BundleWriter, TensorSource
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.folding import fold_graph
 from stagepack.partition.cut import Cut, CutStage
+from stagepack.terminal import byte_progress
 
 INDEX_FILE_NAME = "model.safetensors.index.json"
 _EXAMPLE_FILE_NAME = "example.safetensors"
@@ -101,7 +102,11 @@ def write_bundle(
         for stage_number, stage in enumerate(entry_point.cut.stages)
     }
     file_of_tensor = _assign_files(stages)
-    with BundleWriter(out, overwrite=overwrite) as writer:
+    weight_bytes = sum(weights.specs[tensor].nbytes for tensor in file_of_tensor)
+    with (
+        BundleWriter(out, overwrite=overwrite) as writer,
+        byte_progress(f"writing {Path(out).name}", weight_bytes) as progress,
+    ):
         stage_entries = []
         for stage_name, stage in stages.items():
             entry = _stage_entry(stage_name, stage, file_of_tensor, weights)
@@ -113,7 +118,7 @@ def write_bundle(
             specs = [
                 weights.specs[tensor] for tensor, tensor_file in file_of_tensor.items() if tensor_file == file_name
             ]
-            writer.write_tensors(file_name, specs, weights.read)
+            writer.write_tensors(file_name, specs, weights.read, progress)
             locations |= {stored.name: (writer.folder / file_name, stored) for stored in tensor_layout(specs)}
         remaining_entries = iter(stage_entries)
         written_entry_points = []

@@ -29,12 +29,12 @@ def active_line(show: Callable[[str | None], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def byte_progress(step: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show on a terminal how many bytes of a step are done.
 
     Args:
         step: what is being done.
-        total_bytes: how many bytes it is in all.
+        total_bytes: how many bytes it is in all; None if it is not known.
 
     Yields:
         A function that takes the number of further bytes that are done. Several threads may call it at a time.
@@ -51,7 +51,7 @@ def byte_progress(step: str, total_bytes: int) -> Iterator[Callable[[int], None]
 class _ByteCounter:
     """Counts bytes, and shows them a few times a second."""
 
-    def __init__(self, step: str, total_bytes: int, display: contextlib.ExitStack) -> None:
+    def __init__(self, step: str, total_bytes: int | None, display: contextlib.ExitStack) -> None:
         self._step = step
         self._total_bytes = total_bytes
         self._display = display
@@ -73,9 +73,8 @@ class _ByteCounter:
         if self._show is None:
             self._show = self._open_line()
         rate = self._done_bytes / (time.monotonic() - self._start_time)
-        self._show(
-            f"{self._step}: {_in_gigabytes(self._done_bytes)} of {_in_gigabytes(self._total_bytes)} GB, {rate / 1e6:.0f} MB/s"
-        )
+        of_total = "" if self._total_bytes is None else f" of {_in_gigabytes(self._total_bytes)}"
+        self._show(f"{self._step}: {_in_gigabytes(self._done_bytes)}{of_total} GB, {rate / 1e6:.0f} MB/s")
 
     def _open_line(self) -> Callable[[str | None], object]:
         from rich.console import Console  # noqa: PLC0415 - 80 ms, which only a terminal needs

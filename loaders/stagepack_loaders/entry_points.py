@@ -1,6 +1,7 @@
 """Load the entry points of a bundle together, so that they share weights and state."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import EntryPointError
@@ -16,6 +17,7 @@ from stagepack_loaders.preparation import (
     finish_pipeline,
     open_for_loading,
     prepare_all,
+    reading_progress,
     runtime_of_each_stage,
 )
 from stagepack_loaders.registry import DEFAULT_RUNTIME
@@ -125,9 +127,12 @@ def load_entry_points(
         stage_runtimes = runtime_of_each_stage(runtime, len(selected.stages))
         check_compile_options(stage_runtimes, compile, None)
         check_stream_options(stage_runtimes, stream, None, compile=compile, copy=copy)
-        prepared_stages = prepare_all(selected, _device_list(devices_of_name.get(name, ("cpu",))), runtime, options)
-        ready_stages = compile_prepared(selected, prepared_stages, compile, None)
-        pipelines[name] = finish_pipeline(selected, ready_stages, types, verify=verify == "full")
+        with reading_progress(selected, () if stream else range(len(selected.stages))) as progress:
+            if not stream:
+                options = replace(options, progress=progress, unchanged=progress)
+            prepared_stages = prepare_all(selected, _device_list(devices_of_name.get(name, ("cpu",))), runtime, options)
+            ready_stages = compile_prepared(selected, prepared_stages, compile, None)
+            pipelines[name] = finish_pipeline(selected, ready_stages, types, verify=verify == "full")
     return EntryPointPipelines(opened_bundle, pipelines)
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from stagepack.errors import OptionError
@@ -17,6 +18,7 @@ from stagepack_loaders.preparation import (
     open_for_loading,
     prepare_all,
     prepare_stage,
+    reading_progress,
     runtime_of_each_stage,
 )
 from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime
@@ -212,9 +214,13 @@ def load(
             microbatch_size=microbatch_size,
         )
     prepare_options = PrepareOptions(allow_ops=allow_ops, stream=stream, device_memory=memory_bytes, copy=copy)
-    prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
-    ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
-    return finish_pipeline(opened_bundle, ready_stages, types, verify=verify == "full")
+    # Stages that are streamed are ready before their bytes are read.
+    with reading_progress(opened_bundle, () if stream else range(len(opened_bundle.stages))) as progress:
+        if not stream:
+            prepare_options = replace(prepare_options, progress=progress, unchanged=progress)
+        prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
+        ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
+        return finish_pipeline(opened_bundle, ready_stages, types, verify=verify == "full")
 
 
 def _refuse_process_options(**options: Any) -> None:
@@ -332,5 +338,9 @@ def load_stage(
     options = PrepareOptions(
         allow_ops=allow_ops, modules=modules, types=types, stream=stream, device_memory=memory_bytes, copy=copy
     )
-    prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, runtime, options)}
-    return compile_prepared(opened_bundle, prepared_stages, compile, compiled)[stage].finish(verify=verify == "full")
+    with reading_progress(opened_bundle, () if stream else [stage]) as progress:
+        if not stream:
+            options = replace(options, progress=progress, unchanged=progress)
+        prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, runtime, options)}
+        ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
+        return ready_stages[stage].finish(verify=verify == "full")

@@ -1,14 +1,17 @@
 """Prepare the stages of a bundle in their runtimes: everything but the weights is read and checked before a weight is."""
 
+import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from stagepack.errors import OptionError
 from stagepack.format.byte_sizes import parse_byte_size
+from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, opened
+from stagepack.terminal import byte_progress
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
@@ -184,6 +187,23 @@ def check_stream_options(
         return None if device_memory is None else parse_byte_size(device_memory)
     except ValueError as error:
         raise OptionError(f"device_memory: {error}") from None
+
+
+@contextlib.contextmanager
+def reading_progress(bundle: Bundle, stage_numbers: Iterable[int]) -> Iterator[ByteProgress]:
+    """Show on a terminal how many bytes of the weights of some stages are read, if that takes more than a second.
+
+    Args:
+        bundle: the bundle.
+        stage_numbers: the stages.
+
+    Yields:
+        A function that takes the number of further bytes that were read. Several threads may call it.
+    """
+    file_names = {file_name for stage_number in stage_numbers for file_name in bundle.stages[stage_number].weights}
+    total_bytes = sum(bundle.files[file_name].size for file_name in file_names)
+    with byte_progress(f"loading {bundle.location}", total_bytes) as count_bytes:
+        yield count_bytes
 
 
 def compile_prepared(

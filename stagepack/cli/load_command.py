@@ -1,24 +1,26 @@
 """`stagepack load`."""
 
+import contextlib
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import byte_progress, count_of, finite, print_json, print_line, print_table, progress
+from stagepack.cli.load_facts import print_facts
+from stagepack.cli.output import byte_progress, finite, print_json, progress
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.process_options import processes_option, start_processes
-from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import (
     check_runtimes_compile,
     check_stage_number,
     compiled_option,
+    device_memory_option,
     device_option,
     json_option,
     operator_options,
@@ -26,7 +28,7 @@ from stagepack.cli.run_options import (
     runtime_option,
     verify_option,
 )
-from stagepack.cli.trace_option import print_trace, trace_options, trace_requests
+from stagepack.cli.trace_option import trace_options, trace_requests
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.launch_environment import is_launched_group
@@ -34,14 +36,10 @@ from stagepack_loaders.registry import find_runtime, import_runtime
 from stagepack_loaders.window_plan import Residency
 
 if TYPE_CHECKING:
+    from stagepack.format.chunks import ByteProgress
     from stagepack_loaders.base import LoadedStage, Verify
     from stagepack_loaders.callable_pipeline import CallablePipeline
-
-_VERIFIED_PARTS = {
-    "full": "all files that were read",
-    "manifest": "all but the content of weight files (--verify manifest)",
-    "off": "the manifest only (--verify off)",
-}
+    from stagepack_loaders.torch.stage import TorchStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +60,7 @@ class _Options:
     imports: tuple[str, ...]
     verify: "Verify"
     copy_weights: bool
+    stream: bool
     device_memory: str | None
     as_json: bool
 
@@ -124,12 +123,11 @@ class _Options:
     help="Read the weights into memory; by default the CPU maps the weight files.",
 )
 @click.option(
-    "--device-memory",
-    metavar="SIZE",
-    show_default="no limit",
-    help="Memory for weights on each device, such as 8GiB: weights that do not fit pass through it in each call. "
-    "The output says how many stay.",
+    "--stream",
+    is_flag=True,
+    help="Compute while the weights are still read or downloaded: each is waited for at its first use. Reads them into memory.",
 )
+@device_memory_option
 @json_option
 def command(bundle_path: str, **arguments: Any) -> None:
     """Load a bundle and run its example.
@@ -148,12 +146,19 @@ def command(bundle_path: str, **arguments: Any) -> None:
         if process_facts is not None:
             _print(process_facts, options, timer)
         return
-    stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer)
-    facts: dict[str, Any] = {"bundle": bundle_path, "verify": options.verify, "stages": stage_facts}
-    if options.stage_number is None:
-        from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
+    _import_runtimes(stage_runtimes, timer)
+    with contextlib.ExitStack() as display:
+        count_bytes = display.enter_context(byte_progress("loading stages"))
+        stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer, count_bytes)
+        facts: dict[str, Any] = {"bundle": bundle_path, "verify": options.verify, "stages": stage_facts}
+        if not options.stream:
+            display.close()
+        if options.stage_number is None:
+            from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
 
-        facts |= _run(bundle, Pipeline(bundle, stages), options, timer)
+            facts |= _run(bundle, Pipeline(bundle, stages), options, timer)
+        if options.stream:
+            facts["all_weights"] = _wait_for_weights(stages, timer)
     _print(facts, options, timer)
 
 
@@ -162,7 +167,7 @@ def _print(facts: dict[str, Any], options: _Options, timer: PhaseTimer) -> None:
     if options.as_json:
         print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
     else:
-        _print_facts(facts, options)
+        print_facts(facts, options.inputs_file, options.outputs_file)
 
 
 def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
@@ -175,8 +180,9 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         raise click.UsageError("--trace runs the whole pipeline: leave out --stage")
     if options.compile_mode and options.compiled_folder:
         raise click.UsageError("--compile and --compiled cannot be used together")
-    if options.processes and options.device_memory is not None:
-        raise click.UsageError("--processes cannot be used with --device-memory")
+    for flag, is_given in (("--device-memory", options.device_memory is not None), ("--stream", options.stream)):
+        if is_given and (options.processes or is_launched_group()):
+            raise click.UsageError(f"{flag} cannot be used with --processes or torchrun")
     if options.processes and options.stage_number is not None:
         raise click.UsageError("--processes cannot be used with --stage")
     stage_count = len(bundle.stages) if options.stage_number is None else 1
@@ -189,14 +195,29 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
     return stage_runtimes
 
 
-def _load_stages(
-    bundle: Bundle, options: _Options, stage_runtimes: list[str], timer: PhaseTimer
-) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
-    """Load the stages one after another; return facts about each, and the stages."""
+def _import_runtimes(stage_runtimes: list[str], timer: PhaseTimer) -> None:
     for runtime in dict.fromkeys(stage_runtimes):
         with progress(f"importing {runtime}"):
             import_runtime(runtime)
         timer.end(f"import {runtime}")
+
+
+def _wait_for_weights(stages: "list[LoadedStage]", timer: PhaseTimer) -> float:
+    """Wait until the weights of streamed stages are there; return how long it took from the start, in seconds."""
+    start_time = time.perf_counter()
+    for stage in stages:
+        cast("TorchStage", stage).wait_for_weights()
+    return round(sum(timer.seconds.values()) + time.perf_counter() - start_time, 6)
+
+
+def _load_stages(
+    bundle: Bundle,
+    options: _Options,
+    stage_runtimes: list[str],
+    timer: PhaseTimer,
+    count_bytes: "ByteProgress",
+) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
+    """Load the stages one after another; return facts about each, and the stages."""
     from stagepack_loaders.base import PrepareOptions  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.preparation import (  # noqa: PLC0415 - the same
         check_stream_options,
@@ -210,40 +231,40 @@ def _load_stages(
     stages = []
     unchanged_sizes: list[int] = []
     bundle = open_for_loading(bundle, options.verify)
-    with byte_progress("loading stages") as count_bytes:
-        memory_bytes = check_stream_options(
-            [find_runtime(runtime_name) for runtime_name in stage_runtimes],
-            stream=False,
-            device_memory=options.device_memory,
-            compile=options.compile_mode,
-            compiled=options.compiled_folder,
-            copy=options.copy_weights,
-        )
-        prepare_options = PrepareOptions(
-            allow_ops=options.allow_ops,
-            copy=options.copy_weights,
-            device_memory=memory_bytes,
-            progress=count_bytes,
-            unchanged=unchanged_sizes.append,
-        )
-        if options.stage_number is None:
-            prepared = prepare_all(bundle, options.devices, stage_runtimes, prepare_options)
-        else:
-            stage_number = options.stage_number
-            prepared_stage = prepare_stage(bundle, stage_number, options.devices[0], stage_runtimes[0], prepare_options)
-            prepared = {stage_number: prepared_stage}
-        timer.end("graphs")
-        compile_mode: Any = options.compile_mode or False
-        ready = compile_prepared(bundle, prepared, compile_mode, options.compiled_folder)
-        if options.compile_mode or options.compiled_folder:
-            timer.end("compile")
-        for stage_number, prepared_stage in ready.items():
-            start_time = time.perf_counter()
-            stage = prepared_stage.finish(verify=options.verify == "full")
-            stage_facts = _stage_facts(bundle, stage_number, stage, time.perf_counter() - start_time)
-            facts.append(stage_facts | {"bytes_unchanged": sum(unchanged_sizes)})
-            unchanged_sizes.clear()
-            stages.append(stage)
+    memory_bytes = check_stream_options(
+        [find_runtime(runtime_name) for runtime_name in stage_runtimes],
+        stream=options.stream,
+        device_memory=options.device_memory,
+        compile=options.compile_mode,
+        compiled=options.compiled_folder,
+        copy=options.copy_weights,
+    )
+    prepare_options = PrepareOptions(
+        allow_ops=options.allow_ops,
+        copy=options.copy_weights,
+        stream=options.stream,
+        device_memory=memory_bytes,
+        progress=count_bytes,
+        unchanged=unchanged_sizes.append,
+    )
+    if options.stage_number is None:
+        prepared = prepare_all(bundle, options.devices, stage_runtimes, prepare_options)
+    else:
+        stage_number = options.stage_number
+        prepared_stage = prepare_stage(bundle, stage_number, options.devices[0], stage_runtimes[0], prepare_options)
+        prepared = {stage_number: prepared_stage}
+    timer.end("graphs")
+    compile_mode: Any = options.compile_mode or False
+    ready = compile_prepared(bundle, prepared, compile_mode, options.compiled_folder)
+    if options.compile_mode or options.compiled_folder:
+        timer.end("compile")
+    for stage_number, prepared_stage in ready.items():
+        start_time = time.perf_counter()
+        stage = prepared_stage.finish(verify=options.verify == "full")
+        stage_facts = _stage_facts(bundle, stage_number, stage, time.perf_counter() - start_time)
+        facts.append(stage_facts | {"bytes_unchanged": sum(unchanged_sizes)})
+        unchanged_sizes.clear()
+        stages.append(stage)
     timer.end("weights")
     return facts, stages
 
@@ -307,7 +328,8 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
 
     if options.inputs_file is None and bundle.example is None:
         return {}
-    with progress("running the pipeline"):
+    # With --stream, the bytes that arrive are shown meanwhile.
+    with contextlib.nullcontext() if options.stream else progress("running the pipeline"):
         if options.inputs_file is None:
             inputs, expected = example.read_example(pipeline, bundle)
         else:
@@ -331,47 +353,3 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
 def _compile_seconds(options: _Options) -> float:
     """Return how long the compilers of the runtimes have worked in this process, in seconds."""
     return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in set(options.runtimes))
-
-
-def _verified_text(facts: dict[str, Any], options: _Options) -> str:
-    """Say what was compared with its digest, and when."""
-    unchanged_bytes = sum(stage.get("bytes_unchanged", 0) for stage in facts["stages"])
-    earlier = (
-        f"; {format_bytes(unchanged_bytes)} of weights earlier, and they are unchanged since" if unchanged_bytes else ""
-    )
-    return _VERIFIED_PARTS[options.verify] + earlier
-
-
-def _print_facts(facts: dict[str, Any], options: _Options) -> None:
-    in_processes = any("process" in stage for stage in facts["stages"])
-    rows = [
-        [
-            str(stage["stage"]),
-            *([f"{stage['process']} on {stage['host']}"] if in_processes else []),
-            stage["runtime"],
-            stage["device"],
-            format_bytes(stage["bytes_read"]),
-            f"{stage['seconds']:.3f} s",
-            " ".join(stage["files"]),
-        ]
-        for stage in facts["stages"]
-    ]
-    columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
-    print_table("loaded stages", columns, rows)
-    print_line(f"verified: {_verified_text(facts, options)}")
-    for stage in facts["stages"]:
-        if "residency" in stage:
-            print_line(f"stage {stage['stage']}: {Residency(**stage['residency'])}")
-    outputs = count_of("output", facts.get("outputs", 0))
-    if "difference" in facts:
-        print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")
-    elif options.inputs_file is not None:
-        print_line(f"ran {options.inputs_file}: {outputs}")
-    phases: dict[str, float] = facts["start"]
-    goal = "first answer" if "first call" in phases else "loaded"
-    durations = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items())
-    print_line(f"{goal} after {sum(phases.values()):.3f} s: {durations}")
-    if options.outputs_file:
-        print_line(f"wrote {options.outputs_file}")
-    if "trace" in facts:
-        print_trace(facts["trace"])

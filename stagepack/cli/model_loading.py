@@ -33,6 +33,7 @@ class ServeOptions:
     compiled_folder: str | None
     verify: "Verify"
     copy_weights: bool
+    device_memory: str | None
     processes: int | None
     max_restarts: int
     trace_file: Path | None
@@ -169,6 +170,7 @@ def _load_pipeline(
         runtime=runtimes,
         allow_ops=options.allow_ops,
         verify=options.verify,
-        copy=options.copy_weights,
+        copy=options.copy_weights and options.device_memory is None,
         compiled=options.compiled_folder,
+        device_memory=options.device_memory,
     )

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import click
 
+from stagepack import terminal
 from stagepack.terminal import active_line
 
 _LEAST_WRAPPED_WIDTH = 16
@@ -144,10 +145,5 @@ def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callabl
     Yields:
         A function that takes the number of further bytes that are done. Several threads may call it.
     """
-    if not _is_terminal(sys.stderr):
-        yield lambda _: None
-        return
-    from stagepack.cli.byte_progress import show_bytes  # noqa: PLC0415 - 80 ms, which only a terminal needs
-
-    with show_bytes(printable(step), total_bytes) as count_bytes:
+    with progress(step), terminal.byte_progress(printable(step), total_bytes) as count_bytes:
         yield count_bytes

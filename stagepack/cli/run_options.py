@@ -106,6 +106,16 @@ def verify_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+def device_memory_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--device-memory`, passed as `device_memory`."""
+    return click.option(
+        "--device-memory",
+        metavar="SIZE",
+        show_default="no limit",
+        help="Memory for weights on each device, such as 8GiB: weights that do not fit pass through it in each call.",
+    )(function)
+
+
 def operator_options(function: Callable[..., Any], *, pass_imports: bool = False) -> Callable[..., Any]:
     """Add the options for custom operators: `--allow-ops`, passed as `allow_ops`, and `--import`.
 

@@ -21,6 +21,7 @@ from stagepack.cli.run_options import (
     batching_text,
     check_runtimes_compile,
     compiled_option,
+    device_memory_option,
     device_option,
     json_option,
     limit_option,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     help="Read the weights into memory. With --no-copy the CPU maps the weight files: they take no memory, and servers share them, but a "
     "server is killed if one of its files is cut short.",
 )
+@device_memory_option
 @processes_option
 @click.option(
     "--max-restarts",
@@ -195,9 +197,14 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             raise click.UsageError("--trace requires --processes, or torchrun")
         if len(bundle_paths) > 1:
             raise click.UsageError("--trace is of one bundle: serve that bundle alone")
+    _check_device_memory(options)
     bundles = select_entry_points({model_name: open_argument(path) for model_name, path in bundle_paths.items()})
     if is_launched_group() and len(bundles) > 1:
         raise click.UsageError("under torchrun the processes are those of one entry point: give it as BUNDLE#NAME")
+    if options.device_memory is not None and len(bundles) > 1:
+        raise click.UsageError(
+            "--device-memory is that of one model: serve one bundle, or one entry point as BUNDLE#NAME"
+        )
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
@@ -226,6 +233,17 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             os._exit(1 if served_models.has_failed or any(model.pending_requests for model in models) else 0)
     if served_models.has_failed:
         fail("; ".join(reason for model in models if (reason := model.unavailable_reason())))
+
+
+def _check_device_memory(options: ServeOptions) -> None:
+    """Refuse options that do not go with `--device-memory`."""
+    if options.device_memory is None:
+        return
+    if options.processes or is_launched_group():
+        raise click.UsageError("--device-memory cannot be used with --processes or torchrun")
+    copy_source = click.get_current_context().get_parameter_source("copy_weights")
+    if options.copy_weights and copy_source is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError("--device-memory cannot be used with --copy")
 
 
 def _print_listening(addresses: "ServerAddresses", models: "list[ServedModel]", as_json: bool) -> None:

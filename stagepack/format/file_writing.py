@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from stagepack.format.chunks import CHUNK_BYTES, chunk_digest, file_entry
+from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, chunk_digest, file_entry
 from stagepack.format.manifest import File
 from stagepack.format.threads import usable_cpu_count
 
@@ -36,12 +36,13 @@ class FileRange:
 Piece = bytes | memoryview | FileRange
 
 
-def write_pieces(path: Path, pieces: Iterable[Piece]) -> File:
+def write_pieces(path: Path, pieces: Iterable[Piece], progress: ByteProgress | None = None) -> File:
     """Write a new file. The system begins to write it to disk, but may not have finished: see ``os.fsync``.
 
     Args:
         path: the file; it must not exist.
         pieces: its content. At most a few chunks are read ahead of what is written.
+        progress: called by several threads with the number of bytes that were written.
 
     Returns:
         Its entry in the manifest.
@@ -51,29 +52,36 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> File:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        size, digests = _write_chunks(descriptor, pieces)
+        size, digests = _write_chunks(descriptor, pieces, progress)
     finally:
         os.close(descriptor)
     return file_entry(path.name, size, digests)
 
 
-def _write_chunks(descriptor: int, pieces: Iterable[Piece]) -> tuple[int, list[str]]:
+def _write_chunks(descriptor: int, pieces: Iterable[Piece], progress: ByteProgress | None) -> tuple[int, list[str]]:
     """Write all chunks; return the size of the file and their digests."""
     thread_count = min(usable_cpu_count(), _MOST_THREADS)
     buffers = _Buffers()
+
+    def write(start: int, chunk: list[Piece]) -> str:
+        digest = _write_chunk(descriptor, start, chunk, buffers)
+        if progress is not None:
+            progress(sum(map(_size, chunk)))
+        return digest
+
     chunks = _chunks(pieces)
     first_chunk = next(chunks)
     size = sum(map(_size, first_chunk))
     if size < CHUNK_BYTES:
-        return size, [_write_chunk(descriptor, 0, first_chunk, buffers)]
+        return size, [write(0, first_chunk)]
     digests: list[str] = []
     running: deque[Future[str]] = deque()
     with ThreadPoolExecutor(thread_count) as pool:
-        running.append(pool.submit(_write_chunk, descriptor, 0, first_chunk, buffers))
+        running.append(pool.submit(write, 0, first_chunk))
         for chunk in chunks:
             if len(running) > thread_count:
                 digests.append(running.popleft().result())
-            running.append(pool.submit(_write_chunk, descriptor, size, chunk, buffers))
+            running.append(pool.submit(write, size, chunk))
             size += sum(map(_size, chunk))
         digests += [future.result() for future in running]
     return size, digests

@@ -16,6 +16,7 @@ from typing import Final, Self
 import msgspec
 
 from stagepack.errors import OutputExistsError, WriteError
+from stagepack.format.chunks import ByteProgress
 from stagepack.format.codec import encode_manifest
 from stagepack.format.file_writing import Piece, write_pieces
 from stagepack.format.manifest import File, Manifest
@@ -125,18 +126,19 @@ class BundleWriter:
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
             ) from error
 
-    def write_file(self, file_name: str, pieces: Pieces) -> None:
+    def write_file(self, file_name: str, pieces: Pieces, progress: ByteProgress | None = None) -> None:
         """Write one file, and record its size and digests for the manifest. Threads hash and write its chunks.
 
         Args:
             file_name: the name of the file in the bundle.
             pieces: its content: bytes, which must not change afterwards, and ranges of other files.
+            progress: called by the threads with the number of bytes that were written.
 
         Raises:
             OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
         """
         path = self._temporary_folder / file_name
-        self._file_entries.append(write_pieces(path, pieces))
+        self._file_entries.append(write_pieces(path, pieces, progress))
         self._unsynchronized.append(path)
 
     def link_file(self, path: Path, entry: File) -> None:
@@ -159,7 +161,11 @@ class BundleWriter:
         self._file_entries.append(entry)
 
     def write_tensors(
-        self, file_name: str, tensors: Iterable[TensorSpec], read_tensor: Callable[[str], Pieces]
+        self,
+        file_name: str,
+        tensors: Iterable[TensorSpec],
+        read_tensor: Callable[[str], Pieces],
+        progress: ByteProgress | None = None,
     ) -> None:
         """Write a weight file.
 
@@ -167,6 +173,7 @@ class BundleWriter:
             file_name: the name of the file in the bundle.
             tensors: the tensors in the order of the file.
             read_tensor: returns the bytes of a tensor, by its name. It is called once for each tensor, in order.
+            progress: called by several threads with the number of bytes that were written.
 
         Raises:
             OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
@@ -180,7 +187,7 @@ class BundleWriter:
                 yield bytes(padding)
                 yield from read_tensor(spec.name)
 
-        self.write_file(file_name, pieces())
+        self.write_file(file_name, pieces(), progress)
 
     def finish(self, manifest: Manifest) -> None:
         """Write the manifest and rename the temporary folder to the output.

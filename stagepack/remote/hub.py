@@ -17,6 +17,7 @@ from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.http_store import STALL_SECONDS, HttpStore
 from stagepack.remote.store import FetchError
 from stagepack.remote.url import BundleUrl, HubLocation
+from stagepack.terminal import byte_progress
 
 CARD_NAME: Final = "README.md"
 _SHOWN_CAUSES: Final = 3
@@ -82,7 +83,8 @@ def push(
         RemoteError: the hub does not answer, or refuses.
     """
     location = url.hub_location
-    bundle.verify()
+    with byte_progress(f"verifying {bundle.location}", sum(file.size for file in bundle.manifest.files)) as progress:
+        bundle.verify(progress)
     if sys.stderr is None or not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi(token=token)

@@ -31,6 +31,37 @@ def test_inputs_and_outputs_are_safetensors_files(prefix: str, sound: Path, tmp_
     assert torch.equal(outputs["output.1"], expected["calls"])
 
 
+@pytest.mark.parametrize("options", [["--stream"], ["--stream", "--stage", "0"], ["--device-memory", "1GiB"]])
+def test_weights_that_arrive_while_stages_run(sound: Path, options: list[str]) -> None:
+    result = run("load", str(sound), *options, "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts.get("difference", 0) == 0
+    assert ("all_weights" in facts) == ("--stream" in options)
+    if "--stream" in options:
+        assert "all weights after" in run("load", str(sound), *options).stdout
+        assert facts["all_weights"] >= sum(facts["start"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["load", "--stream", "--processes", "2"], "--stream cannot be used with --processes or torchrun"),
+        (["load", "--device-memory", "1GB", "--processes", "2"], "--device-memory cannot be used with --processes"),
+        (["serve", "--device-memory", "1GB", "--processes", "2"], "--device-memory cannot be used with --processes"),
+        (["serve", "--device-memory", "1GB", "--copy"], "--device-memory cannot be used with --copy"),
+    ],
+)
+def test_options_of_weights_that_do_not_go_together(sound: Path, arguments: list[str], says: str) -> None:
+    result = run(arguments[0], str(sound), *arguments[1:])
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+
+
+def test_streaming_excludes_a_copy(sound: Path) -> None:
+    command_fails("load", str(sound), "--stream", "--copy", says="stream excludes copy")
+
+
 def test_the_recorded_example_can_be_the_inputs(sound: Path, tmp_path: Path) -> None:
     example = sound / "example.safetensors"
     result = run("load", str(sound), "--inputs", str(example), "--outputs", str(tmp_path / "out.safetensors"), "--json")

@@ -12,6 +12,7 @@ from msgspec import Struct
 from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import OptionError, StagepackError
+from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
@@ -26,6 +27,7 @@ from stagepack_loaders.distributed.handshake import (
     own_identity,
 )
 from stagepack_loaders.distributed.link_listener import LinkListener, connect_links, find_local_routes
+from stagepack_loaders.distributed.loading_progress import loading_progress
 from stagepack_loaders.distributed.local_links import LocalLinks
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import Route, find_routes
@@ -164,12 +166,20 @@ def join_group(
         )
         stage_numbers = [number for number, stage_rank in enumerate(options.rank_of_stage) if stage_rank == rank]
         stages: dict[int, LoadedStage] = {}
-        try:
-            stages, facts = _load_stages(bundle, stage_numbers, options)
-            report = LoadReport(stages=tuple(facts))
-        except StagepackError as error:
-            report = LoadReport(error=report_error(error))
-        reports = exchange_reports(store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check)
+        with loading_progress(store, rank, bundle, options.rank_of_stage) as progress:
+
+            def check_and_show() -> None:
+                check()
+                progress.poll()
+
+            try:
+                stages, facts = _load_stages(bundle, stage_numbers, options, progress.add)
+                report = LoadReport(stages=tuple(facts))
+            except StagepackError as error:
+                report = LoadReport(error=report_error(error))
+            reports = exchange_reports(
+                store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check_and_show
+            )
         for other_report in reports:
             if other_report.error is not None:
                 raise rebuild_error(other_report.error)
@@ -194,13 +204,15 @@ def join_group(
 
 
 def _load_stages(
-    bundle: Bundle, stage_numbers: Sequence[int], options: GroupOptions
+    bundle: Bundle, stage_numbers: Sequence[int], options: GroupOptions, progress: ByteProgress
 ) -> tuple[dict[int, LoadedStage], list[StageFacts]]:
     """Load some stages; no file of others is read."""
     runtimes = runtime_of_each_stage(options.runtime, len(bundle.stages))
     devices = place_stages(bundle.entry_point, options.devices)
     bundle = open_for_loading(bundle, options.verify)
-    prepare_options = PrepareOptions(allow_ops=options.allow_ops, copy=options.copy)
+    prepare_options = PrepareOptions(
+        allow_ops=options.allow_ops, copy=options.copy, progress=progress, unchanged=progress
+    )
     prepared_stages: dict[int, PreparedStage] = {
         number: prepare_stage(bundle, number, devices[number], runtimes[number].name, prepare_options)
         for number in stage_numbers
