@@ -74,10 +74,14 @@ def _crosses(edge: Edge, stage_number: int, last_stage: int, is_result: bool) ->
     return last_consumer > stage_number
 
 
-def find_differentiable(bundle: Bundle) -> frozenset[str]:
+def find_differentiable(bundle: Bundle, *, adapts: bool = False) -> frozenset[str]:
     """Return the names of the edges that may need gradients: floating-point values that are computed from trainable parameters.
 
     It may name more than need them, such as results of functions whose gradient is zero; never fewer.
+
+    Args:
+        bundle: the bundle.
+        adapts: parameters that were frozen at the export count too: modules that hold them may get adapters.
     """
     dependent: set[str] = set()
     for stage_number in range(len(bundle.stages)):
@@ -85,7 +89,11 @@ def find_differentiable(bundle: Bundle) -> frozenset[str]:
         classes = alias_classes(graph)
         # A write into a view makes all values that share its memory depend on what was written.
         dependent_memory = {classes.representative(value_name) for value_name in dependent}
-        dependent_memory |= {classes.representative(weight.value) for weight in graph.weights if weight.trainable}
+        dependent_memory |= {
+            classes.representative(weight.value)
+            for weight in graph.weights
+            if weight.trainable or (adapts and weight.kind == "parameter")
+        }
         for node_number, node in enumerate(graph.nodes):
             used_memory = {classes.representative(value_name) for value_name in input_names(node)}
             if not dependent_memory.isdisjoint(used_memory):

@@ -35,6 +35,7 @@ def train(
     verify: Verify = "full",
     group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    modules: bool = False,
     recompute: Recompute = None,
     seed: int = 0,
     silence_seconds: float = 8.0,
@@ -58,6 +59,8 @@ def train(
         group: the processes of the pipeline; None for all.
         mesh: instead of `group`, processes in the dimensions ``pp``, the pipeline, and ``dp``, the number of pipelines. Each pipeline
             has batches of its own; gradients are averaged over all before a step returns.
+        modules: run by calls of the model's modules, as in `stagepack.load_stage`, so that they can be replaced, such as by others with
+            adapters. Make the optimizer after that. There are no regions to recompute then.
         recompute: what is computed again in the backward pass, so that its activations need no memory meanwhile (activation
             checkpointing, by `torch.utils.checkpoint`): ``"regions"``, the repeated layers of a stage, or ``"stages"``. Those that
             write buffers or their inputs, such as batch norms in training mode, are left out. Not with the schedules that split the
@@ -108,7 +111,9 @@ def train(
             ),
             stacklevel=2,
         )
-    options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, autocast=True, copy=True)
+    options = PrepareOptions(
+        allow_ops=allow_ops, dense_inputs=True, autocast=True, copy=True, modules=modules, types=types
+    )
     prepared_stages = prepare_placed(opened_bundle, dict.fromkeys(own_stages, device), "torch", options)
     stages = finish_prepared(opened_bundle, prepared_stages, verify=verify == "full")
     return Training(
@@ -121,6 +126,7 @@ def train(
             schedule=schedule,
             types=tuple(types),
             allow_ops=tuple(allow_ops),
+            modules=modules,
             recompute=recompute,
             seed=seed,
             silence_seconds=silence_seconds,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, OptionError
 from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
@@ -39,6 +39,7 @@ class TrainingOptions:
         schedule: the name of the schedule.
         types: classes to build the result of the model of.
         allow_ops: the namespaces of custom operators that may run.
+        modules: the stages run by the modules of the model, which the caller may replace.
         recompute: what is computed again in the backward pass.
         seed: the seed of the first microbatch.
         silence_seconds: how long a process may show no sign of life.
@@ -48,6 +49,7 @@ class TrainingOptions:
     schedule: str
     types: tuple[type, ...]
     allow_ops: tuple[str, ...]
+    modules: bool
     recompute: Recompute
     seed: int
     silence_seconds: float
@@ -99,7 +101,7 @@ class Training:
         self._entry_point = bundle.entry_point
         self._inputs = tuple(edge for edge in bundle.edges if edge.producer is None)
         self._boundaries = find_boundaries(bundle.entry_point)
-        differentiable = find_differentiable(bundle)
+        differentiable = find_differentiable(bundle, adapts=options.modules)
         self._microbatches = options.microbatches
         self._seed = options.seed
         self._last_rank = rank_of_stage[-1]
@@ -116,6 +118,13 @@ class Training:
             self._loss,
             microbatches=options.microbatches,
             group=groups.pipeline,
+        )
+        self._frozen_names = frozenset(
+            name
+            for stage in stages.values()
+            for weight in stage.graph.weights
+            for name in weight.names
+            if weight.kind == "parameter" and not weight.trainable and not options.modules
         )
         # A parameter that has several names is called by the first one, in all processes.
         self._first_names = {
@@ -233,7 +242,24 @@ class Training:
         return norm
 
     def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters and persistent buffers that this process saves, each once; all processes together save all of them."""
+        """Yield the parameters and persistent buffers that this process saves, each once; all processes together save all of them.
+
+        Raises:
+            OptionError: the stages have other weights than the bundle, such as those of adapters.
+        """
+        found_names = {weight_name for stage in self.stages.values() for weight_name in stage.state_dict()}
+        expected_names = {
+            weight_name
+            for stage in self.stages.values()
+            for weight in stage.graph.weights
+            if weight.kind in ("parameter", "buffer")
+            for weight_name in weight.names
+        }
+        if found_names != expected_names:
+            raise OptionError(
+                f"expected the weights of the bundle, found others, such as {min(found_names ^ expected_names)}: merge adapters into the "
+                "weights, and put the modules of the stage back, before you save a bundle"
+            )
         for weight_name, tensor in self._named_weights():
             if weight_name not in self._counted_elsewhere and not self._groups.replica:
                 yield weight_name, tensor
@@ -268,12 +294,19 @@ class Training:
             The mean loss of the microbatches of all pipelines, in all processes.
 
         Raises:
+            OptionError: a parameter that was frozen at the export requires gradients.
             InputError: the batch does not fit the bundle, or is no multiple of the number of microbatches.
             StageLostError: another process is gone. Gradients and buffers are undefined then: start again from a checkpoint.
         """
         arguments = bind_call(self._entry_point.signature, args, kwargs)
         call = cut_inputs(self._inputs, arguments, self._entry_point.symbols, self._microbatches)
         self._loss.set_target(target)
+        for parameter_name, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter_name in self._frozen_names:
+                raise OptionError(
+                    f"{parameter_name} was frozen at the export, and gets no gradients: export the model with parameters that require "
+                    "gradients, or give modules=True"
+                )
         with self.guarded():
             mean_loss = self._run(call)
         self.steps += 1
