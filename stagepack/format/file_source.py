@@ -35,9 +35,12 @@ class FileSource(Protocol):
 
     Attributes:
         location: the path or URL that the files come from, for messages.
+        url: the URL by which a process of this user on another machine opens the same files, which may have secrets; None if it needs
+            options too.
     """
 
     location: str
+    url: str | None
 
     def fetch(self, entries: Sequence[File]) -> None:
         """Return when the folder has these files.

@@ -56,7 +56,13 @@ def open_url(
             )
             raise DigestError([Problem(rule="D3", where=f"{location}/{MANIFEST_NAME}", message=message)])
         folder = cache.add_manifest(manifest.sha256, content)
-    source = RemoteFiles(location, cache, folder, lambda: store or open_store(url, storage_options))
+    source = RemoteFiles(
+        location,
+        None if storage_options else url.with_secrets,
+        cache,
+        folder,
+        lambda: store or open_store(url, storage_options),
+    )
     return Bundle(folder, source=source)
 
 

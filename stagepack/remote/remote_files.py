@@ -21,19 +21,24 @@ class RemoteFiles:
     """Downloads files into the folder of a bundle in the cache: a `stagepack.format.file_source.FileSource`.
 
     Attributes:
-        location: the URL of the bundle.
+        location: the URL of the bundle, for messages.
+        url: the URL that opens it, which may have secrets; None if it needs options too.
     """
 
-    def __init__(self, location: str, cache: Cache, folder: Path, open_store: Callable[[], RemoteStore]) -> None:
+    def __init__(
+        self, location: str, url: str | None, cache: Cache, folder: Path, open_store: Callable[[], RemoteStore]
+    ) -> None:
         """Download nothing yet.
 
         Args:
             location: the URL of the bundle, for messages.
+            url: the URL that opens it; None if it needs options too.
             cache: the cache.
             folder: the folder of the bundle in the cache.
             open_store: makes the store, when the first file is downloaded.
         """
         self.location = location
+        self.url = url
         self._cache = cache
         self._folder = folder
         self._open_store = open_store

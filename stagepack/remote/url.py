@@ -64,6 +64,11 @@ class BundleUrl:
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
     @property
+    def with_secrets(self) -> str:
+        """The URL that opens the bundle, with its query, user name and password. Law: ``BundleUrl.parse(url.with_secrets) == url``."""
+        return self.folder + (f"?{self.query}" if self.query else "")
+
+    @property
     def name(self) -> str:
         """The last part of the URL, as the name of a folder would be: ``m.stagepack``; for a repository of the hub, its name."""
         if self.scheme == HUB_SCHEME:

@@ -17,6 +17,7 @@ import stagepack
 from stagepack.errors import DigestError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import process_ids
+from tests.remote.http_server import HttpServer
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'stagepack[ray]'")
 pytestmark = pytest.mark.xdist_group("ray")
@@ -25,9 +26,10 @@ IDS = torch.arange(6)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Ray on this machine alone, with room for four actors."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAGEPACK_CACHE", str(tmp_path_factory.mktemp("ray") / "cache"))
         patch.setenv("PYTHONPATH", os.pathsep.join(folder for folder in sys.path if folder))
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         try:
@@ -58,6 +60,25 @@ def call_until_lost(pipeline: Any) -> None:
 
 def free_resources() -> dict[str, float]:
     return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "memory")}
+
+
+def test_actors_download_the_files_of_their_stages(
+    layers: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache = tmp_path / "own"
+    monkeypatch.setenv("STAGEPACK_CACHE", str(own_cache))  # the workers of Ray have another one
+    with HttpServer(layers.path.parent) as server:
+        url = f"{server.url}/{layers.path.name}?token=secret"
+        with launch(stagepack.open(url), 2) as pipeline:
+            assert torch.equal(pipeline(IDS), stagepack.load(layers)(IDS))
+        weight_files = [
+            file_name for file_name in layers.files if file_name.startswith("stage-") and "safe" in file_name
+        ]
+        assert [server.requests[file_name] for file_name in weight_files] == [1] * len(weight_files)
+        assert not list(own_cache.glob("bundles/*/stage-*.safetensors"))
+        bundle = stagepack.open(url, storage_options={"headers": {"X-Key": "1"}})
+        with pytest.raises(OptionError, match="expected a bundle without storage_options"):
+            launch(bundle, 2)
 
 
 def test_two_actors_answer_as_one_process_and_come_back(layers: Bundle) -> None:

@@ -1,6 +1,8 @@
 """The commands take the URL of a bundle."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,37 @@ def test_pull(server: HttpServer, served: Path, tmp_path: Path) -> None:
     assert run("verify", out).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
     assert "exists" in run("pull", f"{server.url}/large.stagepack", "-o", out).output
+
+
+# The stagepack command, with a cache for each process, as on machines of their own.
+OWN_CACHE = """
+import os, sys
+os.environ["STAGEPACK_CACHE"] += "/" + os.environ["RANK"]
+from stagepack.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_each_process_downloads_its_own_stages(
+    served: Path, cache: Path, tmp_path: Path, server: HttpServer
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OWN_CACHE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [*torchrun, str(script), "load", f"{server.url}/large.stagepack"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "largest difference 0\n" in finished.stdout
+    files_of_rank = [{path.name for path in (cache / str(rank)).glob("bundles/*/*.safetensors")} for rank in range(2)]
+    stages = stagepack.open(served / "large.stagepack").stages
+    assert files_of_rank[0] == {*stages[0].weights, "example.safetensors"}
+    assert files_of_rank[1] == set(stages[1].weights)
 
 
 @pytest.mark.slow

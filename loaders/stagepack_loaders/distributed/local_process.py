@@ -25,6 +25,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
         host: the address of the store of the group.
         port: its port.
         options: how the pipeline is distributed.
+        digest: the digest that the bundle must have, if it is a URL.
         parent: the process that has started it on this machine, with which it ends; 0 if there is none.
     """
 
@@ -35,6 +36,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
     host: str
     port: int
     options: GroupOptions
+    digest: str | None = None
     parent: int = 0
 
 
@@ -49,7 +51,7 @@ def run_process(description: ProcessDescription) -> None:
     try:
         for module_name in description.imports:
             importlib.import_module(module_name)
-        bundle = open_bundle(description.bundle)
+        bundle = open_bundle(description.bundle, digest=description.digest)
     except Exception as error:  # noqa: BLE001 - an imported module raises anything
         tell_start_error(store, description.rank, error)
         sys.exit(LOST_STATUS)

@@ -80,7 +80,7 @@ class RayActors(StartedProcesses[_StartedActor]):
         """Keep what the actors need.
 
         Args:
-            bundle: the bundle, at the same path on each node.
+            bundle: the bundle, at the same path on each node, or at a URL that needs no options.
             options: how the pipeline is distributed; rank 0 runs no stage.
             resources: what Ray reserves for each process but the front, in the order of the ranks.
             imports: modules that each process imports first.
@@ -163,6 +163,10 @@ class RayActors(StartedProcesses[_StartedActor]):
     def _describe(self, rank: int, store: Any) -> ProcessDescription:
         description = super()._describe(rank, store)
         options = msgspec.structs.replace(description.options, address=self._addresses[rank])
+        source = self._bundle.source
+        if source is not None:  # each node downloads what its actors need into a cache of its own
+            url = f"{source.url}{self._bundle.fragment}"
+            description = msgspec.structs.replace(description, bundle=url, digest=self._bundle.digest)
         return msgspec.structs.replace(description, options=options)
 
     def _find_end(self, process: _StartedActor) -> ProcessEnd | None:
@@ -198,7 +202,9 @@ def launch(
     process to process by torch.distributed, which neither authenticates nor encrypts, on the network between the nodes.
 
     Args:
-        bundle: the folder of the bundle, or an opened bundle. Its path must be the same on each node: on a shared file system, or copied.
+        bundle: the folder of the bundle, its URL, or an opened bundle. A folder must have the same path on each node: on a shared file
+            system, or copied. From a URL, each actor downloads the files of its stages into the cache of its node, with the credentials
+            that are there.
         processes: the number of actors; by default one for each stage. With fewer than stages, consecutive stages share one.
         devices: the device of each stage, in order; with fewer devices, consecutive stages share one. An actor sees only the GPUs that
             Ray gives to it, so ``["cuda"]`` is right for all stages.
@@ -225,7 +231,8 @@ def launch(
         The pipeline. Close it to end the actors, or use it in a ``with`` statement.
 
     Raises:
-        OptionError: there are more processes than stages; or this process is a client of Ray outside of the cluster.
+        OptionError: there are more processes than stages; or the bundle was opened with `storage_options`, which actors do not get; or
+            this process is a client of Ray outside of the cluster.
         GroupError: the cluster has not the resources; an actor has not come in time, or has another bundle or other versions.
         StageLostError: an actor died.
         MissingPackageError: Ray is not installed.
@@ -236,6 +243,11 @@ def launch(
         ...     logits = pipeline(input_ids)
     """
     opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
+    if opened_bundle.source is not None and opened_bundle.source.url is None:
+        raise OptionError(
+            f"{opened_bundle.location}: expected a bundle without storage_options, which actors do not get: give credentials by the "
+            "environment of each node, or copy the bundle to each node (stagepack pull)"
+        )
     options = GroupOptions(
         devices=tuple(map(str, devices)),
         runtime=runtime if isinstance(runtime, str) else tuple(runtime),
