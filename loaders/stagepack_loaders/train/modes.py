@@ -10,7 +10,6 @@ from stagepack.format.traversal import parameter_argument
 _MODE_PARAMETERS = ("train", "training", "use_input_stats")
 _PROBABILITIES = ("p", "dropout")
 _ATTENTION_PROBABILITY = "dropout_p"
-_STATISTICS = "running_mean"
 
 
 def evaluation_scopes(bundle: Bundle) -> tuple[str, ...]:
@@ -30,16 +29,6 @@ def draws_numbers(graph: Graph) -> bool:
     return any(
         graph.ops[node.op].random and not _is_in_evaluation(graph, node) and not _drops_nothing(graph, node)
         for node in _all_nodes(graph)
-    )
-
-
-def updates_statistics(graph: Graph, node: Node) -> bool:
-    """Whether a node is a norm that updates its running statistics, which its schema does not tell."""
-    op = graph.ops[node.op]
-    return (
-        _STATISTICS in op.parameters
-        and parameter_argument(node, op, _STATISTICS) is not None
-        and not _is_in_evaluation(graph, node)
     )
 
 

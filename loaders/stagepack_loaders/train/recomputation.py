@@ -7,13 +7,11 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from stagepack.format.graph import Graph, Weight
+from stagepack.format.graph import Weight
 from stagepack.graph.aliasing import AliasClasses, alias_classes
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.build import INPUT_TYPES
-from stagepack_loaders.torch.fx_body import GRAPH_NODE
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.modes import updates_statistics
 
 Recompute = Literal["regions", "stages"] | None
 
@@ -48,7 +46,7 @@ def recompute_regions(stage: TorchStage) -> None:
         children = child_modules(remaining.pop())
         for child_name, child in children.items():
             if isinstance(child, GraphModule) and child_name.startswith(_REGION_PREFIX):
-                if not _touches_written_memory(stage.graph, child, classes):
+                if not _touches_written_memory(child, classes):
                     children[child_name] = _RecomputedModule(child)
             elif child is not None:
                 remaining.append(child)
@@ -58,14 +56,10 @@ def can_recompute_stage(stage: TorchStage) -> bool:
     """Whether a stage may be computed again: it writes none of its inputs and buffers."""
     classes = alias_classes(stage.graph)
     values = (*(value.name for value in stage.graph.inputs), *(weight.value for weight in stage.graph.weights))
-    is_written = any(classes.is_written(value_name) for value_name in values)
-    return not is_written and not any(updates_statistics(stage.graph, node) for node in stage.graph.nodes)
+    return not any(classes.is_written(value_name) for value_name in values)
 
 
-def _touches_written_memory(graph: Graph, region: GraphModule, classes: AliasClasses) -> bool:
-    values = [entry.value if isinstance(entry, Weight) else entry.name for entry in region.meta[INPUT_TYPES]]
-    if any(classes.is_written(value_name) for value_name in values):
-        return True
-    modules = (module for module in region.modules() if isinstance(module, GraphModule))
-    nodes = (node.meta[GRAPH_NODE] for module in modules for node in module.graph.nodes if GRAPH_NODE in node.meta)
-    return any(updates_statistics(graph, node) for node in nodes)
+def _touches_written_memory(region: GraphModule, classes: AliasClasses) -> bool:
+    """Whether an input of a region, in its first call, is written anywhere in the stage."""
+    values = (entry.value if isinstance(entry, Weight) else entry.name for entry in region.meta[INPUT_TYPES])
+    return any(classes.is_written(value_name) for value_name in values)
