@@ -1,6 +1,7 @@
 """The examples, run as their pages say, against what the models answer here."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModel, AutoTokenizer
 
 import stagepack
@@ -103,3 +105,35 @@ def check_generation(port: int) -> None:
         prompt = torch.tensor([list(beginning.encode())])
         expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert list(map(int, line.split())) == expected[0].tolist()
+
+
+@pytest.mark.slow
+def test_fine_tuning(tmp_path: Path) -> None:
+    """The commands of the page, but for the port."""
+    section = (EXAMPLES / "README.md").read_text().split("## Fine-tuning")[1]
+    export_command, train_command, serve_command, ask_command = re.findall(r"^    (.+)$", section, re.MULTILINE)
+    (tmp_path / "MODEL").symlink_to(minilm_folder())
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "agg",
+    }
+
+    def run_shell(command: str) -> str:
+        command_line = ["bash", "-c", command]
+        finished = subprocess.run(
+            command_line, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+        return finished.stdout
+
+    run_shell(export_command)
+    before, after = map(float, re.findall(r"(\d+\.\d)%", run_shell(train_command)))
+    assert before < 20
+    assert after > 90
+    with Image.open(tmp_path / "curve.png") as curve:
+        assert curve.width > 1000
+    assert serve_command == "stagepack serve trained.stagepack &"
+    with stagepack_server([tmp_path / "trained.stagepack"]) as server:
+        answer = run_shell(ask_command.replace("127.0.0.1:8000", f"127.0.0.1:{server.http}"))
+    assert "The valve of compressor four leaks, in the basement." in answer.splitlines()[1]

@@ -23,6 +23,7 @@ SECTION_TITLES = {
     "serve": "Serving",
     "processes": "Stages in processes of their own",
     "hops": "From one process to the next",
+    "train": "A training step",
 }
 
 

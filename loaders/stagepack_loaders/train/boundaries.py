@@ -103,3 +103,37 @@ def find_differentiable(bundle: Bundle, *, adapts: bool = False) -> frozenset[st
     return frozenset(
         edge.name for edge in bundle.edges if edge.name in dependent and edge.dtype.startswith(_DIFFERENTIABLE)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenMemory:
+    """The memory that a stage writes in each call.
+
+    Attributes:
+        inputs: the inputs whose memory it writes.
+        state_outputs: the outputs that share the memory of weights that it writes.
+        has_buffers: it writes buffers, and no parameters.
+    """
+
+    inputs: frozenset[str]
+    state_outputs: frozenset[str]
+    has_buffers: bool
+
+
+def find_written_memory(bundle: Bundle, stage_number: int) -> WrittenMemory:
+    """Return the memory that a stage writes.
+
+    Args:
+        bundle: the bundle.
+        stage_number: the number of the stage.
+    """
+    graph = bundle.graph_file(stage_number, module_calls=False).graph
+    entry = bundle.stages[stage_number]
+    classes = alias_classes(graph)
+    written_weights = [weight for weight in graph.weights if classes.is_written(weight.value)]
+    state = {classes.representative(weight.value) for weight in written_weights}
+    return WrittenMemory(
+        inputs=frozenset(name for name in entry.inputs if classes.is_written(name)),
+        state_outputs=frozenset(name for name in entry.outputs if classes.representative(name) in state),
+        has_buffers=bool(state) and all(weight.kind != "parameter" for weight in written_weights),
+    )

@@ -8,7 +8,7 @@ import torch
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge, Stage
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.boundaries import StageBoundary
+from stagepack_loaders.train.boundaries import StageBoundary, WrittenMemory
 from stagepack_loaders.train.random_numbers import RandomNumbers
 from stagepack_loaders.train.recomputation import Recompute, can_recompute_stage, recompute_regions, recomputed
 
@@ -27,8 +27,7 @@ class PipelineModule(torch.nn.Module):
         entry: Stage,
         boundary: StageBoundary,
         differentiable: Collection[str],
-        written_inputs: Collection[str],
-        state_outputs: Collection[str],
+        written: WrittenMemory,
         random_numbers: RandomNumbers,
         *,
         splits_backward: bool,
@@ -41,8 +40,7 @@ class PipelineModule(torch.nn.Module):
             entry: its manifest entry.
             boundary: what it takes and returns.
             differentiable: the edges that need gradients.
-            written_inputs: the edges whose memory it writes.
-            state_outputs: the edges that share the memory of buffers that it writes.
+            written: the memory that it writes.
             random_numbers: its random generators.
             splits_backward: the schedule computes gradients of inputs and of weights apart; see `backward_link`.
             recompute: what is computed again in the backward pass.
@@ -53,8 +51,7 @@ class PipelineModule(torch.nn.Module):
         self._entry = entry
         self._boundary = boundary
         self._differentiable = differentiable
-        self._written_inputs = written_inputs
-        self._state_outputs = state_outputs
+        self._written = written
         self._splits_backward = splits_backward
         self._edges = {edge.name: edge for edge in (*boundary.received, *boundary.model_inputs)}
         self._recomputes = recompute == "stages" and can_recompute_stage(stage)
@@ -84,6 +81,8 @@ class PipelineModule(torch.nn.Module):
             for input_name, value in model_inputs.items()
         }
         inputs = [self._unpacked(edge_name, values[edge_name]) for edge_name in self._entry.inputs]
+        if self._written.has_buffers:
+            self._renew_state()
         random_state = received[-1] if self.random_numbers.is_received else None
         outputs, random_state = self.random_numbers.run(lambda: self._run_stage(inputs), random_state)
         values.update(zip(self._entry.outputs, outputs, strict=True))
@@ -102,12 +101,19 @@ class PipelineModule(torch.nn.Module):
         outputs: tuple[Any, ...] = recomputed(lambda *values: self.stage.run(list(values)), *inputs)
         return outputs
 
+    @torch.no_grad()
+    def _renew_state(self) -> None:
+        """Go on with a copy of the buffers that calls write: autograd may need those that earlier microbatches have used."""
+        copies = self.stage.fresh_state()
+        for duplicate, buffer_memory in zip(copies, self.stage.swap_state(copies), strict=True):
+            duplicate.copy_(buffer_memory)
+
     def _unpacked(self, edge_name: str, value: Any) -> Any:
         """A value as the stage takes it."""
         if self._edges[edge_name].dtype in SCALAR_DTYPES:
             return value.item() if isinstance(value, torch.Tensor) else value
         # A received tensor is a leaf of autograd, which nothing may write.
-        tensor = value.clone() if edge_name in self._written_inputs else value
+        tensor = value.clone() if edge_name in self._written.inputs else value
         return _Received.apply(tensor) if self._copies_gradients and tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
     def _packed(self, edge: Edge, value: Any) -> torch.Tensor:
@@ -116,7 +122,7 @@ class PipelineModule(torch.nn.Module):
             return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=scalar_dtype(edge))
         # Autocast computes other dtypes than those of the boundary contract.
         tensor: torch.Tensor = value.to(edge_dtype(edge)).contiguous().resolve_conj().resolve_neg()
-        if edge.name in self._state_outputs:
+        if edge.name in self._written.state_outputs:
             # The next microbatch writes it.
             tensor = tensor.clone()
         if edge.name not in self._differentiable:

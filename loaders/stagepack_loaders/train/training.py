@@ -11,9 +11,13 @@ import torch.distributed
 from stagepack.errors import InputError, OptionError
 from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
-from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.boundaries import StageBoundary, find_boundaries, find_differentiable
+from stagepack_loaders.train.boundaries import (
+    StageBoundary,
+    find_boundaries,
+    find_differentiable,
+    find_written_memory,
+)
 from stagepack_loaders.train.checkpoint import load_optimizer_state, module_of, optimizer_state
 from stagepack_loaders.train.data_parallel import TrainingGroups, average_gradients, average_loss
 from stagepack_loaders.train.loss import Loss, MicrobatchLoss
@@ -364,25 +368,10 @@ def _pipeline_modules(
             bundle.stages[number],
             boundaries[number],
             differentiable,
-            _written_inputs(bundle, number),
-            _state_outputs(bundle, number),
+            find_written_memory(bundle, number),
             random_numbers_of_stage(stage.device, number, random_stages),
             splits_backward=splits_backward(options.schedule),
             recompute=options.recompute,
         )
         for number, stage in stages.items()
     }
-
-
-def _written_inputs(bundle: Bundle, stage_number: int) -> frozenset[str]:
-    """The inputs of a stage whose memory it writes."""
-    classes = alias_classes(bundle.graph_file(stage_number, module_calls=False).graph)
-    return frozenset(name for name in bundle.stages[stage_number].inputs if classes.is_written(name))
-
-
-def _state_outputs(bundle: Bundle, stage_number: int) -> frozenset[str]:
-    """The outputs of a stage that share the memory of buffers that it writes."""
-    graph = bundle.graph_file(stage_number, module_calls=False).graph
-    classes = alias_classes(graph)
-    state = {classes.representative(weight.value) for weight in graph.weights if classes.is_written(weight.value)}
-    return frozenset(name for name in bundle.stages[stage_number].outputs if classes.representative(name) in state)
