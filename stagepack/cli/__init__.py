@@ -28,6 +28,7 @@ _COMMAND_GROUPS = {
     "Exchange bundles": {
         "pull": "Download a bundle into a folder.",
         "push": "Upload a bundle to the Hugging Face Hub.",
+        "cache": "List the downloaded bundles, or remove some.",
     },
     "Run bundles": {
         "load": "Load a bundle and run its example.",

@@ -2,6 +2,7 @@
 
     FOLDER/bundles/DIGEST/     a bundle by its digest: its manifest, and those of its files that were needed
     FOLDER/files/BLAKE3        a file by its digest; hard links of it are in all bundles that have it
+    FOLDER/locations/DIGEST    the URL that a bundle was opened at last
     FOLDER/files/BLAKE3.part   a file that is not complete yet; the process that downloads it holds a lock on it
 
 A file gets its name without ``.part`` when all its bytes are checked and on disk. So a process that dies at any moment leaves a file that
@@ -168,6 +169,43 @@ class Cache:
                 part.complete(len(content), path)
         return folder
 
+    def location_path(self, digest: str) -> Path:
+        """Return the file with the URL that a bundle was opened at last. The time of its last change is that of the last use.
+
+        Args:
+            digest: the digest of the bundle.
+        """
+        return self.folder / "locations" / digest
+
+    def use(self, digest: str, location: str) -> int | None:
+        """Note that this process uses a bundle: it is not removed from the cache before the descriptor is closed.
+
+        Args:
+            digest: the digest of the bundle.
+            location: its URL, without secrets.
+
+        Returns:
+            The descriptor; None if the bundle is not in the cache, because another process has just removed it.
+
+        Raises:
+            WriteError: the use cannot be noted.
+        """
+        folder = self.bundle_folder(digest)
+        with self.errors():
+            try:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            with contextlib.suppress(OSError):  # the file system has no locks
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if not (folder / MANIFEST_NAME).is_file():
+                os.close(descriptor)
+                return None
+            path = self.location_path(digest)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(location)
+        return descriptor
+
     def lock(self, entry: File) -> PartFile:
         """Wait until no other process downloads a file, and hold it.
 
@@ -202,6 +240,8 @@ class Cache:
             target.unlink(missing_ok=True)
             try:
                 os.link(file_path, target)
+            except FileNotFoundError:  # another process has just removed it from the cache
+                return False
             except OSError:  # the file system has no hard links, or no more of this file
                 file_path.rename(target)
         return True

@@ -1,7 +1,10 @@
 """Open a bundle at a URL."""
 
+import os
 import threading
+import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from stagepack.errors import DigestError, FormatError, NotABundleError, Problem
@@ -43,6 +46,28 @@ def open_url(
         OptionError, MissingPackageError: there is no file system for the URL.
     """
     location = str(url)
+    # Another process may remove the bundle from the cache before this one has locked it.
+    while True:
+        store, folder = _open_manifest(url, cache, digest, storage_options)
+        descriptor = cache.use(folder.name, location)
+        if descriptor is not None:
+            break
+    source = RemoteFiles(
+        location,
+        None if storage_options else url.with_secrets,
+        cache,
+        folder,
+        lambda: store or open_store(url, storage_options),
+    )
+    weakref.finalize(source, os.close, descriptor)
+    return Bundle(folder, source=source)
+
+
+def _open_manifest(
+    url: BundleUrl, cache: Cache, digest: str | None, storage_options: Mapping[str, Any] | None
+) -> tuple[RemoteStore | None, Path]:
+    """Bring the manifest of a bundle into the cache; return its store, if that was asked, and its folder in the cache."""
+    location = str(url)
     store = None if digest is not None and _cached_bundle(cache, digest) else open_store(url, storage_options)
     if store is None:
         assert digest is not None
@@ -56,14 +81,7 @@ def open_url(
             )
             raise DigestError([Problem(rule="D3", where=f"{location}/{MANIFEST_NAME}", message=message)])
         folder = cache.add_manifest(manifest.sha256, content)
-    source = RemoteFiles(
-        location,
-        None if storage_options else url.with_secrets,
-        cache,
-        folder,
-        lambda: store or open_store(url, storage_options),
-    )
-    return Bundle(folder, source=source)
+    return store, folder
 
 
 def open_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:

@@ -158,7 +158,7 @@ def prepare_planned_stages(
         DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
     """
     assert options.device_memory is not None
-    cache, reader = WeightCache(), options.weight_reader or FolderReader(bundle.path)
+    cache, reader = WeightCache(), options.weight_reader or FolderReader(bundle.path, bundle.source)
     stage_uses = {
         stage_number: _read_uses(bundle, stage_number, device, options) for stage_number, device in placement.items()
     }

@@ -63,7 +63,7 @@ class Arrivals:
             handle = None if stream is None else stream.share()
             files = ArrivingFiles(
                 device,
-                handle or self._reader or FolderReader(self._bundle.path),
+                handle or self._reader or FolderReader(self._bundle.path, self._bundle.source),
                 verify=verify,
                 progress=self._progress,
                 on_damage=partial(_discard, self._bundle),

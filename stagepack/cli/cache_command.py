@@ -1,0 +1,78 @@
+"""`stagepack cache`."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from stagepack.cli.command import subcommand
+from stagepack.cli.output import count_of, print_json, print_line, print_table
+from stagepack.cli.quantities import format_bytes
+from stagepack.cli.run_options import json_option
+from stagepack.format.byte_sizes import parse_byte_size
+from stagepack.remote.cache import Cache, default_cache_folder
+from stagepack.remote.cache_content import CachedBundle, cached_bundles, disk_bytes, remove_bundles
+
+_DAY = 86_400  # seconds
+
+
+@subcommand("cache", examples=["stagepack cache", "stagepack cache --older-than 30", "stagepack cache --trim-to 100GB"])
+@click.option(
+    "--older-than",
+    "unused_days",
+    type=click.FloatRange(0),
+    metavar="DAYS",
+    show_default="remove none",
+    help="Remove the bundles that were not opened for so many days.",
+)
+@click.option(
+    "--trim-to",
+    "size",
+    metavar="SIZE",
+    show_default="remove none",
+    help="Remove bundles until the cache has at most this size, such as 100GB: those first that were not opened for the longest time.",
+)
+@json_option
+def command(unused_days: float | None, size: str | None, as_json: bool) -> None:
+    """List the downloaded bundles, or remove some.
+
+    Bundles at a URL are downloaded into a cache, in the folder that STAGEPACK_CACHE names, by default ~/.cache/stagepack. Bundles that a
+    process has opened are kept. Removed ones are downloaded again when they are needed.
+    """
+    try:
+        most_bytes = None if size is None else parse_byte_size(size)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--trim-to") from None
+    cache = Cache(default_cache_folder())
+    unused_seconds = None if unused_days is None else unused_days * _DAY
+    removed: list[CachedBundle] | None = None
+    with cache.errors():
+        if unused_seconds is not None or most_bytes is not None:
+            removed = remove_bundles(cache, unused_seconds=unused_seconds, most_bytes=most_bytes)
+        bundles, byte_count = cached_bundles(cache), disk_bytes(cache)
+    if as_json:
+        facts: dict[str, Any] = {
+            "folder": str(cache.folder),
+            "bytes": byte_count,
+            "bundles": list(map(_facts, bundles)),
+        }
+        print_json(facts if removed is None else facts | {"removed": list(map(_facts, removed))})
+        return
+    if removed is not None:
+        _print_bundles("removed", removed)
+    _print_bundles("bundles in the cache", bundles)
+    print_line(f"{cache.folder}: {count_of('bundle', len(bundles))}, {format_bytes(byte_count)} on the disk")
+
+
+def _facts(bundle: CachedBundle) -> dict[str, Any]:
+    used_at = datetime.fromtimestamp(bundle.used_at, UTC).isoformat(timespec="seconds")
+    return {"digest": bundle.digest, "location": bundle.location, "bytes": bundle.byte_count, "used": used_at}
+
+
+def _print_bundles(title: str, bundles: list[CachedBundle]) -> None:
+    if bundles:
+        rows = [
+            [fact["digest"][:12], format_bytes(fact["bytes"]), fact["used"], fact["location"]]
+            for fact in map(_facts, bundles)
+        ]
+        print_table(title, ["digest", "#size", "used", "location"], rows)
