@@ -1,6 +1,7 @@
 """Ranges of weight files, read by threads into memory that the caller gives."""
 
 import contextlib
+import errno
 import os
 import threading
 import weakref
@@ -48,6 +49,7 @@ class FolderReader:
         self._folder = folder
         self._source = source
         self._lock = threading.Lock()
+        self._without_direct: set[str] = set()
         self._descriptors: dict[tuple[str, bool], int | None] = {}
         weakref.finalize(self, _close_all, self._descriptors)
 
@@ -73,10 +75,17 @@ class FolderReader:
         length = len(memory) - len(memory) % DIRECT_ALIGNMENT
         if start % DIRECT_ALIGNMENT or address % DIRECT_ALIGNMENT or not length or self._is_cached(file_name, start):
             return 0
-        descriptor = self._descriptor(file_name, is_direct=True)
+        descriptor = None if file_name in self._without_direct else self._descriptor(file_name, is_direct=True)
         position = 0
         while descriptor is not None and position < length:
-            read_length = os.preadv(descriptor, [memory[position:length]], start + position)
+            try:
+                read_length = os.preadv(descriptor, [memory[position:length]], start + position)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # The file system asks for a larger alignment. It is read through the page cache from now on.
+                self._give_up_direct(file_name)
+                return position
             position += read_length
             if read_length % DIRECT_ALIGNMENT or not read_length:
                 break
@@ -94,6 +103,11 @@ class FolderReader:
         except OSError:
             return True
         return True
+
+    def _give_up_direct(self, file_name: str) -> None:
+        """Read a file through the page cache from now on. Other threads may still use the descriptor."""
+        with self._lock:
+            self._without_direct.add(file_name)
 
     def _descriptor(self, file_name: str, *, is_direct: bool) -> int | None:
         """The open file; None for direct reads where the file system has none."""

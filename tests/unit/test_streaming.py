@@ -1,6 +1,8 @@
 """Stages that are ready before their weights are read."""
 
 import copy
+import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
 from stagepack_loaders.torch.arriving_files import ArrivingFiles
 from stagepack_loaders.torch.streaming import prepare_streamed_stages
+from stagepack_loaders.torch.weight_transfer import empty_bytes
 from stagepack_loaders.weight_reading import FolderReader
 
 
@@ -215,6 +218,29 @@ def test_cold_files_are_read_past_the_page_cache(tmp_path: Path) -> None:
         memory: Any = numpy.empty(end - start, numpy.uint8)
         FolderReader(tmp_path).read_into("weights", start, memoryview(memory))
         assert bytes(memory) == content[start:end]
+
+
+def test_a_file_system_that_asks_for_a_larger_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = os.urandom(2**20)
+    path = tmp_path / "weights"
+    path.write_bytes(content)
+    refused = []
+    read = os.preadv
+
+    def read_aligned(descriptor: int, buffers: Any, start: int, *flags: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and start % 65536:
+            refused.append(start)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return read(descriptor, buffers, start, *flags)
+
+    monkeypatch.setattr(os, "preadv", read_aligned)
+    monkeypatch.setattr(FolderReader, "_is_cached", lambda *_: False)
+    reader = FolderReader(tmp_path)
+    for start in (0, 4096, 8192):
+        memory: Any = empty_bytes(65536, torch.device("cpu")).numpy()
+        reader.read_into("weights", start, memoryview(memory))
+        assert bytes(memory) == content[start : start + 65536]
+    assert refused in ([], [4096]), "it is tried once, if the file system has direct reads at all"
 
 
 def test_a_file_that_is_missing_is_a_digest_error(tmp_path: Path) -> None:
