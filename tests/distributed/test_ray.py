@@ -62,25 +62,6 @@ def free_resources() -> dict[str, float]:
     return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "memory")}
 
 
-def test_actors_download_the_files_of_their_stages(
-    layers: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own_cache = tmp_path / "own"
-    monkeypatch.setenv("STAGEPACK_CACHE", str(own_cache))  # the workers of Ray have another one
-    with HttpServer(layers.path.parent) as server:
-        url = f"{server.url}/{layers.path.name}?token=secret"
-        with launch(stagepack.open(url), 2) as pipeline:
-            assert torch.equal(pipeline(IDS), stagepack.load(layers)(IDS))
-        weight_files = [
-            file_name for file_name in layers.files if file_name.startswith("stage-") and "safe" in file_name
-        ]
-        assert [server.requests[file_name] for file_name in weight_files] == [1] * len(weight_files)
-        assert not list(own_cache.glob("bundles/*/stage-*.safetensors"))
-        bundle = stagepack.open(url, storage_options={"headers": {"X-Key": "1"}})
-        with pytest.raises(OptionError, match="expected a bundle without storage_options"):
-            launch(bundle, 2)
-
-
 def test_two_actors_answer_as_one_process_and_come_back(layers: Bundle) -> None:
     one = stagepack.load(layers)
     free_before = free_resources()
@@ -151,3 +132,22 @@ def test_actors_end_with_the_process_that_launched_them(layers: Bundle) -> None:
     )
     assert finished.returncode == -signal.SIGKILL, finished.stderr
     wait_until_gone(list(map(int, finished.stdout.split())))
+
+
+def test_actors_download_the_files_of_their_stages(
+    layers: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_cache = tmp_path / "own"
+    monkeypatch.setenv("STAGEPACK_CACHE", str(own_cache))  # the workers of Ray have another one
+    with HttpServer(layers.path.parent) as server:
+        url = f"{server.url}/{layers.path.name}?token=secret"
+        with launch(stagepack.open(url), 2) as pipeline:
+            assert torch.equal(pipeline(IDS), stagepack.load(layers)(IDS))
+        weight_files = [
+            file_name for file_name in layers.files if file_name.startswith("stage-") and "safe" in file_name
+        ]
+        assert [server.requests[file_name] for file_name in weight_files] == [1] * len(weight_files)
+        assert not list(own_cache.glob("bundles/*/stage-*.safetensors"))
+        bundle = stagepack.open(url, storage_options={"headers": {"X-Key": "1"}})
+        with pytest.raises(OptionError, match="expected a bundle without storage_options"):
+            launch(bundle, 2)
