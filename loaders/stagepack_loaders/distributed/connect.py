@@ -115,7 +115,7 @@ def connect(
         address=chosen_address(launched_address()),
     )
     check_options(options, microbatch_size=microbatch_size)
-    store = _launched_store(rank, start_seconds)
+    store = launched_store(rank, start_seconds)
     if rank == FRONT_RANK:
         group = _LaunchedGroup(opened_bundle, store, size, options)
         return DistributedPipeline(opened_bundle, group, types, microbatch_size=microbatch_size)
@@ -125,8 +125,16 @@ def connect(
     return None
 
 
-def _launched_store(rank: int, seconds: float) -> Store:
-    """The store of the launcher, or of process 0, with names of its own for each start of the processes and for each pipeline."""
+def launched_store(rank: int, seconds: float) -> Store:
+    """Return the store of the launcher, or of process 0, with names of its own for each start of the processes and for each pipeline.
+
+    Args:
+        rank: the number of this process.
+        seconds: how long to wait for process 0.
+
+    Raises:
+        GroupError: there is no store.
+    """
     host, port = launched_address(), launched_port()
     try:
         store = TCPStore(

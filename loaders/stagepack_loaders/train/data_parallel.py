@@ -41,26 +41,23 @@ def groups_of_mesh(mesh: DeviceMesh) -> TrainingGroups:
     """Return the groups of a mesh with a dimension ``pp``, and ``dp`` if there are several pipelines.
 
     Raises:
-        OptionError: it has other dimensions.
+        OptionError: it has other dimensions, or not all processes.
     """
     names = tuple(mesh.mesh_dim_names or ())
     if _PIPELINE not in names or not {_PIPELINE, _REPLICAS}.issuperset(names):
         raise OptionError(
             f"mesh: expected the dimensions {_PIPELINE!r}, for the stages, and {_REPLICAS!r}, for copies of the pipeline, found {names}"
         )
-    is_whole_world = mesh.size() == torch.distributed.get_world_size()
-    whole = (
-        None
-        if is_whole_world
-        else torch.distributed.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-    )
+    process_count = torch.distributed.get_world_size()
+    if mesh.size() != process_count:
+        raise OptionError(f"mesh: expected all {process_count} processes, found {mesh.size()}")
     pipeline = mesh.get_group(_PIPELINE)
     if _REPLICAS not in names:
-        return TrainingGroups(pipeline=pipeline, whole=whole)
+        return TrainingGroups(pipeline=pipeline, whole=None)
     return TrainingGroups(
         pipeline=pipeline,
         replicas=mesh.get_group(_REPLICAS),
-        whole=whole,
+        whole=None,
         replica_count=mesh[_REPLICAS].size(),
         replica=mesh.get_local_rank(_REPLICAS),
     )

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
 from stagepack.format.reader import Bundle
+
+_TAG = 1  # of gradients; the schedules use 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +46,7 @@ def find_shared_parameters(bundle: Bundle, rank_of_stage: Sequence[int]) -> tupl
 
 
 class GradientSums:
-    """Sums the gradients of shared parameters over the processes that have a copy.
-
-    Attributes:
-        groups: the groups of such processes that this process is in.
-    """
+    """Sums the gradients of shared parameters over the processes that have a copy."""
 
     def __init__(
         self,
@@ -55,26 +54,19 @@ class GradientSums:
         parameters: Mapping[str, torch.nn.Parameter],
         group: ProcessGroup | None,
     ) -> None:
-        """Make a group for each set of processes. Those that have a copy of one parameter must call this at the same time.
+        """Select the shared parameters of this process.
 
         Args:
             shared_parameters: the shared parameters, alike in all processes.
             parameters: the parameters of this process, by name.
             group: the processes of the pipeline; None for all.
         """
-        rank = torch.distributed.get_rank(group)
-        groups = {
-            ranks: torch.distributed.new_group(
-                [_global_rank(group, member) for member in ranks], use_local_synchronization=True
-            )
-            for ranks in sorted({parameter.ranks for parameter in shared_parameters})
-            if rank in ranks
-        }
-        self.groups = tuple(groups.values())
+        self._group = group
+        self._rank = torch.distributed.get_rank(group)
         self._shared = [
-            (parameters[parameter.name], groups[parameter.ranks])
+            (parameters[parameter.name], parameter.ranks)
             for parameter in shared_parameters
-            if rank in parameter.ranks
+            if self._rank in parameter.ranks
         ]
         self._earlier_gradients: list[torch.Tensor | None] = []
 
@@ -85,15 +77,31 @@ class GradientSums:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Sum the gradients of a step, and add those of earlier steps."""
-        for (parameter, group), earlier_gradient in zip(self._shared, self._earlier_gradients, strict=True):
-            if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                # In each process a convolution may have chosen another order in memory.
-                gradient = gradient.contiguous()
-                torch.distributed.all_reduce(gradient, group=group)
-                parameter.grad = gradient if earlier_gradient is None else gradient + earlier_gradient
+        """Sum the gradients of a step, and add those of earlier steps.
 
+        The processes exchange gradients in the group of the pipeline, so that no other group is needed.
+        """
+        transfers: list[torch.distributed.P2POp] = []
+        sums = []
+        for (parameter, ranks), earlier_gradient in zip(self._shared, self._earlier_gradients, strict=True):
+            if not parameter.requires_grad:
+                continue
+            # In each process a convolution may have chosen another order in memory.
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients = {self._rank: gradient.contiguous()}
+            for other_rank in ranks:
+                if other_rank != self._rank:
+                    gradients[other_rank] = torch.empty_like(gradients[self._rank])
+                    transfers.append(self._transfer(torch.distributed.isend, gradients[self._rank], other_rank))
+                    transfers.append(self._transfer(torch.distributed.irecv, gradients[other_rank], other_rank))
+            # In one order in all processes, so that the copies stay equal.
+            sums.append((parameter, [gradients[rank] for rank in ranks], earlier_gradient))
+        if transfers:
+            for work in torch.distributed.batch_isend_irecv(transfers):
+                work.wait()
+        for parameter, addends, earlier_gradient in sums:
+            total = sum(addends[1:], start=addends[0])
+            parameter.grad = total if earlier_gradient is None else total + earlier_gradient
 
-def _global_rank(group: ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else torch.distributed.get_global_rank(group, rank)
+    def _transfer(self, function: Any, gradient: torch.Tensor, rank: int) -> torch.distributed.P2POp:
+        return torch.distributed.P2POp(function, gradient, group=self._group, group_peer=rank, tag=_TAG)

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from stagepack.errors import EvaluationModeWarning, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions, Verify
+from stagepack_loaders.distributed.connect import launched_store
+from stagepack_loaders.distributed.launch_environment import has_launcher, launched_rank, launched_size
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.data_parallel import TrainingGroups, groups_of_mesh
@@ -21,6 +23,8 @@ from stagepack_loaders.train.modes import evaluation_scopes
 from stagepack_loaders.train.recomputation import Recompute
 from stagepack_loaders.train.schedules import SCHEDULES, place_stages_for, splits_backward
 from stagepack_loaders.train.training import Training, TrainingOptions
+
+_START_SECONDS = 300.0
 
 
 def train(
@@ -92,7 +96,7 @@ def train(
             f"recompute: the schedule {schedule!r} splits the backward pass, and would compute all values twice again: choose another one"
         )
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group()
+        _make_default_group()
     if group is not None and mesh is not None:
         raise OptionError("mesh excludes group: the dimension 'pp' of the mesh is the group of the pipeline")
     groups = TrainingGroups(pipeline=group, whole=group) if mesh is None else groups_of_mesh(mesh)
@@ -133,3 +137,16 @@ def train(
         ),
         groups,
     )
+
+
+def _make_default_group() -> None:
+    """Make the default process group of torch.
+
+    By itself, torch 2.13 finds in the store of torchrun the addresses of processes that are gone, after these were started again.
+    """
+    if not has_launcher():
+        torch.distributed.init_process_group()
+        return
+    rank = launched_rank()
+    store = launched_store(rank, _START_SECONDS)
+    torch.distributed.init_process_group(store=store, rank=rank, world_size=launched_size())

@@ -147,7 +147,7 @@ class Training:
         if self.process_count > 1:
             self._watch = ProcessWatch(
                 meet_processes(bundle, stages, groups.whole),
-                (*groups.all_groups, *self._gradient_sums.groups),
+                groups.all_groups,
                 silence_seconds=options.silence_seconds,
             )
 
