@@ -12,7 +12,7 @@ class StagepackError(Exception):
 
 
 class ExportWarning(UserWarning):
-    """A bundle is written, and probably not as it was meant: the message says why. The class derives from no error."""
+    """A bundle is written, and probably not as it was meant: the message says why. It is no `StagepackError`: the bundle is there."""
 
 
 class MissingPackageError(StagepackError, ModuleNotFoundError):

@@ -11,10 +11,10 @@ _RULE_PATTERN = re.compile(r"^\*\*([A-Z]\d+)\*\* (.*?)(?=^\*\*[A-Z]\d+\*\*|^\||^
 
 
 def error_reference() -> str:
-    """A table of the classes, and a table of the rules that errors name."""
+    """A table of the classes of errors and warnings, and a table of the rules that errors name."""
     table_rows = ["| class | base | meaning |", "|---|---|---|"]
     for class_name, error_class in inspect.getmembers(errors, inspect.isclass):
-        if issubclass(error_class, errors.StagepackError):
+        if issubclass(error_class, errors.StagepackError | Warning):
             base_names = ", ".join(f"`{base_class.__name__}`" for base_class in error_class.__bases__)
             table_rows.append(f"| `{class_name}` | {base_names} | {_one_line(inspect.getdoc(error_class) or '')} |")
     return "\n".join(table_rows)
