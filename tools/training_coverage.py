@@ -5,6 +5,7 @@ gradients are held to those of the uncut model, in float64 where torch has its o
 """
 
 import multiprocessing
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,9 @@ def their_training(case: Case) -> tuple[str, ...]:
     gradients: dict[str, list[torch.Tensor]] = {}
     first_names = _first_names(task.model)
     for _, own_gradients in results:
-        for name, gradient in own_gradients:
+        for copied_name, gradient in own_gradients:
+            # A module that is called several times is copied: layer, layer@1, layer@2.
+            name = re.sub(r"@\d+", "", copied_name)
             gradients.setdefault(first_names.get(name, name), []).append(gradient)
     return (_judge(task, results[-1][0], gradients),)
 
