@@ -77,7 +77,9 @@ class Model:
 
 MODELS: Sequence[Model] = (
     Model(title="12 linear layers of 1024, 8 x 32 rows", make=Layers, batch_shape=(256, 1024)),
-    Model(title="fixed costs: 12 linear layers of 64, 8 x 4 rows", make=partial(Layers, width=64), batch_shape=(32, 64)),
+    Model(
+        title="fixed costs: 12 linear layers of 64, 8 x 4 rows", make=partial(Layers, width=64), batch_shape=(32, 64)
+    ),
     Model(title="6 transformer layers of 256, 8 x 2 x 64 tokens", make=Encoder, batch_shape=(16, 64, 256)),
 )
 
