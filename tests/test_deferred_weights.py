@@ -161,8 +161,14 @@ import re, resource, sys
 import torch, stagepack
 from safetensors.torch import load_file
 
+small_tensors = []
+
 def make():
-    return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(24)))
+    layers = []
+    for _ in range(24):
+        layers.append(torch.nn.Linear(2048, 2048, bias=False))
+        small_tensors.extend(torch.ones(1) for _ in range(1000))
+    return torch.nn.Sequential(*layers)
 
 torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))
 used = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024

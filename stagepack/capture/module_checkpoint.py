@@ -1,6 +1,8 @@
 """A function that makes a module, and a checkpoint of its weights -> the module with these weights, which stay in the checkpoint."""
 
 import contextlib
+import math
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +20,9 @@ Made = TypeVar("Made")
 
 # Names in an error message; the other ones are counted.
 _SHOWN_NAMES = 5
+
+# Tensors of this size and more are mapped one by one, in bytes.
+_MIN_MAPPED_BYTES = 2**20
 
 
 @contextlib.contextmanager
@@ -38,24 +43,32 @@ def _parameters_without_data(deferred: DeferredTensors) -> Iterator[list["weakre
 
     hook = register_module_parameter_registration_hook(replace_parameter)
     try:
-        with _RandomNumbers():
+        with _ConstructionMode():
             yield replaced
     finally:
         hook.remove()
 
 
-class _RandomNumbers(TorchDispatchMode):
-    """Draws the random numbers of tensors without data, too: what is drawn after them must be what it is with data."""
+class _ConstructionMode(TorchDispatchMode):
+    """Bounds the memory of a constructor whose parameters lose their data, and keeps the random numbers that it draws.
+
+    Large empty tensors have memory of their own, which the operating system gets back with each of them. From the heap, small
+    objects made between them would keep it.
+
+    The random numbers of tensors without data are drawn, too: those drawn after them must be what they are with data.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Used again and again: the heap would grow by pieces of large tensors that come and go between small ones.
+        # Used again and again, for the same reason.
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format:
+            return _mapped_empty(func, args, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, dict(kwargs)))):
             real_args, real_kwargs = tree_map_tensors(self._with_data, (args, dict(kwargs)))
@@ -71,6 +84,17 @@ class _RandomNumbers(TorchDispatchMode):
             self._memory = torch.empty(byte_count, dtype=torch.uint8)
         elements = self._memory[:byte_count].view(tensor.dtype)
         return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _mapped_empty(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """``torch.empty``; a large tensor of the CPU in a mapping of its own."""
+    options = {name: option for name, option in kwargs.items() if option is not None and option is not False}
+    dtype = options.get("dtype", torch.get_default_dtype())
+    byte_count = math.prod(args[0]) * dtype.itemsize
+    is_plain = options.keys() <= {"dtype", "device"} and torch.device(options.get("device", "cpu")).type == "cpu"
+    if byte_count < _MIN_MAPPED_BYTES or not is_plain:
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+    return torch.frombuffer(mmap.mmap(-1, byte_count), dtype=dtype).view(args[0])
 
 
 def make_with_checkpoint(
