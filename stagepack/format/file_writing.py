@@ -32,6 +32,10 @@ class FileRange:
     size: int
 
 
+# Bytes of a call of write. Linux takes as much memory at once for its page cache as a call writes, and it finds small pieces faster: 2 GB
+# were written to ext4 in 0.9 s by calls of 256 KiB, in 4.4 s by calls of 1 MiB, and in 5.5 s by calls of 16 MiB.
+_WRITE_BYTES: Final = 2**18
+
 # A part of the content of a file.
 Piece = bytes | memoryview | FileRange
 
@@ -56,6 +60,18 @@ def write_pieces(path: Path, pieces: Iterable[Piece], progress: ByteProgress | N
     finally:
         os.close(descriptor)
     return file_entry(path.name, size, digests)
+
+
+def write_at(descriptor: int, content: bytes | bytearray | memoryview, start: int) -> None:
+    """Write bytes from a position of a file on. Several threads may write at the same time.
+
+    Raises:
+        OSError: the disk is full or the like.
+    """
+    remaining = memoryview(content)
+    while remaining:
+        written = os.pwrite(descriptor, remaining[:_WRITE_BYTES], start)
+        remaining, start = remaining[written:], start + written
 
 
 def _write_chunks(descriptor: int, pieces: Iterable[Piece], progress: ByteProgress | None) -> tuple[int, list[str]]:
@@ -147,12 +163,10 @@ def _write_chunk(descriptor: int, start: int, chunk: list[Piece], buffers: _Buff
                 buffers.view[begin:end] = piece
         content = buffers.view[:end]
     digest = chunk_digest(content)
-    written = 0
-    while written < len(content):
-        written += os.pwrite(descriptor, content[written:], start + written)
+    write_at(descriptor, content, start)
     # Linux begins to write these pages to disk now, while others are hashed, and not when the file is synchronized: measured for 2 GB,
-    # 0.95 s in place of 1.5 s. It keeps them in memory, since they are not on disk yet.
-    os.posix_fadvise(descriptor, start, written, os.POSIX_FADV_DONTNEED)
+    # 1.1 s in place of 1.7 s. It keeps them in memory, since they are not on disk yet.
+    os.posix_fadvise(descriptor, start, len(content), os.POSIX_FADV_DONTNEED)
     return digest
 
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from stagepack.errors import WriteError
+from stagepack.format.file_writing import write_at
 from stagepack.format.manifest import File
 from stagepack.format.validate import MANIFEST_NAME
 
@@ -99,10 +100,7 @@ class PartFile:
         Raises:
             OSError: the disk is full or the like.
         """
-        remaining = memoryview(content)
-        while remaining:
-            written = os.pwrite(self._descriptor, remaining, start)
-            remaining, start = remaining[written:], start + written
+        write_at(self._descriptor, content, start)
 
     def complete(self, size: int, target: Path) -> None:
         """Give the file its final name, after its bytes are on disk.
