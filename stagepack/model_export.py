@@ -47,6 +47,8 @@ def export(
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
     onnx: bool = False,
+    rtol: float | None = None,
+    atol: float | None = None,
     allow_ops: Collection[str] = (),
     overwrite: bool = False,
 ) -> Bundle:
@@ -83,6 +85,8 @@ def export(
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
+        rtol: with `onnx`: the tolerance of the comparison with torch, see `stagepack.add_onnx`.
+        atol: likewise.
         allow_ops: with `graph_from`: the namespaces of custom operators of that bundle that may run.
         overwrite: replace a bundle that exists at `out`.
 
@@ -137,7 +141,7 @@ def export(
         captures = capture_entry_points(_loaded_module(model), entry_points)
         options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
         bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, overwrite=overwrite)
-        return _with_onnx(bundle) if onnx else bundle
+        return _with_onnx(bundle, rtol, atol) if onnx else bundle
     if isinstance(stages, Mapping) or isinstance(split_at, Mapping):
         raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
     cut_options = CutOptions(stages=stages, split_at=split_at, shared=shared, **further_options)
@@ -147,10 +151,10 @@ def export(
         if not isinstance(model, str | os.PathLike):
             raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
         bundle = replace_weights(graph_from, model, out=out, allow_ops=allow_ops, overwrite=overwrite)
-        return _with_onnx(bundle) if onnx else bundle
+        return _with_onnx(bundle, rtol, atol) if onnx else bundle
     capture = capture_source(model, inputs) if weights is None else _capture_with_weights(model, inputs, weights)  # type: ignore[arg-type]
     bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
-    return _with_onnx(bundle) if onnx else bundle
+    return _with_onnx(bundle, rtol, atol) if onnx else bundle
 
 
 def _loaded_module(model: object) -> torch.nn.Module:
@@ -192,13 +196,13 @@ def _entry_point_cut_options(
     }
 
 
-def _with_onnx(bundle: Bundle) -> Bundle:
+def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle:
     """Add ONNX files; warn of stages that have none."""
     from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
 
     for entry_point in bundle.entry_points:
         namespaces = {namespace for stage in entry_point.stages for namespace in stage.namespaces}
-        conversion = add_onnx(Bundle(bundle.path).select(entry_point.name), allow_ops=namespaces)
+        conversion = add_onnx(Bundle(bundle.path).select(entry_point.name), allow_ops=namespaces, rtol=rtol, atol=atol)
         prefix = f"{entry_point.name}, " if len(bundle.entry_points) > 1 else ""
         for stage_number, reason in conversion.torch_only.items():
             warnings.warn(f"{prefix}stage {stage_number} runs in torch only: {reason}", ExportWarning, stacklevel=3)

@@ -21,23 +21,43 @@ class Difference(NamedTuple):
 
     Attributes:
         largest: the largest absolute difference; 0.0 if all elements are equal, infinity if a shape, a dtype or a special value differs.
-        within: whether all elements are within `TOLERANCE`.
+        within: whether all elements are within the tolerance.
     """
 
     largest: float
     within: bool
 
 
-def compare_arrays(arrays: ArrayOps, actual: Any, expected: Any) -> Difference:
+class Tolerance(NamedTuple):
+    """How far results may be from the expected ones, in the place of `TOLERANCE`. Integers and booleans must be equal all the same.
+
+    Attributes:
+        rtol: the difference allowed relative to each value; None for that of the dtype.
+        atol: the absolute difference that is allowed in addition; None for that of the dtype.
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+
+    def of_dtype(self, dtype: str) -> tuple[float, float]:
+        """Return the relative and the absolute tolerance for results of a dtype."""
+        if dtype not in TOLERANCE:
+            return 0.0, 0.0
+        rtol, atol = TOLERANCE[dtype]
+        return rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
+
+
+def compare_arrays(arrays: ArrayOps, actual: Any, expected: Any, tolerance: Tolerance | None = None) -> Difference:
     """Compare two arrays.
 
     Args:
         arrays: the operations on arrays of their kind.
         actual: an array.
         expected: the array that it should equal.
+        tolerance: how far they may differ, in the place of `TOLERANCE`.
     """
     dtype = str(expected.dtype).removeprefix("torch.")
-    return Difference(*arrays.difference(actual, expected, *TOLERANCE.get(dtype, (0.0, 0.0))))
+    return Difference(*arrays.difference(actual, expected, *(tolerance or Tolerance()).of_dtype(dtype)))
 
 
 def combine_differences(differences: Iterable[Difference]) -> Difference:

@@ -22,7 +22,7 @@ from stagepack.format.tree import (
 )
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
 from stagepack_loaders.callable_pipeline import CallablePipeline
-from stagepack_loaders.comparison import Difference, combine_differences, compare_arrays
+from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES
 
 # How the names in the example file begin.
@@ -30,8 +30,13 @@ INPUT_PREFIX: Final = "input."
 OUTPUT_PREFIX: Final = "output."
 
 
-def replay_example(pipeline: CallablePipeline, bundle: Bundle) -> Difference:
+def replay_example(pipeline: CallablePipeline, bundle: Bundle, tolerance: Tolerance | None = None) -> Difference:
     """Run the recorded example, and compare the results with the recorded ones.
+
+    Args:
+        pipeline: the pipeline.
+        bundle: its bundle.
+        tolerance: how far the results may differ, in the place of the tolerance of each dtype.
 
     Raises:
         InputError: the bundle has no example, or the model fails on it.
@@ -44,7 +49,7 @@ def replay_example(pipeline: CallablePipeline, bundle: Bundle) -> Difference:
         0.0
     """
     inputs, expected_results = read_example(pipeline, bundle)
-    return compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
+    return compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results, tolerance)
 
 
 def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -76,13 +81,17 @@ def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, 
 
 
 def compare_results(
-    pipeline: CallablePipeline, results: Mapping[str, Any], expected_results: Mapping[str, Any]
+    pipeline: CallablePipeline,
+    results: Mapping[str, Any],
+    expected_results: Mapping[str, Any],
+    tolerance: Tolerance | None = None,
 ) -> Difference:
     """Compare results with expected ones; both are as `run_on_inputs` returns them."""
     if results.keys() != expected_results.keys():
         return Difference(math.inf, within=False)
     return combine_differences(
-        compare_arrays(pipeline.arrays, results[result_name], array) for result_name, array in expected_results.items()
+        compare_arrays(pipeline.arrays, results[result_name], array, tolerance)
+        for result_name, array in expected_results.items()
     )
 
 

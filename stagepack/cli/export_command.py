@@ -15,7 +15,7 @@ from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import BundleType, PathType
-from stagepack.cli.run_options import custom_namespaces, json_option, replay
+from stagepack.cli.run_options import custom_namespaces, json_option, replay, tolerance_options
 from stagepack.cli.termination import orderly_termination
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 )
 @cut_option_flags
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also add ONNX files, as 'stagepack onnx' does.")
+@tolerance_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
 @json_option
 def command(
@@ -74,6 +75,8 @@ def command(
     graph_from: str | None,
     allow_ops: tuple[str, ...],
     with_onnx: bool,
+    rtol: float | None,
+    atol: float | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -97,6 +100,8 @@ def command(
     """
     if graph_from is not None and (make_cut_options or inputs_function or weights):
         raise click.UsageError("--graph-from takes the inputs and the cut from the bundle: leave out the other options")
+    if (rtol, atol) != (None, None) and not with_onnx:
+        raise click.UsageError("--rtol and --atol require --onnx")
     check_output_path(out, overwrite=overwrite)
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
@@ -138,6 +143,8 @@ def command(
                 conversion = add_onnx(
                     Bundle(selected.path).select(selected.entry_point.name),
                     allow_ops=custom_namespaces(selected),
+                    rtol=rtol,
+                    atol=atol,
                     progress=next_step,
                 )
                 onnx_facts += conversion_facts(conversion)

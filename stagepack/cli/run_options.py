@@ -4,6 +4,7 @@ Runtimes are imported when they are needed.
 """
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -252,17 +253,46 @@ def custom_namespaces(bundle: Bundle) -> list[str]:
     return sorted({namespace for stage in bundle.stages for namespace in stage.namespaces})
 
 
+def tolerance_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options `--rtol` and `--atol`: how far answers of ONNX Runtime may be from those of torch."""
+    default = "by dtype"
+    options = (
+        click.option(
+            "--rtol",
+            type=click.FloatRange(min=0.0),
+            metavar="R",
+            show_default=default,
+            help="Difference between ONNX Runtime and torch that is allowed relative to each value.",
+        ),
+        click.option(
+            "--atol",
+            type=click.FloatRange(min=0.0),
+            metavar="A",
+            show_default=default,
+            help="Absolute difference that is allowed in addition.",
+        ),
+    )
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), function)
+
+
 def replay(
-    bundle: Bundle, *, runtimes: Sequence[str] = (DEFAULT_RUNTIME,), allow_ops: Collection[str] = ()
+    bundle: Bundle,
+    *,
+    runtimes: Sequence[str] = (DEFAULT_RUNTIME,),
+    allow_ops: Collection[str] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> "Difference":
     """Load a bundle whose digests are verified already, and run its example."""
     for runtime in dict.fromkeys(runtimes):
         import_runtime(runtime)  # before all else, so that a missing package is that of the runtime
-    from stagepack_loaders.example import replay_example  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.comparison import Tolerance  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.example import replay_example  # noqa: PLC0415 - the same
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
     runtime_argument = runtimes if len(runtimes) > 1 else runtimes[0]
-    return replay_example(load(bundle, runtime=runtime_argument, allow_ops=allow_ops, verify="manifest"), bundle)
+    pipeline = load(bundle, runtime=runtime_argument, allow_ops=allow_ops, verify="manifest")
+    return replay_example(pipeline, bundle, Tolerance(rtol, atol))
 
 
 def default_model_name(bundle_path: str) -> str:

@@ -15,6 +15,7 @@ from stagepack.cli.run_options import (
     replay,
     runtime_of_each_stage,
     runtime_option,
+    tolerance_options,
 )
 from stagepack.errors import FormatError
 from stagepack.format.reader import Bundle
@@ -28,6 +29,7 @@ from stagepack_loaders.registry import find_runtime
 @bundle_argument
 @click.option("--run", "with_run", is_flag=True, help="Also load the bundle and replay its example.")
 @runtime_option
+@tolerance_options
 @operator_options
 @json_option
 @click.pass_context
@@ -36,6 +38,8 @@ def command(
     bundle_path: str,
     with_run: bool,
     runtimes: tuple[str, ...],
+    rtol: float | None,
+    atol: float | None,
     allow_ops: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -45,17 +49,19 @@ def command(
     without --run.
 
     With --run, the results of the example must have the shapes and types of the recorded ones, and NaN only where these have NaN. In
-    ONNX Runtime they must also be within a tolerance that depends on the type.
+    ONNX Runtime they must also be within a tolerance that depends on the type: for float32, 1e-3 of each value plus 1e-4.
     """
     if context.get_parameter_source("runtimes") is not click.core.ParameterSource.DEFAULT and not with_run:
         raise click.UsageError("--runtime requires --run")
+    if (rtol, atol) != (None, None) and not with_run:
+        raise click.UsageError("--rtol and --atol require --run")
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
     bundle = _verified_bundle(bundle_path, facts if as_json else None)
     difference: float | None = None
     is_same = True
     if with_run:
         with progress("replaying the example"):
-            outcomes = [_replay(selected, runtimes, allow_ops) for selected in each_entry_point(bundle)]
+            outcomes = [_replay(selected, runtimes, allow_ops, rtol, atol) for selected in each_entry_point(bundle)]
         difference, is_same = max(difference for difference, _ in outcomes), all(is_same for _, is_same in outcomes)
     if as_json:
         facts |= {"ok": is_same, "digest": bundle.digest, "files": len(bundle.files) + 1}
@@ -69,10 +75,12 @@ def command(
         fail(f"{bundle_path}: the results of the example have other shapes, types or values than those of the model")
 
 
-def _replay(bundle: Bundle, runtimes: tuple[str, ...], allow_ops: tuple[str, ...]) -> tuple[float, bool]:
+def _replay(
+    bundle: Bundle, runtimes: tuple[str, ...], allow_ops: tuple[str, ...], rtol: float | None, atol: float | None
+) -> tuple[float, bool]:
     """Replay the example of an entry point; return the largest difference, and whether the results are the recorded ones."""
     stage_runtimes = runtime_of_each_stage(runtimes, len(bundle.stages))
-    difference, is_within = replay(bundle, runtimes=stage_runtimes, allow_ops=allow_ops)
+    difference, is_within = replay(bundle, runtimes=stage_runtimes, allow_ops=allow_ops, rtol=rtol, atol=atol)
     is_exact = all(find_runtime(runtime_name).exact for runtime_name in stage_runtimes)
     return difference, finite(difference) is not None and (is_within or is_exact)
 

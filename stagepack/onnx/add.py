@@ -17,6 +17,7 @@ from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
 from stagepack.onnx.finish import OnnxFiles
 from stagepack.opening import open_bundle
+from stagepack_loaders.comparison import Tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +39,31 @@ def add_onnx(
     bundle: str | os.PathLike[str] | Bundle,
     *,
     allow_ops: Collection[str] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> AddedOnnx:
     """Add an ONNX model to each stage of a bundle, converted by ``torch.onnx`` from the stage itself.
 
     The initializers point into the weight files of the bundle: no weight is copied. Each stage then answers the example in ONNX
-    Runtime. A stage that has no ONNX form, or whose answer differs from that in torch, has no ONNX model and runs in torch only.
+    Runtime. A stage that has no ONNX form, or whose answer differs from that in torch by more than rounding, has no ONNX model and runs
+    in torch only. A difference is allowed within a tolerance of the dtype (for float32: 1e-3 of each value, plus 1e-4). Beyond it,
+    the stage is computed in float64: up to 8 times the distance of torch's own answer from that is allowed.
 
     Args:
         bundle: the folder of a bundle, or an opened bundle, at the entry point that is converted. It is replaced when all models are
             written and checked.
         allow_ops: namespaces of custom operators that may run while a stage is traced.
+        rtol: the difference that is allowed relative to each value, in the place of that of the dtype; nothing is then computed
+            in float64. Integers must be equal all the same.
+        atol: the absolute difference that is allowed in addition, likewise.
         progress: called with one line when a step begins.
 
     Returns:
         The bundle with the models, and for each stage how far its answer is from that in torch, or why it has no model.
 
     Raises:
-        OptionError: the bundle is at a URL.
+        OptionError: the bundle is at a URL, or a tolerance is negative.
         EntryPointError: the bundle has several entry points, and none is selected.
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
@@ -68,6 +76,9 @@ def add_onnx(
         {}
         >>> pipe = stagepack.load(added.bundle, runtime="onnxruntime")
     """
+    if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
+        raise OptionError(f"rtol, atol: expected numbers that are not negative, found {rtol} and {atol}")
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol, atol)
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     if opened.source is not None:
         raise OptionError(
@@ -81,9 +92,9 @@ def add_onnx(
     refused = {stage_number: reason for stage_number, reason in conversions.items() if isinstance(reason, str)}
     converted = {stage_number: files for stage_number, files in conversions.items() if isinstance(files, OnnxFiles)}
     progress("run the example")
-    checks = _check_converted(opened, converted, allow_ops)
+    checks = _check_converted(opened, converted, allow_ops, tolerance)
     matching = {stage_number: files for stage_number, files in converted.items() if checks[stage_number].within}
-    differing = {stage_number: _difference(checks[stage_number]) for stage_number in converted.keys() - matching.keys()}
+    differing = {stage_number: checks[stage_number].reason for stage_number in converted.keys() - matching.keys()}
     _write_bundle(opened, matching, _resolved_path(opened), overwrite=True)
     return AddedOnnx(
         bundle=Bundle(opened.path).select(opened.entry_point.name),
@@ -92,18 +103,14 @@ def add_onnx(
     )
 
 
-def _difference(check: StageCheck) -> str:
-    return check.reason or f"its answer differs by {check.difference:g}"
-
-
 def _check_converted(
-    bundle: Bundle, converted: Mapping[int, OnnxFiles], allow_ops: Collection[str]
+    bundle: Bundle, converted: Mapping[int, OnnxFiles], allow_ops: Collection[str], tolerance: Tolerance | None
 ) -> list[StageCheck]:
     """Write a temporary bundle with the ONNX models, and compare the answers of all stages."""
     with _folder_beside(_resolved_path(bundle)) as folder:
         _write_bundle(bundle, converted, folder / "checked", overwrite=False)
         checked_bundle = Bundle(folder / "checked").select(bundle.entry_point.name)
-        return list(check_stages(checked_bundle, allow_ops))
+        return list(check_stages(checked_bundle, allow_ops, tolerance))
 
 
 def _resolved_path(bundle: Bundle) -> Path:

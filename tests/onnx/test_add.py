@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from onnx import TensorProto
 
 import stagepack
+from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import read_weight_header
+from stagepack.onnx import check
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
 
 pytestmark = pytest.mark.xdist_group("added")  # one process, so that the bundle is made once
@@ -210,6 +213,40 @@ def test_a_stage_that_answers_otherwise_runs_in_torch_only(tmp_path: Path) -> No
     assert [stage.onnx is not None for stage in bundle.stages] == [True, False]
     assert not (tmp_path / "m.stagepack" / "stage-1.onnx").exists()
     bundle.verify()
+
+
+def large_and_small() -> tuple[torch.nn.Module, torch.Tensor]:
+    """A module with values of many thousand and values near 0 in one answer, which float32 cannot compute to 1e-4."""
+    torch.manual_seed(0)
+    last = torch.nn.Linear(256, 512)
+    with torch.no_grad():
+        last.weight.mul_(50000)
+    return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), last), torch.randn(64, 256)
+
+
+def test_a_difference_of_rounding_is_allowed_by_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = large_and_small()
+    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack", split_at=["2"])
+    added = stagepack.add_onnx(bundle)
+    assert added.torch_only == {}
+    assert added.checked[0].rounding is None
+    checked = added.checked[1]
+    assert checked.difference is not None
+    assert checked.rounding is not None
+    assert 1e-4 < checked.difference <= 8 * checked.rounding < 1
+    # By the tolerance alone it would be refused, as it was before.
+    refused = stagepack.add_onnx(bundle, rtol=1e-3, atol=1e-4).torch_only[1]
+    assert re.search(r"^its answer differs by \S+ in the output linear\S*, beyond rtol 0.001 and atol 0.0001$", refused)
+    assert stagepack.add_onnx(bundle, atol=1.0).torch_only == {}
+    # An answer that is wrong by a thousandth of the largest value is no rounding.
+    monkeypatch.setattr(check, "to_array", lambda value, *_: torch.from_numpy(numpy.asarray(value) + 100.0))
+    refused = stagepack.add_onnx(bundle).torch_only[1]
+    assert re.search(r"torch itself differs by \S+ from float64, of which 8 times is allowed", refused)
+
+
+def test_a_tolerance_is_not_negative(added: tuple[Bundle, Path]) -> None:
+    with pytest.raises(OptionError, match="rtol, atol: expected numbers that are not negative, found -1 and None"):
+        stagepack.add_onnx(added[0], rtol=-1)
 
 
 def test_bfloat16_is_kept_and_said_not_to_be_compared_where_no_kernel_is(tmp_path: Path) -> None:
