@@ -130,6 +130,8 @@ def export_entry_points(
     for name, capture in captures.items():
         progress(_step("linearize", name, captures))
         program = _linearize(capture)
+        if name != FORWARD:
+            program = program.without_unused_weights()
         warn_of_training_mode(capture, program, _written_weights(program))
         if len(captures) > 1:
             program = program.with_constant_prefix(f"{name}.")

@@ -17,6 +17,7 @@ from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
+from stagepack.capture.source_argument import FORWARD
 from stagepack.errors import CaptureError, WriteError
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
@@ -128,8 +129,11 @@ def _replacements(bundle: Bundle, source: _Source, source_name: str) -> dict[str
         for weight in bundle.select(entry_point.name).graph(stage_number).weights
     }
     known_names = {weight_name for weight in weights.values() for weight_name in weight.names}
+    # Entry points that are functions of a model do not have the weights that none of them uses.
+    is_whole = any(entry_point.name == FORWARD for entry_point in bundle.entry_points)
+    required_names = source.required_names if is_whole else ()
     problems = [
-        f"{weight_name} is not in the graph" for weight_name in source.required_names if weight_name not in known_names
+        f"{weight_name} is not in the graph" for weight_name in required_names if weight_name not in known_names
     ]
     replacements: dict[str, CheckpointTensor] = {}
     for weight in weights.values():

@@ -30,6 +30,7 @@ from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, Graph, ValueArg
 from stagepack.format.signature import Signature
 from stagepack.format.traversal import child_arguments
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder
 from stagepack.linearize.constants import constant_argument
 from stagepack.linearize.container_trees import Leaf
@@ -68,7 +69,13 @@ class LinearizedProgram:
         Args:
             prefix: is put before the name of each constant.
         """
-        weights = self.weights.with_constant_prefix(prefix)
+        return self._with_weights(self.weights.with_constant_prefix(prefix))
+
+    def without_unused_weights(self) -> "LinearizedProgram":
+        """Return the program with only the weights that its nodes use or that it returns."""
+        return self._with_weights(self.weights.of_values(GraphAnalysis(self.graph).last_uses.keys()))
+
+    def _with_weights(self, weights: WeightTable) -> "LinearizedProgram":
         return dataclasses.replace(
             self, weights=weights, graph=msgspec.structs.replace(self.graph, weights=weights.weights)
         )

@@ -6,7 +6,7 @@ stored tensor, the base, and weights that are views of it.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -48,6 +48,27 @@ class WeightTable:
     values: Mapping[str, str]
     stored: Mapping[str, StoredTensorSource]
     tensors: Mapping[str, torch.Tensor]
+
+    def of_values(self, value_names: Collection[str]) -> "WeightTable":
+        """Return the part of the table that some values need.
+
+        Args:
+            value_names: the names of the values; those that are no weights are ignored.
+        """
+        needed = {
+            weight_name
+            for weight in self.weights
+            if weight.value in value_names
+            for weight_name in (*weight.names, *([] if weight.base is None else [weight.base]))
+        }
+        weights = tuple(weight for weight in self.weights if weight.names[0] in needed)
+        names = {weight_name for weight in weights for weight_name in weight.names}
+        return WeightTable(
+            weights=weights,
+            values={name: value_name for name, value_name in self.values.items() if name in names},
+            stored={name: source for name, source in self.stored.items() if name in names},
+            tensors={name: tensor for name, tensor in self.tensors.items() if name in names},
+        )
 
     def with_constant_prefix(self, prefix: str) -> "WeightTable":
         """Return the table with a text before the name of each constant.

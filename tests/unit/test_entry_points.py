@@ -21,6 +21,7 @@ class Autoencoder(torch.nn.Module):
         self.embed = torch.nn.Embedding(11, 8)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
         self.norm = torch.nn.LayerNorm(8)
+        self.unused = torch.nn.Linear(8, 8)
         self.register_buffer("calls", torch.zeros(()))
 
     def encode(self, ids: torch.Tensor, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -66,11 +67,22 @@ def test_each_entry_point_has_its_cut_and_shared_weights_are_stored_once(
         "decode-stage-0.safetensors",
         "decode-stage-1.safetensors",
         "shared-0.safetensors",  # the embedding, of both entry points
-        "shared-1.safetensors",  # the constant of the loop, of both stages of decode
         "encode-example.safetensors",
         "decode-example.safetensors",
     }
     bundle.verify()
+    layers = [
+        {
+            weight.names[0].rpartition(".")[0]
+            for stage in range(count)
+            for weight in bundle.select(name).graph(stage).weights
+        }
+        for name, count in (("encode", 1), ("decode", 2))
+    ]
+    assert layers == [
+        {"embed", "encode", "layers.0", "layers.1", "norm", ""},
+        {"embed", "decode", "layers.2", "layers.3", ""},
+    ]
     stored_bytes = sum(file.size for name, file in bundle.files.items() if "stage-" in name or "shared" in name)
     assert stored_bytes < 2 * sum(parameter.nbytes for parameter in model.parameters()) + 20_000
     assert model.calls == 0
