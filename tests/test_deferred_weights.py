@@ -1,5 +1,6 @@
 """Exports that never have all weights in memory write the bytes of an export from memory."""
 
+import json
 import subprocess
 import sys
 import warnings
@@ -11,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import stagepack
-from stagepack.capture.checkpoint import checkpoint_file_tensors
+from stagepack.capture.checkpoint import checkpoint_file_tensors, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.module_checkpoint import _without_prefix
 from stagepack.errors import CaptureError, OptionError
 from stagepack.exporter import export_capture
+from stagepack.format.file_writing import write_pieces
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack.torch_internals import FakeTensor
@@ -142,6 +145,74 @@ def test_a_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
             stagepack.export(Net, (), weights=tmp_path / damaged, out=tmp_path / "m.stagepack")
     with pytest.raises(CaptureError, match="no such checkpoint"):
         stagepack.export(Net, (), weights=tmp_path / "none.bin", out=tmp_path / "m.stagepack")
+
+
+def test_a_checkpoint_with_several_sets_of_weights_is_refused(tmp_path: Path) -> None:
+    """Which of them is meant, nobody but the user knows."""
+    path = tmp_path / "c.bin"
+    inner = torch.nn.Linear(2, 2).state_dict()
+    nested = {
+        "weight": inner["weight"],
+        "bias": inner["bias"],
+        "part.weight": inner["weight"],
+        "part.bias": inner["bias"],
+    }
+    torch.save({"model": nested, "optimizer": {"state": {"step": torch.ones(1)}}}, path)
+    found = _without_prefix(read_checkpoint(path), nested, "c.bin")
+    assert found.keys() == nested.keys()
+    torch.save({"model": nested, "ema": nested}, path)
+    with pytest.raises(CaptureError, match=r"weights of the model 2 times: model\.\*, ema\.\*: pass a checkpoint"):
+        _without_prefix(read_checkpoint(path), nested, "c.bin")
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(2).to_sparse(), torch.empty(2, 2, device="meta")], ids=["sparse", "without data"]
+)
+def test_tensors_that_are_not_dense_are_refused(
+    tensor: torch.Tensor, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    torch.save({"weight": tensor, "bias": torch.ones(2)}, tmp_path / "c.bin")
+    with pytest.raises(CaptureError, match=f"weight is {request.node.callspec.id}: expected a dense tensor"):
+        stagepack.export(
+            lambda: torch.nn.Linear(2, 2), (torch.ones(1, 2),), weights=tmp_path / "c.bin", out=tmp_path / "m.stagepack"
+        )
+
+
+def test_an_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "1.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "2.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+
+    def read(weight_map: object) -> dict[str, list[float]]:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        return {name: tensor.read().tolist() for name, tensor in read_checkpoint(tmp_path).items()}
+
+    assert read({"a": "1.safetensors", "b": "2.safetensors"}) == {"a": [1, 1], "b": [0, 0]}
+    assert read({"b": "1.safetensors", "a": "1.safetensors"}) == {"b": [1, 1], "a": [1, 1]}
+    with pytest.raises(CaptureError, match=r"2\.safetensors: has no tensor 'a', which model"):
+        read({"a": "2.safetensors"})
+    for outside in ("../1.safetensors", str(tmp_path / "1.safetensors")):
+        with pytest.raises(CaptureError, match="expected names of files in its folder"):
+            read({"a": outside})
+    malformed_maps: list[object] = [[], {"a": 1}, {"a": []}]
+    for malformed in malformed_maps:
+        with pytest.raises(CaptureError, match="expected an index with a weight_map"):
+            read(malformed)
+
+
+def test_a_checkpoint_that_changes_while_it_is_exported_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, path)
+    tensors = read_checkpoint(path)
+    location = tensors["a"].location
+    assert location is not None
+    write_pieces(tmp_path / "a", [location])
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "new.safetensors")
+    (tmp_path / "new.safetensors").rename(path)
+    with pytest.raises(OSError, match="was changed while it was read"):
+        write_pieces(tmp_path / "b", [location])
+    with pytest.raises(CaptureError, match="was changed while it was read"):
+        tensors["b"].read()
 
 
 def test_a_function_that_needs_its_parameters_gets_them(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
 from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.file_writing import FileRange
+from stagepack.format.file_writing import FileRange, FileVersion, file_version
 
 # The files of a folder that has no more than a checkpoint, in the order in which transformers looks for them.
 _FOLDER_FILES = (
@@ -91,16 +91,26 @@ def checkpoint_file_tensors(path: Path) -> dict[str, CheckpointTensor]:
 
 
 def _sharded_tensors(index_path: Path) -> dict[str, CheckpointTensor]:
-    """The tensors of the files that an index names."""
+    """The tensors that an index names, each from the file that it names for it."""
     try:
-        weight_map = json.loads(index_path.read_bytes())["weight_map"]
+        weight_map: dict[str, str] = json.loads(index_path.read_bytes())["weight_map"]
         file_names = dict.fromkeys(weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        paths = {file_name: Path(file_name) for file_name in file_names}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CaptureError(f"{index_path}: expected an index with a weight_map: {error}") from error
-    tensors: dict[str, CheckpointTensor] = {}
-    for file_name in file_names:
-        tensors |= checkpoint_file_tensors(index_path.parent / str(file_name))
-    return tensors
+    for file_name, path in paths.items():
+        if path.is_absolute() or ".." in path.parts:
+            raise CaptureError(f"{index_path}: expected names of files in its folder, found {file_name[:200]!r}")
+    tensors_of_file = {
+        file_name: checkpoint_file_tensors(index_path.parent / path) for file_name, path in paths.items()
+    }
+    for tensor_name, file_name in weight_map.items():
+        if tensor_name not in tensors_of_file[file_name]:
+            raise CaptureError(
+                f"{index_path.parent / file_name}: has no tensor {tensor_name[:200]!r}, which {index_path.name} says is there: "
+                "copy or save the checkpoint again"
+            )
+    return {tensor_name: tensors_of_file[file_name][tensor_name] for tensor_name, file_name in weight_map.items()}
 
 
 def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
@@ -109,6 +119,7 @@ def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
     try:
         with path.open("rb") as file:
             header_length = int.from_bytes(file.read(8), "little")
+            version = file_version(file.fileno())
             file_size = os.fstat(file.fileno()).st_size
             header: dict[str, Any] = json.loads(file.read(min(header_length, file_size)))
         header.pop("__metadata__", None)
@@ -122,19 +133,29 @@ def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
             tensors[tensor_name] = CheckpointTensor(
                 dtype=dtype,
                 shape=shape,
-                read=partial(map_tensor, path, start, dtype, shape),
-                location=FileRange(path=path, start=start, size=size),
+                read=partial(map_tensor, path, start, dtype, shape, version),
+                location=FileRange(path=path, start=start, size=size, version=version),
             )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CaptureError(f"{path}: cannot be read as a safetensors file: {error}") from error
     return tensors
 
 
-def map_tensor(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def map_tensor(
+    path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], version: FileVersion | None = None
+) -> torch.Tensor:
     """Map a tensor of a file for reading only. Its pages belong to the page cache, and are released with the tensor.
+
+    Args:
+        path: the file.
+        start: the position of its first byte.
+        dtype: its dtype.
+        shape: its shape.
+        version: the file must still be this one; None if nobody else writes it.
 
     Raises:
         OSError: the file cannot be read.
+        CaptureError: the file is another one.
     """
     element_count = torch.Size(shape).numel()
     if element_count == 0:
@@ -142,6 +163,8 @@ def map_tensor(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...
     page_offset = start % mmap.ALLOCATIONGRANULARITY
     length = page_offset + element_count * dtype.itemsize
     with path.open("rb") as file:
+        if version not in (None, file_version(file.fileno())):
+            raise CaptureError(f"{path}: was changed while it was read: repeat the export when it is complete")
         pages = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=start - page_offset)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
@@ -159,12 +182,19 @@ def _saved_tensors(path: Path) -> dict[str, CheckpointTensor]:
     if not isinstance(content, Mapping):
         raise CaptureError(f"{path}: expected a state dict, found {type(content).__name__}")
     return {
-        tensor_name: CheckpointTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), read=partial(_held, tensor))
+        tensor_name: CheckpointTensor(
+            dtype=tensor.dtype, shape=tuple(tensor.shape), read=partial(_held, path, tensor_name, tensor)
+        )
         for tensor_name, tensor in _flattened(content).items()
     }
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
+def _held(path: Path, tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "without data" if tensor.is_meta else "sparse"
+        raise CaptureError(
+            f"{path}: {tensor_name} is {kind}: expected a dense tensor: save the checkpoint with such tensors"
+        )
     return tensor
 
 

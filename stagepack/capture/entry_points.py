@@ -1,7 +1,7 @@
 """Several functions of one module, such as ``encode`` and ``decode`` -> a captured program of each."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CaptureError, OptionError
+from stagepack.format.validate.names import is_identifier
 
 
 def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -> dict[str, Capture]:
@@ -26,12 +27,38 @@ def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -
         `model` in all of them.
 
     Raises:
-        OptionError: there are no functions, or a path names none.
+        OptionError: there are no functions, a path names none, or paths give a name that is no identifier or a duplicate.
         CaptureError: a function cannot be captured; the message names it.
     """
+    if not isinstance(inputs, Mapping):
+        raise OptionError(
+            f"entry_points: expected a dict of inputs by paths of functions, found {type(inputs).__name__}"
+        )
     if not inputs:
         raise OptionError("entry_points: expected the inputs of at least one function, found none")
-    return {path.replace(".", "_"): _capture_function(model, path, inputs[path]) for path in inputs}
+    paths = _paths_by_name(inputs)
+    return {name: _capture_function(model, path, inputs[path]) for name, path in paths.items()}
+
+
+def _paths_by_name(paths: Iterable[str]) -> dict[str, str]:
+    """The paths of functions by the name of the entry point (SPEC M15)."""
+    path_of_name: dict[str, str] = {}
+    lowercase_names: dict[str, str] = {}
+    for path in paths:
+        if not isinstance(path, str):
+            raise OptionError(f"entry_points: expected paths of functions, found {type(path).__name__}")
+        name = path.replace(".", "_")
+        if not is_identifier(name):
+            raise OptionError(
+                f"entry_points: {path!r} gives the name {name!r}, which is no ASCII identifier: add a method of another name that calls it"
+            )
+        if other_path := lowercase_names.get(name.lower()):
+            raise OptionError(
+                f"entry_points: {other_path!r} and {path!r} give one name, where case is ignored: add a method of another name that "
+                "calls one of them"
+            )
+        path_of_name[name] = lowercase_names[name.lower()] = path
+    return path_of_name
 
 
 def _capture_function(model: torch.nn.Module, path: str, inputs: Inputs) -> Capture:

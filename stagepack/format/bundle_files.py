@@ -90,11 +90,18 @@ class BundleFiles:
             message = f"expected at most {max_bytes} bytes, found {entry.size}"
             raise LimitError([Problem(rule="L1", where=file_name, message=message)])
         self.fetch([file_name])
-        raise_digest_problems(check_size(self.path, entry))
-        content = (self.path / file_name).read_bytes()
-        if self.compares_digests:
-            raise_digest_problems(check_content(entry, content))
+        content, problems = self._read_content(entry)
+        if self.replace_damaged(problems):
+            content, problems = self._read_content(entry)
+        raise_digest_problems(problems)
         return content
+
+    def _read_content(self, entry: File) -> tuple[bytes, list[Problem]]:
+        """The content of a file, and how it differs from the manifest."""
+        if problems := check_size(self.path, entry):
+            return b"", problems
+        content = (self.path / entry.name).read_bytes()
+        return content, check_content(entry, content) if self.compares_digests else []
 
     def check_digests(self, file_names: Iterable[str], progress: ByteProgress | None = None) -> None:
         """Compare files with their digests, in as many threads as there are processors.

@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,16 @@ from stagepack.format.threads import usable_cpu_count
 _MOST_THREADS: Final = 8
 
 
+# Differs when a file was replaced or written: see `file_version`.
+FileVersion = tuple[int, int, int, int]
+
+
+def file_version(descriptor: int) -> FileVersion:
+    """Return the inode, the size and the time of the last change of an open file."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRange:
     """A range of the bytes of a file, to be copied.
@@ -25,11 +35,13 @@ class FileRange:
         path: the file.
         start: the position of its first byte.
         size: the number of bytes.
+        version: the file must still be this one when it is copied; None if nobody else writes it.
     """
 
     path: Path
     start: int
     size: int
+    version: FileVersion | None = None
 
 
 # Bytes of a call of write. Linux takes as much memory at once for its page cache as a call writes, and it finds small pieces faster: 2 GB
@@ -143,10 +155,7 @@ def _divided(piece: Piece, size: int) -> tuple[Piece, Piece]:
     """The first bytes of a piece, and the others."""
     if not isinstance(piece, FileRange):
         return piece[:size], piece[size:]
-    return (
-        FileRange(path=piece.path, start=piece.start, size=size),
-        FileRange(path=piece.path, start=piece.start + size, size=piece.size - size),
-    )
+    return replace(piece, size=size), replace(piece, start=piece.start + size, size=piece.size - size)
 
 
 def _write_chunk(descriptor: int, start: int, chunk: list[Piece], buffers: _Buffers) -> str:
@@ -179,5 +188,7 @@ def _read_range(piece: FileRange, buffer: memoryview) -> None:
             if not count:
                 raise OSError(f"{piece.path}: ends before byte {piece.start + piece.size}")
             position, buffer = position + count, buffer[count:]
+        if piece.version not in (None, file_version(descriptor)):
+            raise OSError(f"{piece.path}: was changed while it was read: repeat the call when it is complete")
     finally:
         os.close(descriptor)

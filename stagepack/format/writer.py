@@ -207,7 +207,8 @@ class BundleWriter:
         map_in_threads(_sync, [*self._unsynchronized, self._temporary_folder])
         check_output_path(self._out, overwrite=self._overwrite)
         try:
-            if os.path.lexists(self._out):
+            # Without `overwrite`, an output that appears at this moment is not replaced: the system refuses to rename over it.
+            if self._overwrite and os.path.lexists(self._out):
                 os.rename(self._out, self._replaced_folder)
             os.rename(self._temporary_folder, self._out)
         # After an interrupt too, the output must be the old bundle and not missing.

@@ -199,6 +199,8 @@ class Cache:
             if not (folder / MANIFEST_NAME).is_file():
                 os.close(descriptor)
                 return None
+        # For `stagepack cache` alone: a cache that is complete is used where it cannot be written, or the disk is full.
+        with contextlib.suppress(OSError):
             path = self.location_path(digest)
             path.parent.mkdir(exist_ok=True)
             path.write_text(location)
@@ -238,8 +240,12 @@ class Cache:
             target.unlink(missing_ok=True)
             try:
                 os.link(file_path, target)
-            except FileNotFoundError:  # another process has just removed it from the cache
-                return False
+            except FileNotFoundError:
+                if not folder.is_dir():
+                    raise WriteError(
+                        f"{folder}: was removed from the cache while it was in use: open the bundle again"
+                    ) from None
+                return False  # another process has just removed the file
             except OSError:  # the file system has no hard links, or no more of this file
                 file_path.rename(target)
         return True

@@ -5,9 +5,10 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from stagepack.errors import MissingPackageError, OptionError
+from stagepack.errors import MissingPackageError, OptionError, RemoteError
 from stagepack.extras import install_command
 from stagepack.remote.store import ByteSink, FetchError, MissingFileError, RemoteStore, WrongSizeError
+from stagepack.remote.url import without_secrets
 
 _Result = TypeVar("_Result")
 # Bytes of one request where the store is read from its first byte to its last.
@@ -27,16 +28,20 @@ class FsspecStore(RemoteStore):
         Raises:
             OptionError: fsspec knows no such scheme, or the file system refuses the options.
             MissingPackageError: the package of the file system is not installed.
+            RemoteError: the file system connects at once, and the server does not answer.
         """
         scheme = url.partition("://")[0]
         try:
             self._file_system, self._folder = fsspec.url_to_fs(url, **(storage_options or {}))
         except ImportError as error:
-            command = install_command("remote") if scheme in ("s3", "s3a") else f"pip install {error.name or 'it'}"
-            message = f"{scheme}://: a package is not installed: {error}. {command} installs it"
+            message = f"{scheme}://: a package is not installed: {error}"
+            if scheme in ("s3", "s3a"):
+                message += f". {install_command('remote')} installs it"
             raise MissingPackageError(message, name=error.name) from None
         except (TypeError, ValueError) as error:
-            raise OptionError(f"{scheme}://: {error}") from None
+            raise OptionError(f"{scheme}://: {without_secrets(str(error))}") from None
+        except Exception as error:  # noqa: BLE001 - some connect at once, and have errors of their own
+            raise RemoteError(f"{scheme}://: {_reason(error)}") from None
 
     def read_small(self, file_name: str, max_bytes: int) -> bytes:
         """Return the content of a file, or its first `max_bytes` + 1 bytes if it is larger; see `RemoteStore.read_small`."""
@@ -93,4 +98,4 @@ class FsspecStore(RemoteStore):
 
 def _reason(error: Exception) -> str:
     """The kind and the message of an error, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300]

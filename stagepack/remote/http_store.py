@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from stagepack.remote.store import (
     RemoteStore,
     WrongSizeError,
 )
+from stagepack.remote.url import without_secrets
 
 # Seconds without a byte, and to a connection, after which a try has failed.
 STALL_SECONDS = 30.0
@@ -125,7 +127,7 @@ class HttpStore(RemoteStore):
 
     async def _copy_up_to(self, response: aiohttp.ClientResponse, max_bytes: int, content: bytearray) -> None:
         content.clear()
-        async for piece in response.content.iter_any():
+        async for piece in _pieces(response):
             content.extend(piece[: max_bytes + 1 - len(content)])
             if len(content) > max_bytes:
                 response.close()
@@ -155,7 +157,7 @@ def _check_status(response: aiohttp.ClientResponse) -> None:
     status = response.status
     if status in (200, 206):
         return
-    message = f"HTTP status {status} {(response.reason or '')[:100]}".rstrip()
+    message = f"HTTP status {status} {without_secrets(response.reason or '')[:100]}".rstrip()
     if status in _MISSING_STATUSES:
         raise MissingFileError(message)
     if status == 416:
@@ -182,6 +184,22 @@ def _check_range(response: aiohttp.ClientResponse, start: int, end: int, size: i
         raise WrongSizeError(f"the server has a file of {match[3]} bytes")
 
 
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the body of a response as it comes.
+
+    Raises:
+        TimeoutError: it comes too slowly, or no further byte comes. The time limits of aiohttp do not hold after a malformed chunk.
+    """
+    deadline = time.monotonic() + 2 * STALL_SECONDS
+    while True:
+        async with asyncio.timeout(min(STALL_SECONDS, deadline - time.monotonic())):
+            piece = await response.content.readany()
+        if not piece:
+            return
+        deadline += len(piece) * _SECONDS_PER_BYTE
+        yield piece
+
+
 async def _copy(response: aiohttp.ClientResponse, byte_count: int, sink: ByteSink) -> None:
     """Pass the body of a response on, which must have `byte_count` bytes."""
     length = response.content_length
@@ -189,7 +207,7 @@ async def _copy(response: aiohttp.ClientResponse, byte_count: int, sink: ByteSin
         message = f"expected {byte_count} bytes, found Content-Length {length}"
         raise FetchError(message) if response.status == 206 else WrongSizeError(message)
     remaining = byte_count
-    async for piece in response.content.iter_any():
+    async for piece in _pieces(response):
         if len(piece) > remaining:
             raise WrongSizeError(f"the server sends more than {byte_count} bytes")
         sink(piece)
@@ -200,4 +218,4 @@ async def _copy(response: aiohttp.ClientResponse, byte_count: int, sink: ByteSin
 
 def _reason(error: Exception) -> str:
     """The message of an error of the client, in one line."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+    return without_secrets(" ".join(str(error).split()) or type(error).__name__)[:300]

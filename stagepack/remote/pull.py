@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stagepack.errors import OutputExistsError
+from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format import limits
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import SIGNATURE_NAME
@@ -52,13 +52,18 @@ def pull(
     if os.path.lexists(path):
         raise OutputExistsError(f"{path}: exists: choose another path")
     cache = Cache(path.parent / f".{path.name}.download")
-    remote = open_url(url, cache, digest=digest, storage_options=storage_options)
-    remote.fetch(remote.files)
-    signature = _read_signature(open_store(url, storage_options), str(url))
-    with cache.errors():
-        if signature is not None:
-            (remote.path / SIGNATURE_NAME).write_bytes(signature)
-        remote.path.rename(path)
+    try:
+        remote = open_url(url, cache, digest=digest, storage_options=storage_options)
+        remote.fetch(remote.files)
+        signature = _read_signature(open_store(url, storage_options), str(url))
+        with cache.errors():
+            if signature is not None:
+                (remote.path / SIGNATURE_NAME).write_bytes(signature)
+            remote.path.rename(path)
+    except WriteError:
+        if os.path.lexists(path):
+            raise OutputExistsError(f"{path}: another process has written it meanwhile") from None
+        raise
     with contextlib.suppress(OSError):
         shutil.rmtree(cache.folder)
     return Bundle(path)

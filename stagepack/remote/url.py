@@ -12,10 +12,17 @@ _URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://", re.ASCII)
 _HUB_PATTERN = re.compile(
     r"(?P<repository>[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+)(@(?P<revision>[^/?#\s]+))?(/(?P<folder>[^?#]*))?", re.ASCII
 )
+_QUERY_PATTERN = re.compile(r"""\?[^\s'"]+""")
+_USER_PATTERN = re.compile(r"""(?<![^\s/'"])[^\s/'"@:]+:[^\s/'"@]+@""")
 _HUB_OTHER_KINDS = ("buckets/", "datasets/", "kernels/", "models/", "spaces/")
 
 WEB_SCHEMES = ("http", "https")
 HUB_SCHEME = "hf"
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without the queries, the user names and the passwords of the URLs in it."""
+    return _QUERY_PATTERN.sub("?...", _USER_PATTERN.sub("", text))
 
 
 def is_url(source: object) -> bool:
@@ -47,21 +54,26 @@ class BundleUrl:
         scheme = url.partition("://")[0].lower()
         rest = url[len(scheme) + 3 :]
         if scheme in WEB_SCHEMES:
-            parts = urlsplit(url)
-            if not parts.hostname or parts.fragment:
-                raise OptionError(f"{url[:200]!r}: expected {scheme}://HOST/FOLDER of a bundle")
+            try:
+                parts = urlsplit(url)
+                is_valid = parts.hostname and not parts.fragment and parts.port != 0
+            except ValueError:  # the host or the port is malformed
+                is_valid = False
+            if not is_valid:
+                raise OptionError(f"{without_secrets(url)[:200]!r}: expected {scheme}://HOST/FOLDER of a bundle")
             folder = urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
             return cls(scheme=scheme, folder=folder, query=parts.query)
         if not rest.strip("/"):
-            raise OptionError(f"{url[:200]!r}: expected {scheme}://... with the folder of a bundle")
+            raise OptionError(f"{without_secrets(url)[:200]!r}: expected {scheme}://... with the folder of a bundle")
         return cls(scheme=scheme, folder=f"{scheme}://{rest.rstrip('/')}")
 
     def __str__(self) -> str:
-        """The URL for messages: without a query, a user name or a password, which may be secrets."""
-        if self.scheme not in WEB_SCHEMES:
-            return self.folder
-        parts = urlsplit(self.folder)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        """The URL for messages: without a query or a password, which may be secrets."""
+        host, slash, path = self.folder.removeprefix(f"{self.scheme}://").partition("/")
+        user, _, host_alone = host.rpartition("@")
+        # Azure has the name of a container there, without a password.
+        shown_host = host_alone if ":" in user or self.scheme in WEB_SCHEMES else host
+        return f"{self.scheme}://{shown_host}{slash}{path}"
 
     @property
     def with_secrets(self) -> str:
@@ -95,8 +107,8 @@ class BundleUrl:
         match = _HUB_PATTERN.fullmatch(rest)
         if match is None or rest.startswith(_HUB_OTHER_KINDS):
             raise OptionError(
-                f"{self.folder[:200]!r}: expected hf://ORGANIZATION/NAME, hf://ORGANIZATION/NAME@REVISION or a folder in it: "
-                "the repository of a model"
+                f"{without_secrets(self.folder)[:200]!r}: expected hf://ORGANIZATION/NAME, hf://ORGANIZATION/NAME@REVISION or a folder "
+                "in it: the repository of a model"
             )
         return HubLocation(
             repository=match["repository"], revision=match["revision"], folder=(match["folder"] or "").strip("/")

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import stagepack
 from stagepack.cli import main
+from stagepack.errors import WriteError
 from stagepack.remote.cache import Cache
 from tests.remote.http_server import HttpServer
 
@@ -96,6 +97,22 @@ def test_a_bundle_that_was_removed_is_downloaded_again(server: HttpServer, cache
     gc.collect()
     run("--trim-to", "0")
     stagepack.open(f"{server.url}/tiny.stagepack", digest=digest).verify()
+
+
+def test_a_bundle_that_is_removed_while_it_is_open_is_an_error(server: HttpServer) -> None:
+    bundle = stagepack.open(f"{server.url}/tiny.stagepack")
+    shutil.rmtree(bundle.path)
+    with pytest.raises(WriteError, match="was removed from the cache while it was in use: open the bundle again"):
+        bundle.verify()
+
+
+def test_a_cache_that_cannot_be_written_is_used(server: HttpServer, cache: Path) -> None:
+    digest = stagepack.open(f"{server.url}/tiny.stagepack").digest
+    stagepack.open(f"{server.url}/tiny.stagepack").verify()
+    shutil.rmtree(cache / "locations")
+    (cache / "locations").touch()  # in the place of a folder, since root may write into any
+    for given_digest in (None, digest):
+        stagepack.open(f"{server.url}/tiny.stagepack", digest=given_digest).verify()
 
 
 @pytest.mark.parametrize("arguments", [["--trim-to", "much"], ["--older-than", "-1"]])

@@ -96,6 +96,18 @@ def test_credentials_are_not_in_messages(server: HttpServer) -> None:
         stagepack.open(url)
     assert "secret" not in str(caught.value)
 
+    def malformed(_name: str, _index: int, reply: Reply) -> None:
+        reply.status, reply.headers = 200, {"Transfer-Encoding": "chunked"}
+
+    def endless(_name: str, _index: int, reply: Reply) -> None:
+        reply.body, reply.status, reply.headers = b"", 302, {"Content-Length": "0", "Location": url}
+
+    for misbehave in (malformed, endless):  # the HTTP client has the URL in these messages
+        server.misbehave = misbehave
+        with pytest.raises(RemoteError) as failed:
+            stagepack.open(url)
+        assert "secret" not in str(failed.value)
+
 
 def test_a_query_is_sent_for_each_file(server: HttpServer, served: Path) -> None:
     assert_right(stagepack.open(f"{server.url}/tiny.stagepack?token=1"), served / "tiny.stagepack")
@@ -195,7 +207,7 @@ def status(number: int) -> Callable[[str, int, Reply], None]:
 
 def drip(name: str, _index: int, reply: Reply) -> None:
     if name == FILE:
-        reply.piece_bytes, reply.pause_seconds = 1, 1.0
+        reply.piece_bytes, reply.pause_seconds = 1, 0.2  # each shorter than the longest wait
 
 
 @pytest.mark.parametrize(
@@ -279,6 +291,14 @@ def test_a_damaged_file_in_the_cache_is_downloaded_again(server: HttpServer, ser
     with (bundle.path / FILE).open("r+b") as file:
         file.write(b"damaged")
     assert_right(bundle, served / "large.stagepack")
+
+
+def test_a_damaged_graph_in_the_cache_is_downloaded_again(server: HttpServer) -> None:
+    bundle = stagepack.open(f"{server.url}/tiny.stagepack")
+    graph = bundle.graph(0)
+    path = bundle.path / "stage-0.msgpack"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert bundle.graph(0) == graph
 
 
 def test_a_bundle_that_changes_on_the_server_is_refused(server: HttpServer, served: Path, tmp_path: Path) -> None:

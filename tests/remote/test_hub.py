@@ -106,3 +106,18 @@ def test_names_of_urls() -> None:
         "https://user:secret@host/a/m.stagepack?x=1": "m.stagepack",
     }
     assert {url: BundleUrl.parse(url).name for url in names} == names
+
+
+def test_urls_in_messages_have_no_secrets() -> None:
+    shown = {
+        "https://user:secret@host/m.stagepack?token=secret": "https://host/m.stagepack",
+        "sftp://user:secret@host/m.stagepack": "sftp://host/m.stagepack",
+        "abfs://container@account.dfs.core.windows.net/m": "abfs://container@account.dfs.core.windows.net/m",
+        "hf://org/name@v1": "hf://org/name@v1",
+    }
+    assert {url: str(BundleUrl.parse(url)) for url in shown} == shown
+    malformed = ["https://u:secret@/m", "https://u:secret@h:port/m", "http://[::1/m?secret", "https://h/m?a=secret#b"]
+    for url in [*malformed, "hf://u:secret@org/name", "hf://org/name?secret"]:
+        with pytest.raises(OptionError) as caught:
+            assert BundleUrl.parse(url).hub_location
+        assert "secret" not in str(caught.value)

@@ -219,6 +219,12 @@ def test_entry_points_are_modules_and_methods_of_modules(tmp_path: Path) -> None
         ({"entry_points": {}}, OptionError, "at least one function"),
         ({"entry_points": {"missing": stagepack.Inputs()}}, OptionError, "Autoencoder has no 'missing'"),
         ({"entry_points": {"training": stagepack.Inputs()}}, OptionError, "'training' is not a function"),
+        (
+            {"entry_points": dict.fromkeys(["norm.forward", "norm_forward"], stagepack.Inputs())},
+            OptionError,
+            "'norm.forward' and 'norm_forward' give one name",
+        ),
+        ({"entry_points": {"encode#2": stagepack.Inputs()}}, OptionError, "'encode#2', which is no ASCII identifier"),
         ({"entry_points": {"encode": (1,)}}, OptionError, "expected stagepack.Inputs for 'encode', found tuple"),
         ({"entry_points": {"encode": stagepack.Inputs()}}, CaptureError, "encode: .*missing for ids"),
         ({"entry_points": {"encode": stagepack.Inputs()}, "args": (1,)}, OptionError, "each has its own inputs"),
