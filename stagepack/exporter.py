@@ -31,7 +31,7 @@ from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.training_mode import warn_of_training_mode
+from stagepack.training_mode import warn_of_lost_backward, warn_of_training_mode
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -133,6 +133,7 @@ def export_entry_points(
         if name != FORWARD:
             program = program.without_unused_weights()
         warn_of_training_mode(capture, program, _written_weights(program))
+        warn_of_lost_backward(capture)
         if len(captures) > 1:
             program = program.with_constant_prefix(f"{name}.")
         progress(_step("cut", name, captures))

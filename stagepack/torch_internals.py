@@ -5,6 +5,8 @@ has a test in ``tests/unit/test_torch_internals.py`` that says what broke. Modul
 compiler and the ONNX exporter, take seconds: the functions that need them import them.
 """
 
+# Long because it is the one file that may use private names.
+
 import contextlib
 import importlib
 import os
@@ -265,6 +267,30 @@ def traced_module_calls(hook: ModuleCallHook) -> Iterator[None]:
 
     with mock.patch.object(tracer_class, "call_module", call_module):
         yield
+
+
+@contextlib.contextmanager
+def traced_nodes(hook: Callable[[Any, FxNode], None]) -> Iterator[None]:
+    """Call a hook for each node that ``torch.export`` makes inside this context.
+
+    Args:
+        hook: takes the tracer and the node.
+    """
+    tracer_class = proxy_tensor._ModuleStackTracer
+    create_node = tracer_class.create_node
+
+    def create_seen_node(tracer: Any, *args: Any, **kwargs: Any) -> FxNode:
+        node = create_node(tracer, *args, **kwargs)
+        hook(tracer, node)
+        return node
+
+    with mock.patch.object(tracer_class, "create_node", create_seen_node):
+        yield
+
+
+def changed_grad_mode(node: FxNode) -> bool | None:
+    """Return the grad mode that a node of a trace sets, or None if it sets none."""
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else None
 
 
 def traced_node(tracer: Any, tensor: torch.Tensor) -> FxNode | None:

@@ -1,4 +1,4 @@
-"""A warning for models that are exported in training mode by mistake."""
+"""Warnings for models that are exported in training mode by mistake, and for those that cannot be trained as they are."""
 
 import warnings
 
@@ -38,6 +38,24 @@ def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_
         warnings.warn(
             f"{type(capture.model).__name__} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
             "export, unless the bundle is to be trained",
+            ExportWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_lost_backward(capture: Capture) -> None:
+    """Warn if a model calls functions with a backward of their own, which torch does not capture.
+
+    Args:
+        capture: the captured model.
+    """
+    if capture.functions:
+        class_names = [function.class_name for function in capture.functions]
+        warnings.warn(
+            f"{type(capture.model).__name__} calls {_shown(class_names)}, in {_shown([f.module_path for f in capture.functions])}: "
+            "torch.export keeps what forward of a torch.autograd.Function does, and drops its backward. The bundle answers as the model "
+            "does, but stagepack.train would use the gradients of forward. To train it, register the function as an operator, by "
+            "torch.library.custom_op and register_autograd",
             ExportWarning,
             stacklevel=2,
         )

@@ -7,6 +7,7 @@ gradients are held to those of the uncut model, in float64 where torch has its o
 import multiprocessing
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.source import capture_source
-from stagepack.errors import StagepackError
+from stagepack.errors import ExportWarning, StagepackError
 from tests.train.batches import (
     MICROBATCHES,
     Reference,
@@ -77,7 +78,8 @@ def our_training(case: Case) -> tuple[str, ...]:
     if task is None:
         return (NONE,)
     with tempfile.TemporaryDirectory() as folder:
-        with precision(single=task.single):
+        with precision(single=task.single), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", ExportWarning)
             bundle = stagepack.export(
                 task.model,
                 tuple(task.inputs.args),
@@ -104,7 +106,9 @@ def our_training(case: Case) -> tuple[str, ...]:
         results = _in_processes(train)
     # The gradients of copies are summed already.
     gradients = {name: [gradient] for _, own_gradients in results for name, gradient in own_gradients}
-    return (_judge(task, results[-1][0], gradients),)
+    verdict = _judge(task, results[-1][0], gradients)
+    is_warned = any("drops its backward" in str(warning.message) for warning in caught)
+    return (f"warned of at the export, {verdict}" if is_warned and verdict == WRONG else verdict,)
 
 
 def their_training(case: Case) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_p
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
+from stagepack.capture.traced_modes import CustomFunction, TracedModes
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
 
@@ -34,6 +35,7 @@ class Capture:
         model: the module that was captured, if there is one.
         method: the function that captured it, for messages.
         calls: the calls of its modules, as far as they were recorded.
+        functions: the functions with a backward of their own that it calls, as far as they were recorded.
         deferred: where the data of the model's weights is, if the weights have none in memory.
         further_inputs: other inputs for which the program must answer as the model does, such as the smallest ones.
         capture_loaded: captures the same model with its weights in memory, if they have none. It is called where the program answers
@@ -45,6 +47,7 @@ class Capture:
     model: torch.nn.Module | None = None
     method: str = "torch.export.export"
     calls: TracedCalls = field(default_factory=TracedCalls)
+    functions: tuple[CustomFunction, ...] = ()
     deferred: DeferredTensors | None = None
     further_inputs: tuple[Inputs, ...] = ()
     capture_loaded: "Callable[[], Capture] | None" = None
@@ -76,16 +79,16 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             raise CaptureError(
                 f"{model_class}: example inputs are missing for {', '.join(missing)}: pass args or kwargs"
             )
-    calls = TracedCalls()
+    calls, modes = TracedCalls(), TracedModes()
     dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
     with preserve_module(model):
         try:
-            with suppress_stderr(), calls.recorded():
+            with suppress_stderr(), calls.recorded(), modes.recorded():
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
             message = f"{model_class} cannot be captured: {format_torch_error(error)}"
             raise CaptureError(with_location(message, error)) from error
-    return Capture(program=program, inputs=inputs, model=model, calls=calls)
+    return Capture(program=program, inputs=inputs, model=model, calls=calls, functions=modes.functions)
 
 
 def _export(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> ExportedProgram:

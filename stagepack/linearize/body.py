@@ -8,9 +8,11 @@ import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
+from stagepack.capture.traced_modes import lost_grad_mode
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import (
     Argument,
+    Context,
     DeviceArg,
     DictArg,
     ListArg,
@@ -129,7 +131,12 @@ class BodyBuilder:
                 raise UnsupportedError(f"{node.target} is inside a branch or a loop, where no stage can begin")
             self.tables.split_positions.append(len(self.nodes))
         else:
-            self._append_node(node, context)
+            self._append_node(node, self._complete_context(node, context))
+
+    def _complete_context(self, node: FxNode, context: int | None) -> int | None:
+        """The context of a node, with its grad mode if torch has lost that."""
+        grad = lost_grad_mode(node, self.tables.grad_mode(context))
+        return context if grad is None else self.tables.context_index(Context(parent=context, grad=grad))
 
     def _append_context(self, module: GraphModule, node: FxNode, context: int | None) -> list[Argument]:
         """Append the nodes that run under another grad mode or autocast; return the values of the node that calls them."""

@@ -77,6 +77,15 @@ class Tables:
         """Return the index of a context, which is added when it is new."""
         return self._context_indices.setdefault(context, len(self._context_indices))
 
+    def grad_mode(self, context: int | None) -> bool | None:
+        """Return the grad mode in a context; None where no context sets one."""
+        contexts = self.contexts
+        while context is not None:
+            if contexts[context].grad is not None:
+                return contexts[context].grad
+            context = contexts[context].parent
+        return None
+
     def scope_index(self, node: FxNode) -> int:
         """Return the index of the module that a node came from, which is added when it is new."""
         stack = module_stack(node)

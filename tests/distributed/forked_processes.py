@@ -1,7 +1,5 @@
-"""Processes of stages that begin with torch imported, which saves two seconds a process. They are processes like all others."""
+"""Processes of stages that the fork server starts."""
 
-import importlib
-import multiprocessing
 import subprocess
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -12,14 +10,7 @@ import torch
 from stagepack_loaders.distributed import local_process
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.local_processes import LocalProcesses
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED_MODULES = [
-    "stagepack_loaders.distributed.local_process",
-    "stagepack_loaders.torch.runtime",
-    "stagepack_loaders.torch.prepare",
-    "torch._dynamo",
-]
+from tests.fork_server import FORK_SERVER
 
 
 class ForkedProcess:
@@ -50,8 +41,7 @@ class ForkedProcesses(LocalProcesses):
     """Starts its processes from one that has imported torch."""
 
     def _launch(self, description: ProcessDescription) -> Any:
-        _CONTEXT.set_forkserver_preload(_PRELOADED_MODULES)
-        process = _CONTEXT.Process(target=_run_process, args=(msgspec.json.encode(description),), daemon=True)
+        process = FORK_SERVER.Process(target=_run_process, args=(msgspec.json.encode(description),), daemon=True)
         process.start()
         return ForkedProcess(process)
 
@@ -63,6 +53,4 @@ class ForkedProcesses(LocalProcesses):
 
 def _run_process(content: bytes) -> None:
     torch.set_num_threads(1)
-    for module_name in _PRELOADED_MODULES:
-        importlib.import_module(module_name)
     local_process.run_process(msgspec.json.decode(content, type=ProcessDescription))

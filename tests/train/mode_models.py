@@ -38,10 +38,11 @@ def new_model() -> NoisyModel:
     return NoisyModel().double()
 
 
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(number: int, microbatches: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """An input and a target."""
     generator = torch.Generator().manual_seed(number)
-    x, target = torch.randn(2, 16, 8, generator=generator, dtype=torch.float64)
+    rows = 4 * microbatches if 16 % microbatches else 16
+    x, target = torch.randn(2, rows, 8, generator=generator, dtype=torch.float64)
     return x, target
 
 
@@ -67,8 +68,8 @@ def reference_run(microbatches: int, replicas: int = 1) -> tuple[list[float], No
     model = new_model()
     losses = []
     for step in range(STEPS):
-        x, target = batch(step)
         part_count = microbatches * replicas
+        x, target = batch(step, part_count)
         step_loss = 0.0
         for index, (part, part_target) in enumerate(zip(x.chunk(part_count), target.chunk(part_count), strict=True)):
             torch.manual_seed(SEED + step * part_count + index)

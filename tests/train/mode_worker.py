@@ -19,7 +19,8 @@ def main() -> None:
             folder / f"{stage_count}.stagepack", loss_of, microbatches=int(microbatches), schedule=schedule, seed=SEED
         )
         random_state = torch.get_rng_state()
-        losses = [training.step(x, target=target) for x, target in map(batch, range(STEPS))]
+        batches = [batch(number, int(microbatches)) for number in range(STEPS)]
+        losses = [training.step(x, target=target) for x, target in batches]
         assert torch.equal(random_state, torch.get_rng_state())
         gradients = {name: p.grad for name, p in training.named_parameters() if p.grad is not None}
         stagepack.save(training, out=folder / f"{run}.stagepack")

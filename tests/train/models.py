@@ -44,10 +44,10 @@ def loss_of(result: Any, target: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, target["labels"].flatten()) + result["mean"].square().mean()
 
 
-def batch(number: int) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+def batch(number: int, microbatches: int = 8) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     """Arguments of the model and the target, of sizes that change from batch to batch."""
     generator = torch.Generator().manual_seed(number)
-    rows, length = (8, 5) if number % 2 else (16, 7)
+    rows, length = (microbatches, 5) if number % 2 else (2 * microbatches, 7)
     ids = torch.randint(0, 50, (rows, length), generator=generator)
     mask = (torch.rand(rows, length, generator=generator) > 0.3).double()
     labels = torch.randint(0, 50, (rows, length), generator=generator)
@@ -68,10 +68,10 @@ def export_model(path: Path, stage_count: int) -> Bundle:
     return stagepack.export(new_model(), args, out=path, stages=stage_count, dynamic_shapes=shapes)
 
 
-def reference_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def reference_gradients(microbatches: int = 8) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sum of the losses of two batches and its gradients, in one process."""
     model = new_model()
-    losses = [loss_of(model(*args), target) for args, target in map(batch, range(2))]
+    losses = [loss_of(model(*args), target) for args, target in (batch(number, microbatches) for number in range(2))]
     total = torch.stack(losses).sum()
     total.backward()
     return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

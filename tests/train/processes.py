@@ -1,35 +1,110 @@
-"""Processes that train, as torchrun starts them."""
+"""Processes that train, with the environment that torchrun gives them."""
 
+import atexit
+import importlib
 import os
+import signal
 import socket
-import subprocess
 import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from tests.fork_server import FORK_SERVER
+
+_POLL_SECONDS = 0.005
 
 
-def start_workers(module: str, process_count: int, *arguments: object) -> list[subprocess.Popen[str]]:
-    """Start a module in some processes, with arguments; both outputs of each go to one pipe."""
+class Worker:
+    """A process that runs the function ``main`` of a module. Both of its outputs go to one file."""
+
+    def __init__(self, module: str, arguments: list[str], environment: dict[str, str]) -> None:
+        descriptor, path = tempfile.mkstemp(prefix="stagepack-worker-")
+        os.close(descriptor)
+        self._output_path = Path(path)
+        self._process = FORK_SERVER.Process(target=_run, args=(module, arguments, environment, path))
+        self._process.start()
+
+    @property
+    def output(self) -> str:
+        return self._output_path.read_text()
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, signal_number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal_number)
+
+    def wait_for_line(self, *beginnings: str, seconds: float = 120.0) -> str:
+        """Return the first line that begins so, once it is there."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            has_ended = self.exit_status is not None
+            for line in self.output.splitlines(keepends=True):
+                if line.startswith(beginnings) and line.endswith("\n"):
+                    return line
+            if has_ended:
+                break
+            time.sleep(_POLL_SECONDS)
+        raise AssertionError(f"no line begins with {beginnings}: {self.output}")
+
+    def end(self) -> None:
+        """Kill the process, and remove its output."""
+        self._process.kill()
+        self._process.join()
+        self._output_path.unlink()
+
+
+def start_workers(module: str, process_count: int, *arguments: object) -> list[Worker]:
+    """Start a module in some processes, with arguments."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    environment = os.environ | {
-        "WORLD_SIZE": str(process_count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"WORLD_SIZE": str(process_count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Worker(module, [str(argument) for argument in arguments], environment | {"RANK": str(rank)})
         for rank in range(process_count)
     ]
 
 
 def run_workers(module: str, process_count: int, *arguments: object) -> None:
-    """Run a module in some processes, with arguments."""
+    """Run a module in some processes, with arguments. One that fails ends the others."""
     workers = start_workers(module, process_count, *arguments)
-    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * process_count, "\n".join(outputs)
+    deadline = time.monotonic() + 300
+    try:
+        while any(worker.exit_status is None for worker in workers) and time.monotonic() < deadline:
+            if any(worker.exit_status for worker in workers):
+                # The others may say who is lost.
+                deadline = min(deadline, time.monotonic() + 10)
+            time.sleep(_POLL_SECONDS)
+        statuses = [worker.exit_status for worker in workers]
+        assert statuses == [0] * process_count, "\n".join(worker.output for worker in workers)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], output_path: str) -> None:
+    """What a process does: as ``python -m module arguments``, but for what is imported already."""
+    output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    status = 0
+    try:
+        importlib.import_module(module).main()
+    except Exception as error:  # noqa: BLE001 - as the interpreter does
+        sys.last_value = error
+        traceback.print_exc()
+        status = 1
+    # A process of the fork server ends without them.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)

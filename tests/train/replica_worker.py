@@ -37,7 +37,7 @@ def main() -> None:
                 training.step(ids.chunk(2)[replica], mask.chunk(2)[replica], scale, target={"labels": labels})
             )
         else:
-            x, goal = mode_models.batch(step)
+            x, goal = mode_models.batch(step, 2 * MICROBATCHES)
             losses.append(training.step(x.chunk(2)[replica], target=goal.chunk(2)[replica]))
     gradients = {name: p.grad for name, p in training.named_parameters() if p.grad is not None}
     norm = training.clip_gradients(1e9)

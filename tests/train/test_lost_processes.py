@@ -1,9 +1,7 @@
 """A process that is killed, stopped or fails is named by all others, which do not wait for it."""
 
-import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.models import export_model
-from tests.train.processes import start_workers
+from tests.train.processes import Worker, start_workers
 
 pytestmark = pytest.mark.xdist_group("train")
 
@@ -20,29 +18,16 @@ _LIMIT_SECONDS = 10.0
 
 
 @contextmanager
-def running(bundle: Path, process_count: int, pause: float) -> Iterator[list[subprocess.Popen[str]]]:
+def running(bundle: Path, process_count: int, pause: float) -> Iterator[list[Worker]]:
     """Processes that train, each after its first steps."""
     workers = start_workers("tests.train.lost_worker", process_count, bundle, pause)
     try:
         for worker in workers:
-            assert worker.stdout is not None
-            assert any(line.startswith("stepped") for line in worker.stdout)
+            worker.wait_for_line("stepped")
         yield workers
     finally:
         for worker in workers:
-            worker.kill()
-            worker.communicate()
-
-
-def lost_line(worker: subprocess.Popen[str]) -> str:
-    """What a process says of the one that is lost."""
-    assert worker.stdout is not None
-    lines = []
-    for line in worker.stdout:
-        lines.append(line)
-        if line.startswith(("LOST", "stagepack:")):
-            return line
-    raise AssertionError("".join(lines))
+            worker.end()
 
 
 def check_loss(bundle: Path, process_count: int, lost_rank: int, signal_number: int, pause: float) -> None:
@@ -51,11 +36,11 @@ def check_loss(bundle: Path, process_count: int, lost_rank: int, signal_number: 
         start = time.monotonic()
         for rank, worker in enumerate(workers):
             if rank != lost_rank:
-                line = lost_line(worker)
+                line = worker.wait_for_line("LOST", "stagepack:")
                 assert f"process {lost_rank} on {socket.gethostname()}, which runs stage {lost_rank}, is lost" in line
                 assert time.monotonic() - start < _LIMIT_SECONDS
         if signal_number == signal.SIGSTOP:
-            os.kill(workers[lost_rank].pid, signal.SIGCONT)
+            workers[lost_rank].send_signal(signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")

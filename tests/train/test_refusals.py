@@ -1,8 +1,9 @@
 """What cannot be trained is refused with the reason."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,6 +55,43 @@ def test_a_batch_that_does_not_divide(training: Training) -> None:
     with pytest.raises(InputError, match="target: expected a multiple of 4 rows, found 3"):
         training.step(*args, target={"labels": target["labels"][:3]})
     assert training.step(*args, target=target) > 0
+
+
+def test_targets(one_process: None, tmp_path: Path) -> None:
+    """What is no tensor of rows is the same for each microbatch; objects that would be cut nowhere are refused."""
+
+    class Target(NamedTuple):
+        rows: torch.Tensor
+        factor: torch.Tensor
+        name: str | None = None
+
+    x = torch.randn(4, 4)
+    path = tmp_path / "linear.stagepack"
+    stagepack.export(torch.nn.Linear(4, 4), (x[:2],), out=path, dynamic_shapes=({0: torch.export.Dim("batch")},))
+    found: list[Any] = []
+
+    def loss(result: torch.Tensor, target: Any) -> torch.Tensor:
+        found.append(target)
+        return result.mean()
+
+    training = stagepack.train(path, loss, microbatches=2, schedule="looped-bfs")
+    training.step(x, target=Target(x, torch.tensor(2.0)))
+    assert [type(target) for target in found] == [Target, Target]
+    assert torch.equal(torch.cat([target.rows for target in found]), x)
+    with pytest.raises(InputError, match="target: expected tensors in lists, tuples and dicts, found ndarray"):
+        training.step(x, target=[x.numpy()])
+
+
+def test_losses_that_are_no_scalar(one_process: None, bundle: Bundle) -> None:
+    args, target = batch(0)
+    results: dict[str, Any] = {
+        "a tensor of shape (16,)": lambda result, _: result["mean"].mean(1).repeat(4),
+        "float": lambda *_: 1.0,
+    }
+    for found, loss in results.items():
+        training = stagepack.train(bundle, loss, microbatches=4, schedule="looped-bfs")
+        with pytest.raises(OptionError, match=f"loss: expected .*, found {re.escape(found)}"):
+            training.step(*args, target=target)
 
 
 def test_stages_and_processes_that_do_not_fit_a_schedule(one_process: None, bundle: Bundle) -> None:

@@ -64,13 +64,13 @@ def groups_of_mesh(mesh: DeviceMesh) -> TrainingGroups:
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter], groups: TrainingGroups) -> None:
-    """Average the gradients of all pipelines. Those of earlier steps, which are equal in all, stay as they are.
+    """Average the gradients of several pipelines. Those of earlier steps, which are equal in all, stay as they are.
 
     Args:
         parameters: the parameters of this process, in the order of all pipelines.
         groups: the groups.
     """
-    if groups.replica_count == 1 or not parameters:
+    if not parameters:
         return
     device = parameters[0].device
     has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)

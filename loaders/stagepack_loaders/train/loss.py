@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, OptionError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, Tree, ValueLeaf, constant_value, unflatten_tree
@@ -40,7 +40,8 @@ class MicrobatchLoss:
         """Set the target of the next batch.
 
         Raises:
-            InputError: the first dimension of a tensor is no multiple of the number of microbatches.
+            InputError: the first dimension of a tensor is no multiple of the number of microbatches, or there is an object of another
+                class than tensors, numbers, texts and their containers.
         """
         self._targets = _cut_target(target, self._microbatches)
 
@@ -55,16 +56,22 @@ class MicrobatchLoss:
             return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
 
         result = unflatten_tree(self._result, leaf_value, self._types)
-        return self._loss(result, self._targets[int(microbatch_index)]) / self._microbatches
+        loss = self._loss(result, self._targets[int(microbatch_index)])
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise OptionError(f"loss: expected a function that returns a tensor without dimensions, found {found}")
+        if not loss.requires_grad and any(tensor.requires_grad for tensor in results):
+            raise OptionError("loss: expected a tensor with a gradient function, found one without: was it detached?")
+        return loss / self._microbatches
 
 
 def _cut_target(target: Any, microbatch_count: int) -> list[Any]:
-    """The target of each microbatch.
+    """The target of each microbatch. Tensors without dimensions, and what is no tensor, are the same for each.
 
     Raises:
-        InputError: the first dimension of a tensor is no multiple of the number of microbatches.
+        InputError: the first dimension of a tensor is no multiple of the number of microbatches, or there is an object of another class.
     """
-    if isinstance(target, torch.Tensor):
+    if isinstance(target, torch.Tensor) and target.dim():
         if len(target) % microbatch_count:
             raise InputError(f"target: expected a multiple of {microbatch_count} rows, found {len(target)}")
         return list(target.chunk(microbatch_count))
@@ -73,5 +80,9 @@ def _cut_target(target: Any, microbatch_count: int) -> list[Any]:
         return [{key: part[index] for key, part in parts.items()} for index in range(microbatch_count)]
     if isinstance(target, list | tuple):
         columns = [_cut_target(entry, microbatch_count) for entry in target]
-        return [type(target)(column[index] for column in columns) for index in range(microbatch_count)]
-    return [target] * microbatch_count
+        rows = [[column[index] for column in columns] for index in range(microbatch_count)]
+        # The fields of a named tuple are arguments of their own.
+        return [type(target)(*row) if hasattr(target, "_fields") else type(target)(row) for row in rows]
+    if target is None or isinstance(target, torch.Tensor | bool | int | float | str):
+        return [target] * microbatch_count
+    raise InputError(f"target: expected tensors in lists, tuples and dicts, found {type(target).__name__}")

@@ -34,6 +34,7 @@ SCHEDULES: Mapping[str, Any] = {
 }
 _SINGLE_STAGE = ("gpipe", "1f1b")
 _SPLIT_BACKWARD = ("interleaved-zero-bubble", "zbv-zero-bubble")
+_IN_ROUNDS = ("interleaved-1f1b", "interleaved-zero-bubble")
 
 
 def splits_backward(schedule: str) -> bool:
@@ -62,6 +63,27 @@ def place_stages_for(schedule: str, stage_count: int, process_count: int) -> tup
             f"schedule {schedule!r} runs equally many stages in each process: {stage_count} stages do not divide into {process_count}"
         )
     return tuple(number % process_count for number in range(stage_count))
+
+
+def check_microbatches(schedule: str, microbatch_count: int, stage_count: int, process_count: int) -> None:
+    """Check that a schedule runs a number of microbatches, by the rules of torch.
+
+    Raises:
+        OptionError: it does not.
+    """
+    if microbatch_count < 1:
+        raise OptionError(f"microbatches: expected 1 or more, found {microbatch_count}")
+    if schedule == "1f1b" and microbatch_count < stage_count:
+        raise OptionError(
+            f"schedule '1f1b' runs at least one microbatch for each stage: expected {stage_count} microbatches or more, found "
+            f"{microbatch_count}: choose 'gpipe', or more microbatches"
+        )
+    round_count = max(1, microbatch_count // process_count)
+    if schedule in _IN_ROUNDS and microbatch_count % round_count:
+        raise OptionError(
+            f"schedule {schedule!r} runs microbatches in rounds of equal size, about one for each of {process_count} processes: expected a "
+            f"multiple of {round_count} microbatches, found {microbatch_count}: choose a multiple of {process_count}, or 'looped-bfs'"
+        )
 
 
 class ScheduleCache:

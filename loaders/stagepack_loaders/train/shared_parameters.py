@@ -8,9 +8,10 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
+from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 
-_TAG = 1  # of gradients; the schedules use 0
+_TAG, _FLAG_TAG = 1, 3  # of gradients, and of flags; the schedules use 0, losses 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +64,39 @@ class GradientSums:
         """
         self._group = group
         self._rank = torch.distributed.get_rank(group)
-        self._shared = [
-            (parameters[parameter.name], parameter.ranks)
-            for parameter in shared_parameters
-            if self._rank in parameter.ranks
-        ]
+        own_parameters = [parameter for parameter in shared_parameters if self._rank in parameter.ranks]
+        self._names = [parameter.name for parameter in own_parameters]
+        self._shared = [(parameters[parameter.name], parameter.ranks) for parameter in own_parameters]
+        self._other_ranks = sorted({rank for _, ranks in self._shared for rank in ranks} - {self._rank})
         self._earlier_gradients: list[torch.Tensor | None] = []
+        self._flags: dict[int, torch.Tensor] = {}
+        self._flag_works: list[torch.distributed.Work | None] = []
 
     def begin(self) -> None:
         """Set aside gradients of earlier steps, which are sums already."""
         self._earlier_gradients = [parameter.grad for parameter, _ in self._shared]
         for parameter, _ in self._shared:
             parameter.grad = None
+        self._flag_works = []
+        for rank in self._other_ranks:
+            own_flags = torch.tensor(
+                [parameter.requires_grad for parameter, ranks in self._shared if rank in ranks], dtype=torch.uint8
+            )
+            self._flags[rank] = torch.empty_like(own_flags)
+            self._flag_works += [
+                torch.distributed.irecv(self._flags[rank], group=self._group, group_src=rank, tag=_FLAG_TAG),
+                torch.distributed.isend(own_flags, group=self._group, group_dst=rank, tag=_FLAG_TAG),
+            ]
 
     def finish(self) -> None:
         """Sum the gradients of a step, and add those of earlier steps.
 
         The processes exchange gradients in the group of the pipeline, so that no other group is needed.
+
+        Raises:
+            OptionError: a parameter is frozen in some of its processes, and not in others.
         """
+        self._check_flags()
         transfers: list[torch.distributed.P2POp] = []
         sums = []
         for (parameter, ranks), earlier_gradient in zip(self._shared, self._earlier_gradients, strict=True):
@@ -102,6 +118,21 @@ class GradientSums:
         for parameter, addends, earlier_gradient in sums:
             total = sum(addends[1:], start=addends[0])
             parameter.grad = total if earlier_gradient is None else total + earlier_gradient
+
+    def _check_flags(self) -> None:
+        """Compare with the other processes which parameters are frozen: they would wait for each other, and their copies differ."""
+        for work in self._flag_works:
+            if work is not None:
+                work.wait()
+        for rank in self._other_ranks:
+            common = [index for index, (_, ranks) in enumerate(self._shared) if rank in ranks]
+            for index, is_trained in zip(common, self._flags[rank].tolist(), strict=True):
+                if is_trained != self._shared[index][0].requires_grad:
+                    states = {True: "requires gradients", False: "is frozen"}
+                    raise OptionError(
+                        f"{self._names[index]} {states[bool(is_trained)]} in process {rank} of the pipeline, and "
+                        f"{states[not is_trained]} in process {self._rank}: change requires_grad in all processes that have the parameter"
+                    )
 
     def _transfer(self, function: Any, gradient: torch.Tensor, rank: int) -> torch.distributed.P2POp:
         return torch.distributed.P2POp(function, gradient, group=self._group, group_peer=rank, tag=_TAG)

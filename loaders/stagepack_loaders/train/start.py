@@ -21,7 +21,7 @@ from stagepack_loaders.train.data_parallel import TrainingGroups, groups_of_mesh
 from stagepack_loaders.train.loss import Loss
 from stagepack_loaders.train.modes import evaluation_scopes
 from stagepack_loaders.train.recomputation import Recompute
-from stagepack_loaders.train.schedules import SCHEDULES, place_stages_for, splits_backward
+from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
 from stagepack_loaders.train.training import Training, TrainingOptions
 
 _START_SECONDS = 300.0
@@ -105,6 +105,7 @@ def train(
         torch.distributed.get_rank(groups.pipeline),
     )
     rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), process_count)
+    check_microbatches(schedule, microbatches, len(opened_bundle.stages), process_count)
     own_stages = [number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank]
     scopes = evaluation_scopes(opened_bundle)
     if scopes and not torch.distributed.get_rank(groups.whole):

@@ -21,6 +21,7 @@ from stagepack_loaders.train.boundaries import (
 from stagepack_loaders.train.checkpoint import load_optimizer_state, module_of, optimizer_state
 from stagepack_loaders.train.data_parallel import TrainingGroups, average_gradients, average_loss
 from stagepack_loaders.train.loss import Loss, MicrobatchLoss
+from stagepack_loaders.train.loss_exchange import LossExchange, fingerprint_of
 from stagepack_loaders.train.microbatches import CallInputs, cut_inputs
 from stagepack_loaders.train.modes import draws_numbers
 from stagepack_loaders.train.pipeline_module import PipelineModule
@@ -32,6 +33,8 @@ from stagepack_loaders.train.shared_parameters import GradientSums, find_shared_
 from stagepack_loaders.train.watched_group import meet_processes
 
 _SMALLEST_NORM = 1e-6  # as in torch
+# Samplers of several processes that have different seeds differ at once.
+_CHECKED_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +104,16 @@ class Training:
         self.group = groups.whole
         self._groups = groups
         self.steps = 0
+        self._checked_batches = 0
         self.allow_ops = options.allow_ops
         self._entry_point = bundle.entry_point
         self._inputs = tuple(edge for edge in bundle.edges if edge.producer is None)
         self._boundaries = find_boundaries(bundle.entry_point)
+        self._own_inputs = {edge.name for number in stages for edge in self._boundaries[number].model_inputs}
         differentiable = find_differentiable(bundle, adapts=options.modules)
         self._microbatches = options.microbatches
         self._seed = options.seed
-        self._last_rank = rank_of_stage[-1]
+        self._loss_exchange = LossExchange(rank_of_stage[-1], groups.pipeline)
         self._is_last = len(bundle.stages) - 1 in stages
         self._modules = _pipeline_modules(bundle, stages, self._boundaries, differentiable, options)
         self._loss = MicrobatchLoss(
@@ -305,12 +310,7 @@ class Training:
         arguments = bind_call(self._entry_point.signature, args, kwargs)
         call = cut_inputs(self._inputs, arguments, self._entry_point.symbols, self._microbatches)
         self._loss.set_target(target)
-        for parameter_name, parameter in self.named_parameters():
-            if parameter.requires_grad and parameter_name in self._frozen_names:
-                raise OptionError(
-                    f"{parameter_name} was frozen at the export, and gets no gradients: export the model with parameters that require "
-                    "gradients, or give modules=True"
-                )
+        self._check_frozen_parameters()
         with self.guarded():
             mean_loss = self._run(call)
         self.steps += 1
@@ -328,27 +328,37 @@ class Training:
         if self._watch is not None:
             self._watch.close()
 
+    def _check_frozen_parameters(self) -> None:
+        if not self._frozen_names:
+            return
+        for parameter_name, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter_name in self._frozen_names:
+                raise OptionError(
+                    f"{parameter_name} was frozen at the export, and gets no gradients: export the model with parameters that require "
+                    "gradients, or give modules=True"
+                )
+
     def _run(self, call: CallInputs) -> torch.Tensor:
         """Run the microbatches forward and backward; return their mean loss."""
         schedule = self._schedules.find(call.sizes)
-        own_names = {edge.name for number in self.stages for edge in self._boundaries[number].model_inputs}
         batch_number = self.steps * self._groups.replica_count + self._groups.replica
         for module in self._modules.values():
             module.replicated = call.replicated
             module.random_numbers.begin(self._seed + batch_number * self._microbatches)
         losses: list[torch.Tensor] = []
         self._gradient_sums.begin()
-        own_inputs = {input_name: value for input_name, value in call.values.items() if input_name in own_names}
+        self._loss_exchange.begin(fingerprint_of(call, with_content=self._checked_batches < _CHECKED_BATCHES))
+        self._checked_batches += 1
+        own_inputs = {input_name: value for input_name, value in call.values.items() if input_name in self._own_inputs}
         if self._is_last:
             schedule.step(target=torch.arange(self._microbatches), losses=losses, return_outputs=False, **own_inputs)
         else:
             schedule.step(return_outputs=False, **own_inputs)
+        mean_loss = self._loss_exchange.finish(losses)
         self._gradient_sums.finish()
-        average_gradients(list(self.parameters()), self._groups)
-        mean_loss = (
-            torch.stack(losses).sum().detach().double().cpu() if losses else torch.zeros((), dtype=torch.float64)
-        )
-        torch.distributed.broadcast(mean_loss, group=self._groups.pipeline, group_src=self._last_rank)
+        if self._groups.replica_count > 1:
+            average_gradients(list(self.parameters()), self._groups)
+        self._loss_exchange.check_batch()
         return average_loss(mean_loss, self._groups)
 
 

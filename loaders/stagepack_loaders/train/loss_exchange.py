@@ -1,0 +1,96 @@
+"""The mean loss of a step, which the process of the last stage sends to the others of its pipeline."""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed import ProcessGroup
+
+from stagepack.errors import InputError
+from stagepack_loaders.train.microbatches import CallInputs
+
+_TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
+
+
+class LossExchange:
+    """Receives the loss while the schedule runs: the process of the last stage mostly ends its own part first."""
+
+    def __init__(self, last_rank: int, group: ProcessGroup | None) -> None:
+        """Describe the pipeline.
+
+        Args:
+            last_rank: the process of the last stage.
+            group: the processes of the pipeline; None for all.
+        """
+        self._group = group
+        self._last_rank = last_rank
+        self._rank = torch.distributed.get_rank(group)
+        self._other_ranks = [rank for rank in range(torch.distributed.get_world_size(group)) if rank != last_rank]
+        self._fingerprint = 0
+        self._message = torch.zeros(2, dtype=torch.float64)
+        self._receipt: torch.distributed.Work | None = None
+
+    def begin(self, fingerprint: int) -> None:
+        """Receive the loss of the next step as soon as it is sent.
+
+        Args:
+            fingerprint: the checksum of the batch, which must be the same in all processes.
+        """
+        self._fingerprint = fingerprint
+        if self._rank != self._last_rank:
+            self._message = torch.zeros(2, dtype=torch.float64)
+            self._receipt = torch.distributed.irecv(
+                self._message, group=self._group, group_src=self._last_rank, tag=_TAG
+            )
+
+    def finish(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the mean loss, float64.
+
+        Args:
+            losses: the share of each microbatch in it, in the process of the last stage.
+        """
+        if self._rank == self._last_rank:
+            mean_loss = torch.stack(list(losses)).sum().detach().double().cpu()
+            self._message = torch.stack([mean_loss, torch.tensor(self._fingerprint, dtype=torch.float64)])
+            works = [
+                torch.distributed.isend(self._message, group=self._group, group_dst=rank, tag=_TAG)
+                for rank in self._other_ranks
+            ]
+        else:
+            works = [self._receipt]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return self._message[0].clone()
+
+    def check_batch(self) -> None:
+        """Compare the batch of this process with that of the process of the last stage, after all exchanges of the step.
+
+        Raises:
+            InputError: it is another one.
+        """
+        if int(self._message[1]) != self._fingerprint:
+            raise InputError(
+                f"expected the same batch in all processes of a pipeline, found another one in process {self._rank} than in process "
+                f"{self._last_rank}: give the same seed to their samplers"
+            )
+
+
+def fingerprint_of(call: CallInputs, *, with_content: bool) -> int:
+    """Return a checksum of a batch: of its sizes, and of its content if that is asked for.
+
+    Args:
+        call: the inputs.
+        with_content: read all tensors.
+    """
+    checksum = zlib.crc32(repr(sorted(call.sizes.items())).encode())
+    if with_content:
+        for input_name, value in sorted(call.values.items()):
+            tensor = value[0] if input_name in call.replicated else value
+            content: Any = repr(tensor).encode()
+            if isinstance(tensor, torch.Tensor):
+                content = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+            checksum = zlib.crc32(content, checksum)
+    return checksum

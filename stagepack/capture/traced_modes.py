@@ -1,0 +1,92 @@
+"""The grad mode of each node, and calls of ``torch.autograd.Function``, recorded while ``torch.export`` traces a model.
+
+The trace drops both in part: a change of the grad mode inside ``torch.autocast`` is lost, and so is the ``backward`` of a function.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node as FxNode
+
+from stagepack.torch_internals import EXPORT_ROOT, changed_grad_mode, traced_nodes
+
+_GRAD_MODE_KEY = "stagepack_grad_mode"  # of a node's `meta`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomFunction:
+    """A ``torch.autograd.Function`` that a model calls, and its module.
+
+    Attributes:
+        class_name: the name of its class.
+        module_path: the path of the module that calls it first.
+    """
+
+    class_name: str
+    module_path: str
+
+
+class TracedModes:
+    """Grad modes and functions with a backward of their own in a trace."""
+
+    def __init__(self) -> None:
+        """Start without functions."""
+        self._module_of_function: dict[str, str] = {}
+        self._first_mode: dict[int, bool] = {}
+        self._mode = True  # outside of functions
+
+    @property
+    def functions(self) -> tuple[CustomFunction, ...]:
+        """The functions whose results may need gradients, each once."""
+        return tuple(
+            CustomFunction(class_name=class_name, module_path=module_path)
+            for class_name, module_path in self._module_of_function.items()
+        )
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record in all traces of torch within the ``with`` block."""
+        with traced_nodes(self._record):
+            yield
+
+    def _record(self, tracer: Any, node: FxNode) -> None:
+        if node.op == "placeholder":
+            self._mode = self._first_mode[id(tracer)] = torch.is_grad_enabled()
+        calls = [] if torch.is_grad_enabled() else list(_function_calls())
+        if not calls:
+            new_mode = changed_grad_mode(node)
+            self._mode = torch.is_grad_enabled() if new_mode is None else new_mode
+        # A function runs its forward without gradients: its nodes have the mode around it.
+        node.meta[_GRAD_MODE_KEY] = (self._mode, self._first_mode.get(id(tracer), self._mode))
+        for function_class, args in calls:
+            is_own = function_class.__module__.partition(".")[0] != "torch"  # unlike that of activation checkpointing
+            if is_own and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+                paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+                module_path = (paths or [""])[-1].removeprefix(EXPORT_ROOT).lstrip(".")
+                self._module_of_function.setdefault(function_class.__qualname__, module_path)
+
+
+def _function_calls() -> Iterator[tuple[type, tuple[Any, ...]]]:
+    """The functions that run, and their arguments. They are in the stack, however the model came by their ``apply``."""
+    code = torch.autograd.Function.apply.__code__
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame.f_locals["cls"], frame.f_locals["args"]
+        frame = frame.f_back
+
+
+def lost_grad_mode(node: FxNode, captured_mode: bool | None) -> bool | None:
+    """Return the grad mode that a node ran in, or None if the captured program has it.
+
+    Args:
+        node: a node of the program.
+        captured_mode: the grad mode that the program runs it in; None for that of the caller.
+    """
+    mode, first_mode = node.meta.get(_GRAD_MODE_KEY, (None, None))
+    expected_mode = first_mode if captured_mode is None else captured_mode
+    return None if mode == expected_mode else mode
