@@ -37,6 +37,7 @@ def export(
     entry_points: Mapping[str, Inputs] | None = None,
     weights: str | os.PathLike[str] | None = None,
     graph_from: str | os.PathLike[str] | Bundle | None = None,
+    dtype: str | torch.dtype | None = None,
     stages: int | Mapping[str, int] | None = None,
     split_at: Sequence[str] | Mapping[str, Sequence[str]] = (),
     policy: Policy | None = None,
@@ -73,6 +74,8 @@ def export(
             folder, its weights are never in memory together.
         graph_from: a bundle of the same model with other weights: nothing is captured, its graphs and its cut are used, and `model` is
             the new checkpoint, or a Hugging Face folder or hub name.
+        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to, such as ``"bfloat16"``; by default,
+            that of the checkpoint.
         stages: the number of stages; with `entry_points`, of each, or a dict from the names of some to theirs. The cut makes the slowest
             stage as fast as possible.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage. With `entry_points`, a dict from names to such lists.
@@ -97,7 +100,8 @@ def export(
         CaptureError: the model cannot be loaded, captured or run on its example.
         UnsupportedError: the captured program contains something that a bundle cannot represent.
         CutError: the model cannot be cut as requested.
-        OptionError: `args` is not a tuple, or `kwargs` not a dict, or `model` is not a function though there are `weights`.
+        OptionError: `args` is not a tuple, or `kwargs` not a dict, or `model` is not a function though there are `weights`, or another
+            option is wrong or does not go with the others.
         OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
         WriteError: the bundle cannot be written.
         MissingPackageError: a Hugging Face model needs transformers, or `onnx` needs ONNX packages, which are not installed.
@@ -138,7 +142,7 @@ def export(
                 "entry_points: each has its own inputs, and is cut by stages or split_at: leave out args, kwargs, dynamic_shapes, weights, "
                 "graph_from and the other ways to cut"
             )
-        captures = capture_entry_points(_loaded_module(model), entry_points)
+        captures = capture_entry_points(_loaded_module(model, dtype), entry_points)
         options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
         bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, overwrite=overwrite)
         return _with_onnx(bundle, rtol, atol) if onnx else bundle
@@ -146,22 +150,30 @@ def export(
         raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
     cut_options = CutOptions(stages=stages, split_at=split_at, shared=shared, **further_options)
     if graph_from is not None:
-        if cut_options != CutOptions() or inputs != Inputs() or weights is not None:
-            raise OptionError("graph_from: the inputs and the cut are those of the bundle: leave out the other options")
+        if cut_options != CutOptions() or inputs != Inputs() or weights is not None or dtype is not None:
+            raise OptionError(
+                "graph_from: the inputs, the dtypes and the cut are those of the bundle: leave out the other options"
+            )
         if not isinstance(model, str | os.PathLike):
             raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
         bundle = replace_weights(graph_from, model, out=out, allow_ops=allow_ops, overwrite=overwrite)
         return _with_onnx(bundle, rtol, atol) if onnx else bundle
-    capture = capture_source(model, inputs) if weights is None else _capture_with_weights(model, inputs, weights)  # type: ignore[arg-type]
+    capture = (
+        capture_source(model, inputs, dtype=dtype)  # type: ignore[arg-type]
+        if weights is None
+        else _capture_with_weights(model, inputs, weights, dtype)
+    )
     bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
     return _with_onnx(bundle, rtol, atol) if onnx else bundle
 
 
-def _loaded_module(model: object) -> torch.nn.Module:
+def _loaded_module(model: object, dtype: str | torch.dtype | None) -> torch.nn.Module:
     """The module whose functions become entry points."""
     if isinstance(model, str | os.PathLike):
-        loaded: torch.nn.Module = load_pretrained(os.fspath(model))
+        loaded: torch.nn.Module = load_pretrained(os.fspath(model), dtype=dtype)
         return loaded
+    if dtype is not None:
+        raise OptionError("dtype: it is for a Hugging Face folder or hub name: convert a module yourself")
     if not isinstance(model, torch.nn.Module):
         raise OptionError(
             f"entry_points: expected a torch.nn.Module or a Hugging Face folder or hub name, found {type(model).__name__}"
@@ -228,7 +240,13 @@ def example_inputs(args: Any, kwargs: Any, dynamic_shapes: Any) -> Inputs:
     return Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
-def _capture_with_weights(model: object, inputs: Inputs, weights: str | os.PathLike[str]) -> Capture:
+def _capture_with_weights(
+    model: object, inputs: Inputs, weights: str | os.PathLike[str], dtype: str | torch.dtype | None
+) -> Capture:
+    if dtype is not None:
+        raise OptionError(
+            "dtype: it is for a Hugging Face folder or hub name: let the function make a module of this dtype"
+        )
     if isinstance(model, torch.nn.Module) or not callable(model):
         raise OptionError(
             f"weights: expected a function that makes the module, such as its class, found {type(model).__name__}"

@@ -33,6 +33,7 @@ def plan_model(
     speeds: Sequence[float] = (),
     profile: Profile | None = None,
     shared: WeightSharing = "replicate",
+    dtype: "str | torch.dtype | None" = None,
     dynamic_shapes: Any = None,
 ) -> Plan:
     """Return the cut that an export or a recut would make, with its estimated costs. Writes nothing.
@@ -48,6 +49,7 @@ def plan_model(
         speeds: see `stagepack.export`.
         profile: see `stagepack.export`.
         shared: see `stagepack.export`.
+        dtype: see `stagepack.export`; not for a bundle.
         dynamic_shapes: see `stagepack.export`; not for a bundle.
 
     Returns:
@@ -72,14 +74,14 @@ def plan_model(
         shared=shared,
     )
     if isinstance(model, Bundle) or _is_bundle(model):
-        if args or kwargs or dynamic_shapes is not None:
-            raise OptionError("args, kwargs, dynamic_shapes: a bundle has its own: leave them out")
+        if args or kwargs or dynamic_shapes is not None or dtype is not None:
+            raise OptionError("args, kwargs, dynamic_shapes, dtype: a bundle has its own: leave them out")
         return plan_bundle(opened(model), cut_options).plan  # type: ignore[arg-type]
     from stagepack.capture.source import capture_source  # noqa: PLC0415 - torch, which a bundle does not need
     from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
     from stagepack.model_export import example_inputs  # noqa: PLC0415 - the same
 
-    capture = capture_source(model, example_inputs(args, kwargs, dynamic_shapes))  # type: ignore[arg-type]
+    capture = capture_source(model, example_inputs(args, kwargs, dynamic_shapes), dtype=dtype)  # type: ignore[arg-type]
     partition, _ = plan_capture(capture, cut_options)
     return partition.plan
 

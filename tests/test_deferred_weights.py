@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,41 @@ def test_a_folder_becomes_the_same_bundle(name: str, dtype: torch.dtype, tmp_pat
     source = str(tmp_path / "model")
     bundles = [exported(source, tmp_path / str(deferred), deferred=deferred) for deferred in (True, False)]
     assert bundles[0].digest == bundles[1].digest
+
+
+def test_weights_are_converted_to_another_dtype(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, _ = named("decoders-llama")[0].build()
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    source = str(tmp_path / "model")
+    digests = set()
+    for deferred in (True, False):
+        capture = capture_pretrained(source, Inputs(), deferred=deferred, dtype="bfloat16")
+        assert (capture.deferred is not None) == deferred
+        bundle = export_capture(capture, out=tmp_path / str(deferred), cut_options=CutOptions(stages=2))
+        digests.add(bundle.digest)
+    assert len(digests) == 1
+    graph = bundle.graph(0)
+    assert {weight.dtype for weight in graph.weights if weight.kind == "parameter"} == {"bfloat16"}
+    assert json.loads((bundle.path / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = stagepack.load(bundle, runtime="torch")
+    ids = torch.arange(8).reshape(1, 8)
+    converted = type(model).from_pretrained(source, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids, attention_mask=torch.ones_like(ids))["logits"], converted(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "message"),
+    [
+        ("gpt2", "int8", "dtype: expected one of float64, float32, float16, bfloat16, found int8"),
+        ("gpt2", torch.int64, "dtype: expected one of float64, .*, found torch.int64"),
+        (torch.nn.ReLU(), "bfloat16", r"dtype: it is for a Hugging Face folder or hub name: convert a module yourself"),
+    ],
+)
+def test_a_dtype_that_is_not_possible(model: Any, dtype: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        stagepack.export(model, (torch.ones(1),), out=tmp_path / "m.stagepack", dtype=dtype)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Hugging Face folders: captured without a word about their inputs, bit-equal, and opened again by stock transformers."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 import transformers
 
 import stagepack
+from stagepack.capture import pretrained_model
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import model_files
+from stagepack.capture.source_argument import load_source_argument
 from stagepack.errors import CaptureError
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
@@ -114,8 +117,11 @@ def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp
         "import sys, torch; from stagepack.capture.inputs import Inputs; from stagepack.capture.hugging_face import capture_pretrained;"
         "print(capture_pretrained(sys.argv[1], Inputs(kwargs={'input_ids': torch.ones(2, 8).long()})).method)"
     )
-    run = [sys.executable, "-c", code, str(tmp_path / "model")]
-    assert subprocess.check_output(run, text=True).strip() == "transformers.exporters.DynamoExporter"
+    # transformers would import torchao, which is installed and warns of its CUDA libraries.
+    code += "; print('torchao' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model")], text=True, capture_output=True)
+    assert done.stdout.split() == ["transformers.exporters.DynamoExporter", "False"]
+    assert "torchao" not in done.stderr
     ids = torch.randint(0, 128, (2, 8))
     capture = capture_pretrained(str(tmp_path / "model"), Inputs(kwargs={"input_ids": ids}), deferred=False)
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
@@ -139,13 +145,41 @@ def test_sizes_that_the_model_fixes_are_left_to_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: folder / "nowhere", "no such folder; expected a folder, a hub name"),
+        (lambda folder: folder / "nowhere", "no such file or folder; expected a folder, a hub name"),
         (lambda folder: folder, "expected a Hugging Face folder with a config.json"),
     ],
 )
 def test_what_is_no_model_says_so(prepare: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=message):
         stagepack.export(prepare(tmp_path), out=tmp_path / "m.stagepack")
+
+
+@pytest.mark.parametrize(
+    "source", ["./missing", "missing/", "../missing", "a/b/c", "missing.safetensors", "~/missing", "missing.pt2"]
+)
+def test_a_path_that_is_not_there_makes_no_attempt_at_the_hub(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained_model, "import_transformers", lambda: pytest.fail("transformers was asked"))
+    with pytest.raises(CaptureError, match="no such file"):
+        stagepack.export(source, out=tmp_path / "m.stagepack")
+    with pytest.raises(CaptureError, match="no such file or folder; expected a folder, a hub name"):
+        load_source_argument(source, None)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stagepack", "export", "no-such-model", "-o", "m.stagepack"],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "stagepack: no-such-model: there is no such folder, and the Hugging Face Hub, where a model of this name may be, cannot be "
+        "reached: check the path, or the connection\n"
+    )
 
 
 def test_a_damaged_folder_says_so(tmp_path: Path) -> None:

@@ -10,14 +10,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# transformers imports torchao, which tests need and which warns of its CUDA libraries and enums. Of these loggers, only errors are shown.
-RUN_QUIETLY = """
-import logging, runpy, sys
-for logger_name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(logger_name).setLevel(logging.ERROR)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 SENTENCES = ("A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday.")
 
 
@@ -67,9 +59,8 @@ def start(*command: str, **options: Any) -> subprocess.Popen[str]:
     """Print a command, a Python program of this environment or `python` with a script, and start it."""
     print(f"\n$ {shlex.join(command)}", flush=True)
     program, *arguments = command
-    script = [] if program == "python" else [str(Path(sys.executable).with_name(program))]
-    quiet_command = [sys.executable, "-c", RUN_QUIETLY, *script, *arguments]
-    return subprocess.Popen(quiet_command, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **options)
+    path = Path(sys.executable).with_name(program)
+    return subprocess.Popen([path, *arguments], cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **options)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer
-from transformers.utils import logging
 
 import stagepack
+from stagepack.capture.transformers_package import import_transformers
 
 SENTENCES = [
     "A cat sits on the mat.",
@@ -18,10 +17,11 @@ SENTENCES = [
 ]
 
 bundle, folder = sys.argv[1:]
-logging.disable_progress_bar()
-tokenizer = AutoTokenizer.from_pretrained(folder)
+transformers = import_transformers()
+transformers.utils.logging.disable_progress_bar()
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 pipe = stagepack.load(bundle)
-model = AutoModel.from_pretrained(folder).eval()
+model = transformers.AutoModel.from_pretrained(folder).eval()
 
 
 def similarities(run: Callable[..., Any], sentences: list[str]) -> torch.Tensor:

@@ -26,7 +26,9 @@ class AnswerDiffersError(Exception):
 _EXPORTERS = {"torch.export.export": capture_module, PATCHED_EXPORT: capture_patched}
 
 
-def capture_pretrained(source: str, inputs: Inputs, *, deferred: bool = True) -> Capture:
+def capture_pretrained(
+    source: str, inputs: Inputs, *, deferred: bool = True, dtype: str | torch.dtype | None = None
+) -> Capture:
     """Capture a model by its folder or hub name.
 
     Plain ``torch.export.export`` is tried first. If it fails, or its program does not answer bit for bit as the model does, transformers'
@@ -38,6 +40,7 @@ def capture_pretrained(source: str, inputs: Inputs, *, deferred: bool = True) ->
             exporter can keep both dynamic, torch decides which sizes are.
         deferred: do not load the weights, as far as that is possible. The program is then compared with the model when the example
             is recorded.
+        dtype: the dtype that the weights are converted to, see `load_pretrained`.
 
     Raises:
         CaptureError: there is no such model, no example can be made, or neither exporter works.
@@ -45,9 +48,9 @@ def capture_pretrained(source: str, inputs: Inputs, *, deferred: bool = True) ->
     """
     deferred_tensors = DeferredTensors() if deferred else None
     try:
-        model = load_pretrained(source, deferred_tensors)
+        model = load_pretrained(source, deferred_tensors, dtype=dtype)
     except DataNeededError:
-        return capture_pretrained(source, inputs, deferred=False)
+        return capture_pretrained(source, inputs, deferred=False, dtype=dtype)
     if inputs.args or inputs.kwargs:
         candidates = [inputs]
     else:
@@ -69,7 +72,7 @@ def capture_pretrained(source: str, inputs: Inputs, *, deferred: bool = True) ->
                 capture,
                 deferred=deferred_tensors,
                 further_inputs=further_inputs,
-                capture_loaded=partial(capture_pretrained, source, inputs, deferred=False),
+                capture_loaded=partial(capture_pretrained, source, inputs, deferred=False, dtype=dtype),
             )
         except CaptureError as error:
             reasons.append(f"{method}: {error}")

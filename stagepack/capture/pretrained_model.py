@@ -4,7 +4,6 @@ transformers is imported when a model is loaded, not before.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -17,12 +16,22 @@ import torch
 from stagepack.capture.checkpoint import CheckpointTensor, checkpoint_file_tensors
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.torch_messages import format_torch_error
-from stagepack.errors import CaptureError
-from stagepack.extras import explain_missing_packages
+from stagepack.capture.transformers_package import import_transformers, quiet_libraries
+from stagepack.errors import CaptureError, OptionError
 from stagepack.format.weights import ALIGNMENT
 from stagepack.torch_internals import replaced_checkpoint_tensors
 
 _SHOWN_PROBLEMS = 5
+# The dtypes that a model is loaded in, by name.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+# A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
+_FILE_SUFFIXES = frozenset(
+    (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
+)
+# Of the hub's client and of the HTTP client below it, which are not imported for their names.
+_CONNECTION_ERRORS = frozenset(
+    ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ProxyError")
+)
 
 
 def is_transformers_model(model: object) -> bool:
@@ -31,35 +40,55 @@ def is_transformers_model(model: object) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def load_pretrained(source: str, deferred: DeferredTensors | None = None) -> Any:
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return the dtype that a caller names for the weights of a model.
+
+    Args:
+        dtype: the dtype, or its name such as ``"bfloat16"``.
+
+    Raises:
+        OptionError: it is none that a model is loaded in.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise OptionError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype}")
+    return DTYPES[name]
+
+
+def load_pretrained(
+    source: str, deferred: DeferredTensors | None = None, *, dtype: str | torch.dtype | None = None
+) -> Any:
     """Load the model of a folder or a hub name in evaluation mode, by the class that its configuration names.
 
     Args:
         source: the folder or the hub name.
+        dtype: the dtype that its weights are converted to; None for that of the checkpoint.
         deferred: where the model's weights are deferred; None to load them. Buffers that no checkpoint has have the values that
             transformers computes for them.
 
     Raises:
         CaptureError: there is no such folder, transformers cannot load the model, or the checkpoint lacks weights of it.
         DataNeededError: the weights cannot be deferred.
+        OptionError: a model is not loaded in this dtype.
         MissingPackageError: transformers is not installed.
     """
-    with explain_missing_packages():
-        transformers = importlib.import_module("transformers")
+    dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
     _check_source(source)
+    transformers = import_transformers()
     shows_progress = transformers.utils.logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        with quiet_libraries():
+            config = transformers.AutoConfig.from_pretrained(source)
         class_names = getattr(config, "architectures", None) or ["AutoModel"]
         model_class: Any = getattr(transformers, class_names[0], transformers.AutoModel)
-        with contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
+        with quiet_libraries(), contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
             model, loading_info = model_class.from_pretrained(
-                source, output_loading_info=True, ignore_mismatched_sizes=True
+                source, output_loading_info=True, ignore_mismatched_sizes=True, **dtype_option
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CaptureError(f"{source}: transformers cannot load it: {format_torch_error(error)}") from error
+        raise CaptureError(f"{source}: {_loading_failure(source, error)}") from error
     finally:
         if shows_progress:
             transformers.utils.logging.enable_progress_bar()
@@ -111,12 +140,42 @@ def _deferred_weights(deferred: DeferredTensors) -> Iterator[None]:
 
 
 def _check_source(source: str) -> None:
-    """Refuse paths here, for which transformers would ask the hub."""
+    """Refuse paths, for which transformers would ask the hub."""
     if os.path.isdir(source):
         if not os.path.isfile(os.path.join(source, "config.json")):
             raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
-    elif os.path.sep * 2 in source or source.startswith((".", "/")) or source.count("/") > 1:
-        raise CaptureError(f"{source}: no such folder; expected a folder, a hub name, a .pt2 file or file.py:factory")
+    elif os.path.exists(source):
+        raise CaptureError(f"{source}: expected a Hugging Face folder, found a file")
+    elif _looks_like_path(source):
+        raise CaptureError(
+            f"{source}: no such file or folder; expected a folder, a hub name, a .pt2 file or file.py:factory"
+        )
+
+
+def _looks_like_path(source: str) -> bool:
+    """Whether a source cannot be a hub name, which is ``NAME`` or ``OWNER/NAME``, or is the name of a file."""
+    return (
+        source.startswith((".", "/", "~"))
+        or source.endswith(("/", "\\"))
+        or source.count("/") > 1
+        or os.path.splitext(source)[1].lower() in _FILE_SUFFIXES
+    )
+
+
+def _loading_failure(source: str, error: Exception) -> str:
+    """Why transformers does not load a model, on one line."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)  # type: ignore[arg-type]
+    is_unreachable = any(
+        isinstance(cause, ConnectionError) or type(cause).__name__ in _CONNECTION_ERRORS for cause in causes
+    )
+    if is_unreachable and not os.path.isdir(source):
+        return (
+            "there is no such folder, and the Hugging Face Hub, where a model of this name may be, cannot be reached: check the path, or "
+            "the connection"
+        )
+    return f"transformers cannot load it: {format_torch_error(error)}"
 
 
 def _align_weights(model: torch.nn.Module) -> None:

@@ -9,21 +9,33 @@ from stagepack.capture.hugging_face import capture_pretrained, capture_transform
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module, capture_program, load_program
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
 
-def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[str], inputs: Inputs) -> Capture:
+def capture_source(
+    model: torch.nn.Module | ExportedProgram | str | os.PathLike[str],
+    inputs: Inputs,
+    *,
+    dtype: str | torch.dtype | None = None,
+) -> Capture:
     """Capture a model of any kind that `export` accepts.
 
     Args:
         model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name.
         inputs: the example inputs; an exported program and a Hugging Face model may do without.
+        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
 
     Raises:
         CaptureError: the model is of another type, or cannot be loaded or captured.
+        OptionError: `dtype` is wrong, or for another kind of model.
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
+    is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
+    if dtype is not None and not is_pretrained:
+        raise OptionError(
+            "dtype: it is for a Hugging Face folder or hub name: convert a module yourself, as in model.to(torch.bfloat16)"
+        )
     if isinstance(model, torch.nn.Module):
         module = uncompiled_module(model)
         capture = capture_transformers if is_transformers_model(module) else capture_module
@@ -35,5 +47,5 @@ def capture_source(model: torch.nn.Module | ExportedProgram | str | os.PathLike[
             return capture_program(load_program(model), inputs)
         if os.path.isfile(model):
             raise CaptureError(f"{model}: expected a .pt2 file or a Hugging Face folder, found another file")
-        return capture_pretrained(os.fspath(model), inputs)
+        return capture_pretrained(os.fspath(model), inputs, dtype=dtype)
     raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")

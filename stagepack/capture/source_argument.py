@@ -15,7 +15,7 @@ from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source import capture_source
 from stagepack.capture.user_modules import call_user_function
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, OptionError
 
 # The name of the only entry point of a model.
 FORWARD = "forward"
@@ -24,7 +24,9 @@ FORWARD = "forward"
 ExampleInputs = Inputs | dict[str, Inputs]
 
 
-def capture_source_argument(source: str, inputs_function: str | None, weights: str | None = None) -> dict[str, Capture]:
+def capture_source_argument(
+    source: str, inputs_function: str | None, weights: str | None = None, dtype: str | None = None
+) -> dict[str, Capture]:
     """Capture the model that the command line names.
 
     Args:
@@ -34,12 +36,14 @@ def capture_source_argument(source: str, inputs_function: str | None, weights: s
             tuple of inputs by position, or a dict of inputs by name; or a dict of `Inputs` by paths of functions, see
             `capture_entry_points`. It takes precedence over inputs from the factory.
         weights: a checkpoint of the weights of the module that a factory makes, see `read_checkpoint`.
+        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
 
     Returns:
         The captured programs by the name of the entry point, which is ``forward`` unless the inputs name functions.
 
     Raises:
         CaptureError: there is no such file or function, it raises or returns something else, or the model cannot be captured.
+        OptionError: `dtype` is wrong, or for another kind of source.
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
     inputs = None if inputs_function is None else to_inputs(call_user_function(inputs_function), inputs_function)
@@ -49,8 +53,12 @@ def capture_source_argument(source: str, inputs_function: str | None, weights: s
                 f"{source}: weights are for a module that FILE.py:FUNCTION makes; this source has its own"
             )
         if isinstance(inputs, dict):
-            return capture_entry_points(load_pretrained(source), inputs)
-        return {FORWARD: capture_source(source, inputs or Inputs())}
+            return capture_entry_points(load_pretrained(source, dtype=dtype), inputs)
+        return {FORWARD: capture_source(source, inputs or Inputs(), dtype=dtype)}
+    if dtype is not None:
+        raise OptionError(
+            f"dtype: it is for a Hugging Face folder or hub name: let {source} return a module of this dtype"
+        )
     if weights is not None:
         if isinstance(inputs, dict):
             raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")

@@ -15,7 +15,7 @@ from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import BundleType, PathType
-from stagepack.cli.run_options import custom_namespaces, json_option, replay, tolerance_options
+from stagepack.cli.run_options import custom_namespaces, dtype_option, json_option, replay, tolerance_options
 from stagepack.cli.termination import orderly_termination
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         "stagepack export net.py:make_model -o net.stagepack --stages 4",
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
+        "stagepack export ./llama -o llama.stagepack --stages 2 --dtype bfloat16",
         "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
         "stagepack export ./tuned --graph-from old.stagepack -o new.stagepack",
     ],
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     metavar="BUNDLE",
     help="Bundle of the same model with other weights; nothing is captured. SOURCE is then a checkpoint, or a Hugging Face folder or name.",
 )
+@dtype_option
 @click.option(
     "--allow-ops",
     multiple=True,
@@ -73,6 +75,7 @@ def command(
     inputs_function: str | None,
     weights: str | None,
     graph_from: str | None,
+    dtype: str | None,
     allow_ops: tuple[str, ...],
     with_onnx: bool,
     rtol: float | None,
@@ -98,8 +101,10 @@ def command(
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.
     """
-    if graph_from is not None and (make_cut_options or inputs_function or weights):
-        raise click.UsageError("--graph-from takes the inputs and the cut from the bundle: leave out the other options")
+    if graph_from is not None and (make_cut_options or inputs_function or weights or dtype):
+        raise click.UsageError(
+            "--graph-from takes the inputs, the dtypes and the cut from the bundle: leave out the other options"
+        )
     if (rtol, atol) != (None, None) and not with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")
     check_output_path(out, overwrite=overwrite)
@@ -126,7 +131,7 @@ def command(
         else:
             cut_options = CutOptions() if make_cut_options is None else make_cut_options()
             next_step("capturing the model")
-            captures = capture_source_argument(source, inputs_function, weights)
+            captures = capture_source_argument(source, inputs_function, weights, dtype)
             method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
             bundle = export_captures(
                 captures, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step

@@ -19,6 +19,7 @@ from stagepack.cli.output import count_of, print_json, print_line, print_table, 
 from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_argument
 from stagepack.cli.profile_facts import assumption_lines, measured_facts
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
+from stagepack.cli.run_options import dtype_option
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Edge
@@ -69,6 +70,7 @@ class _PlannedCut(NamedTuple):
     show_default="those that SOURCE returns",
     help="For a SOURCE: function that returns the example inputs.",
 )
+@dtype_option
 @partial(cut_option_flags, shows_times=True)
 @click.option(
     "-o",
@@ -89,6 +91,7 @@ def command(
     source: str,
     make_cut_options: "Callable[[], CutOptions] | None",
     inputs_function: str | None,
+    dtype: str | None,
     out: Path | None,
     output_format: str | None,
 ) -> None:
@@ -100,11 +103,13 @@ def command(
     time are estimates for one call with inputs of the example's sizes; with --profile, the time is measured.
     """
     if is_bundle(source):
-        if inputs_function is not None:
-            raise click.UsageError("--inputs is for a SOURCE: a bundle contains its example inputs")
+        if inputs_function is not None or dtype is not None:
+            raise click.UsageError(
+                "--inputs and --dtype are for a SOURCE: a bundle contains its example inputs and weights"
+            )
         planned = _plan_bundle(open_argument(source), make_cut_options)
     else:
-        planned = _plan_source(source, make_cut_options, inputs_function)
+        planned = _plan_source(source, make_cut_options, inputs_function, dtype)
     if out is not None:
         from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
 
@@ -139,7 +144,10 @@ def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | N
 
 
 def _plan_source(
-    source: str, make_cut_options: "Callable[[], CutOptions] | None", inputs_function: str | None
+    source: str,
+    make_cut_options: "Callable[[], CutOptions] | None",
+    inputs_function: str | None,
+    dtype: str | None,
 ) -> _PlannedCut:
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
@@ -149,7 +157,7 @@ def _plan_source(
 
         cut_options = CutOptions() if make_cut_options is None else make_cut_options()
         next_step("capturing the model")
-        captures = capture_source_argument(source, inputs_function)
+        captures = capture_source_argument(source, inputs_function, dtype=dtype)
         if len(captures) > 1:
             fail(f"{source}: expected one entry point, found {', '.join(captures)}: export it, and plan the bundle")
         next_step("planning")

@@ -253,6 +253,16 @@ def custom_namespaces(bundle: Bundle) -> list[str]:
     return sorted({namespace for stage in bundle.stages for namespace in stage.namespaces})
 
 
+def dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--dtype`: the dtype of the weights of a Hugging Face model."""
+    return click.option(
+        "--dtype",
+        type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
+        show_default="that of the checkpoint",
+        help="For a Hugging Face folder or hub name: convert the weights to this type.",
+    )(function)
+
+
 def tolerance_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options `--rtol` and `--atol`: how far answers of ONNX Runtime may be from those of torch."""
     default = "by dtype"
