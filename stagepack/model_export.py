@@ -22,6 +22,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.device_profile import DeviceProfile
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
 from stagepack.torch_internals import uncompiled_module
@@ -44,7 +45,7 @@ def export(
     plan: Plan | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
-    profile: Profile | None = None,
+    profile: Profile | DeviceProfile | str | os.PathLike[str] | None = None,
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
     onnx: bool = False,
@@ -83,7 +84,8 @@ def export(
         plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.
         memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: the speed of the device of each stage, relative to the others.
-        profile: with `stages`: measured times of the model's operators, from `stagepack.read_profile`, in the place of estimates.
+        profile: with `stages`: the device of the stages, such as ``"h100"``, whose memory is the limit of each stage unless `memory` says
+            otherwise; or measured times of the model's operators, from `stagepack.read_profile`, or their file.
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.

@@ -11,6 +11,7 @@ from stagepack.format.validate import MANIFEST_NAME
 from stagepack.opening import opened, split_entry_point
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.device_profile import DeviceProfile
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
 from stagepack.recutter import plan_bundle
@@ -31,7 +32,7 @@ def plan_model(
     policy: Policy | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
-    profile: Profile | None = None,
+    profile: Profile | DeviceProfile | str | os.PathLike[str] | None = None,
     shared: WeightSharing = "replicate",
     dtype: "str | torch.dtype | None" = None,
     dynamic_shapes: Any = None,

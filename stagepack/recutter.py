@@ -19,6 +19,7 @@ from stagepack.opening import BundleSource, opened
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.device_profile import DeviceProfile
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
@@ -34,7 +35,7 @@ def recut(
     plan: Plan | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
-    profile: Profile | None = None,
+    profile: Profile | DeviceProfile | str | os.PathLike[str] | None = None,
     shared: WeightSharing = "replicate",
     overwrite: bool = False,
 ) -> Bundle:
@@ -54,7 +55,8 @@ def recut(
         plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.
         memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: the speed of the device of each stage, relative to the others.
-        profile: with `stages`: measured times of the model's operators, from `stagepack.read_profile`, in the place of estimates.
+        profile: with `stages`: the device of the stages, such as ``"h100"``, whose memory is the limit of each stage unless `memory` says
+            otherwise; or measured times of the model's operators, from `stagepack.read_profile`, or their file.
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         overwrite: replace a bundle that exists at `out`.

@@ -12,6 +12,14 @@ from stagepack.format import limits
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions
 
+profile_option = click.option(
+    "--profile",
+    "profile_name",
+    metavar="DEVICE|FILE",
+    show_default="a device of 50 TFLOP/s",
+    help="Device that the times are of: a10, a100, b200, h100, h200, l4, l40s, mi300x, t4 or v100, whose memory also limits the stages "
+    "unless --memory is given; or a file of 'stagepack profile' with measured times of the model's operators.",
+)
 _OPTIONS = (
     click.option(
         "--stages",
@@ -55,14 +63,7 @@ _OPTIONS = (
         help="Relative speed of the device of each stage in order: 2 is twice as fast as 1. "
         "Repeat it for each stage. Requires --stages.",
     ),
-    click.option(
-        "--profile",
-        "profile_file",
-        type=PathType(),
-        metavar="FILE",
-        show_default="estimates",
-        help="Measured times of the model's operators, written by 'stagepack profile', in the place of estimates.",
-    ),
+    profile_option,
     click.option(
         "--shared",
         "weight_sharing",
@@ -90,7 +91,7 @@ def cut_option_flags(function: Callable[..., Any], *, shows_times: bool = False)
         plan_file: str | None,
         memory_sizes: tuple[str, ...],
         speeds: tuple[float, ...],
-        profile_file: str | None,
+        profile_name: str | None,
         weight_sharing: Literal["replicate", "transmit"],
         **arguments: Any,
     ) -> Any:
@@ -100,13 +101,12 @@ def cut_option_flags(function: Callable[..., Any], *, shows_times: bool = False)
             raise click.UsageError(f"{' and '.join(used_flags)} cannot be used together")
         if (memory_sizes or speeds) and stage_count is None:
             raise click.UsageError(f"{'--memory' if memory_sizes else '--speed'} requires --stages")
-        if profile_file is not None and stage_count is None and not shows_times:
+        if profile_name is not None and stage_count is None and not shows_times:
             raise click.UsageError("--profile requires --stages")
 
         def make_cut_options() -> "CutOptions":
             from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, see above
             from stagepack.partition.plan_file import read_plan  # noqa: PLC0415 - the same
-            from stagepack.partition.profile import read_profile  # noqa: PLC0415 - the same
 
             return CutOptions(
                 stages=stage_count,
@@ -114,11 +114,11 @@ def cut_option_flags(function: Callable[..., Any], *, shows_times: bool = False)
                 plan=None if plan_file is None else read_plan(plan_file),
                 memory=memory_sizes,
                 speeds=speeds,
-                profile=None if profile_file is None else read_profile(profile_file),
+                profile=profile_name,
                 shared=weight_sharing,
             )
 
-        is_used = used_flags or profile_file is not None or weight_sharing != "replicate"
+        is_used = used_flags or profile_name is not None or weight_sharing != "replicate"
         return function(make_cut_options=make_cut_options if is_used else None, **arguments)
 
     return functools.reduce(lambda decorated, option: option(decorated), reversed(_OPTIONS), wrapped)

@@ -17,7 +17,7 @@ from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_argument
-from stagepack.cli.profile_facts import assumption_lines, measured_facts
+from stagepack.cli.profile_facts import assumption_lines, cost_facts
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.run_options import dtype_option
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
@@ -41,7 +41,7 @@ class _PlannedCut(NamedTuple):
         edges: the edges between the stages.
         symbols: the symbols of the model.
         graphs: the graphs of the stages.
-        profile: facts about the profile that the times are of, if they are measured.
+        profile: facts about the profile that the times are of, if there is one.
     """
 
     plan: Plan
@@ -57,6 +57,7 @@ class _PlannedCut(NamedTuple):
         "stagepack plan net.py:make_model --stages 4",
         "stagepack plan net.stagepack --stages 2 --memory 24GiB --memory 80GiB",
         "stagepack plan net.stagepack --stages 4 -o plan.json",
+        "stagepack plan net.stagepack --stages 4 --profile h100",
         "stagepack plan net.stagepack --stages 4 --profile times.json",
         "stagepack plan net.stagepack --dot | dot -Tsvg > stages.svg",
     ],
@@ -100,7 +101,7 @@ def command(
     SOURCE is a model, as for 'stagepack export', whose code runs. A BUNDLE needs no torch; without a cut option, its own cut is shown.
 
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
-    time are estimates for one call with inputs of the example's sizes; with --profile, the time is measured.
+    time are estimates for one call with inputs of the example's sizes; with --profile, the time is that of a device, or measured.
     """
     if is_bundle(source):
         if inputs_function is not None or dtype is not None:
@@ -167,10 +168,10 @@ def _plan_source(
 
 
 def _planned_cut(partition: "Partition", symbols: tuple[Symbol, ...], cut_options: "CutOptions") -> _PlannedCut:
-    profile, measured = cut_options.profile, partition.measured
-    profile_facts = None if profile is None or measured is None else measured_facts(profile, measured)
     graphs = [stage.graph for stage in partition.cut.stages]
-    return _PlannedCut(partition.measured_plan, partition.cut.edges, symbols, graphs, profile_facts)
+    return _PlannedCut(
+        partition.profiled_plan, partition.cut.edges, symbols, graphs, cost_facts(cut_options, partition)
+    )
 
 
 def _print_plan(facts: dict[str, Any]) -> None:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 import click
 
 from stagepack.cli.command import subcommand
+from stagepack.cli.cut_option_flags import profile_option
 from stagepack.cli.output import print_line
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.report.writing import write_report
 
 if TYPE_CHECKING:
-    from stagepack.partition.profile import Profile
     from stagepack_loaders.run_trace import RunTrace
 
 
@@ -34,34 +34,17 @@ if TYPE_CHECKING:
     show_default="none",
     help="Also draw a run of the bundle, which 'stagepack load --trace' has traced, beside the estimated pipeline.",
 )
-@click.option(
-    "--profile",
-    "profile_file",
-    type=PathType(),
-    metavar="FILE",
-    show_default="estimates",
-    help="Measured times of the model's operators, written by 'stagepack profile', in the place of estimates.",
-)
+@profile_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-def command(bundle_path: str, out: Path, trace_file: str | None, profile_file: str | None, overwrite: bool) -> None:
+def command(bundle_path: str, out: Path, trace_file: str | None, profile_name: str | None, overwrite: bool) -> None:
     """Write a report about a bundle as an HTML page.
 
     The page shows the stages, the edges between them, the balance, the pipeline bubble and all nodes. It is one file that requests
     nothing from the network. Needs no torch.
     """
     bundle = open_argument(bundle_path)
-    write_report(
-        bundle, out=out, profile=_read_profile(profile_file), trace=_read_trace(trace_file), overwrite=overwrite
-    )
+    write_report(bundle, out=out, profile=profile_name, trace=_read_trace(trace_file), overwrite=overwrite)
     print_line(f"wrote {out}: {format_bytes(out.stat().st_size)}")
-
-
-def _read_profile(profile_file: str | None) -> "Profile | None":
-    if profile_file is None:
-        return None
-    from stagepack.partition.profile import read_profile  # noqa: PLC0415 - only this option needs it
-
-    return read_profile(profile_file)
 
 
 def _read_trace(trace_file: str | None) -> "RunTrace | None":

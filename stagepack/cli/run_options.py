@@ -258,8 +258,9 @@ def dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--dtype",
         type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
+        metavar="DTYPE",
         show_default="that of the checkpoint",
-        help="For a Hugging Face folder or hub name: convert the weights to this type.",
+        help="For a Hugging Face folder or hub name: convert the weights to float64, float32, float16 or bfloat16.",
     )(function)
 
 

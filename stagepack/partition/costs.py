@@ -91,7 +91,17 @@ def node_time(node: Node) -> int:
     Returns:
         Picoseconds; 1 for a node without cost, such as a view, which launches nothing.
     """
-    busy_time = max(-(-node.cost.flops // _FLOPS_PER_PICOSECOND), memory_time(node.cost.bytes))
+    return estimated_time(-(-node.cost.flops // _FLOPS_PER_PICOSECOND), memory_time(node.cost.bytes))
+
+
+def estimated_time(arithmetic_time: int, memory_time: int) -> int:
+    """Return the time of a node that is launched, and then takes as long as the slower of arithmetic and memory.
+
+    Args:
+        arithmetic_time: picoseconds of arithmetic.
+        memory_time: picoseconds of reading and writing memory.
+    """
+    busy_time = max(arithmetic_time, memory_time)
     return _LAUNCH_PICOSECONDS + busy_time if busy_time else 1
 
 

@@ -1,5 +1,6 @@
 """What the caller asks for when a model is cut."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from stagepack.errors import CutError
 from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.plan import Plan
 from stagepack.partition.cut import WeightSharing
+from stagepack.partition.device_profile import DeviceProfile, find_profile
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
 
@@ -26,7 +28,8 @@ class CutOptions:
         plan: a plan saved earlier.
         memory: with `stages`: memory of the device of each stage, in bytes or as ``"24GiB"``.
         speeds: with `stages`: speed of the device of each stage, relative to the others, from 0.000001 to 1000000.
-        profile: measured times of the nodes, in the place of estimates.
+        profile: measured times of the nodes, or a device, in the place of estimates for the reference device; a name or a path becomes
+            what `find_profile` returns for it. The memory of a device limits each stage where `memory` is not given.
         shared: how stages get a weight that several of them use: each holds it ("replicate"), or the first one holds it and
             sends it at each call ("transmit").
 
@@ -45,11 +48,13 @@ class CutOptions:
     plan: Plan | None = None
     memory: Sequence[int | str] = ()
     speeds: Sequence[float] = ()
-    profile: Profile | None = None
+    profile: Profile | DeviceProfile | str | os.PathLike[str] | None = None
     shared: WeightSharing = "replicate"
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
+        if isinstance(self.profile, str | os.PathLike):
+            object.__setattr__(self, "profile", find_profile(self.profile))
         for option, items in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
             if isinstance(items, str | int | float):
                 raise CutError(f"{option}: expected a list, found {items!r}")
@@ -76,6 +81,8 @@ class CutOptions:
         Raises:
             CutError: an item of `memory` is not a number of bytes.
         """
+        if not self.memory and self.stages is not None and isinstance(self.profile, DeviceProfile):
+            return [self.profile.memory] * self.stages
         try:
             return [parse_byte_size(size) for size in self.memory]
         except ValueError as error:

@@ -22,10 +22,12 @@ from stagepack.partition.costed_graph import CostedGraph
 from stagepack.partition.costs import GraphCosts
 from stagepack.partition.cut import Cut, cut_graph
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.device_profile import DeviceProfile, device_costs
 from stagepack.partition.measured_costs import MeasuredCosts, measured_costs
 from stagepack.partition.node_order import NodeOrder, late_state_order
 from stagepack.partition.planner import plan_for_assignment
 from stagepack.partition.policies import assign_by_policy
+from stagepack.partition.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +37,14 @@ class Partition:
     Attributes:
         cut: the stages and edges.
         plan: the cut with its estimated costs, for the manifest. It follows from the model and the cut alone, whatever chose the cut.
-        measured: the costs that chose the cut, if the caller has a profile.
-        measured_plan: the cut with these costs; `plan` without a profile.
+        measured: the measured costs that chose the cut, if the caller has measured them.
+        profiled_plan: the cut with the costs of the caller's profile, measured or of a device; `plan` without a profile.
     """
 
     cut: Cut
     plan: Plan
     measured: MeasuredCosts | None
-    measured_plan: Plan
+    profiled_plan: Plan
 
 
 def partition_graph(
@@ -63,8 +65,12 @@ def partition_graph(
         CutError: the graph cannot be cut so, or the profile is of another model.
     """
     estimated = CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
-    measured = None if options.profile is None else measured_costs(graph, costs, options.profile)
-    costed = estimated if measured is None else CostedGraph(analysis=estimated.analysis, costs=measured.costs)
+    measured = measured_costs(graph, costs, options.profile) if isinstance(options.profile, Profile) else None
+    costed = estimated
+    if measured is not None:
+        costed = CostedGraph(analysis=estimated.analysis, costs=measured.costs)
+    elif isinstance(options.profile, DeviceProfile):
+        costed = CostedGraph(analysis=estimated.analysis, costs=device_costs(graph, costs, options.profile))
     assignment = _assign(costed, options, split_positions)
     shared = options.shared if options.plan is None else options.plan.shared
 
@@ -77,7 +83,7 @@ def partition_graph(
         cut=cut_graph(estimated, assignment, shared),
         plan=plan,
         measured=measured,
-        measured_plan=plan if measured is None else make_plan(costed),
+        profiled_plan=plan if costed is estimated else make_plan(costed),
     )
 
 

@@ -16,9 +16,11 @@ from stagepack.cli.profile_command import make_profile
 from stagepack.cli.run_options import custom_namespaces
 from stagepack.errors import CutError, InputError, WriteError
 from stagepack.exporter import export_capture
+from stagepack.format.graph import Cost, Graph, Node, Value
 from stagepack.format.reader import Bundle
-from stagepack.partition.costs import REFERENCE_LINK, graph_costs
+from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts, graph_costs
 from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.device_profile import DEVICE_PROFILES, device_costs
 from stagepack.partition.measured_costs import measured_costs
 from stagepack.partition.profile import LinkTime, Profile, model_digest, read_profile, write_profile
 from stagepack.recutter import plan_bundle, whole_graph
@@ -102,17 +104,17 @@ def test_a_profile_is_of_the_model_and_not_of_its_cut(napping: Bundle, profile: 
         again = stagepack.recut(napping, out=tmp_path / f"{stages}.stagepack", stages=stages)
         digests.add(model_digest(whole_graph(again)))
         partition = plan_bundle(again, CutOptions(stages=2, profile=profile))
-        assert [sum(count for _, count in stage.nodes) for stage in partition.measured_plan.stages] == [1, 7]
+        assert [sum(count for _, count in stage.nodes) for stage in partition.profiled_plan.stages] == [1, 7]
     assert digests == {profile.model}
 
 
 def test_times_in_a_plan_are_those_of_its_nodes(napping: Bundle, profile: Profile) -> None:
     partition = plan_bundle(napping, CutOptions(stages=2, profile=profile))
     seconds = [node.seconds for node in profile.nodes]
-    planned = [stage.picoseconds / 1e12 for stage in partition.measured_plan.stages]
+    planned = [stage.picoseconds / 1e12 for stage in partition.profiled_plan.stages]
     assert planned == pytest.approx([seconds[0], sum(seconds[1:])])
-    assert partition.plan.stages[1].picoseconds < partition.measured_plan.stages[1].picoseconds
-    assert partition.plan.stages[1].receiving == partition.measured_plan.stages[1].receiving > 0
+    assert partition.plan.stages[1].picoseconds < partition.profiled_plan.stages[1].picoseconds
+    assert partition.plan.stages[1].receiving == partition.profiled_plan.stages[1].receiving > 0
 
 
 def test_nodes_without_a_time_get_a_scaled_estimate(napping: Bundle, profile: Profile) -> None:
@@ -133,10 +135,34 @@ def test_nodes_without_a_time_get_a_scaled_estimate(napping: Bundle, profile: Pr
 def test_a_measured_link_takes_the_place_of_the_reference(napping: Bundle, profile: Profile) -> None:
     link = LinkTime(seconds_per_value=1e-3, seconds_per_byte=1e-6)
     partition = plan_bundle(napping, CutOptions(stages=2, profile=msgspec.structs.replace(profile, link=link)))
-    received = partition.measured_plan.stages[1]
+    received = partition.profiled_plan.stages[1]
     assert received.received == 16
     assert received.receiving == pytest.approx((1e-3 + 16e-6) * 1e12)
     assert partition.plan.stages[1].receiving == REFERENCE_LINK.sending_time(16)
+
+
+def test_a_device_takes_the_place_of_the_reference(napping: Bundle, tmp_path: Path) -> None:
+    partition = plan_bundle(napping, CutOptions(stages=2, profile="H100"))
+    assert partition.measured is None
+    assert {stage.memory_limit for stage in partition.plan.stages} == {80 * 10**9}
+    times = {name: plan_bundle(napping, CutOptions(stages=2, profile=name)).profiled_plan for name in DEVICE_PROFILES}
+    assert times["h100"].stages[1].receiving == LinkCosts(per_byte=1e12 / 450e9).sending_time(16)
+    # What is written depends on the cut, and not on what chose it.
+    reference = stagepack.recut(napping, out=tmp_path / "reference", stages=2, memory=["80GB", "80GB"])
+    assert stagepack.recut(napping, out=tmp_path / "h100", stages=2, profile="h100").digest == reference.digest
+    with pytest.raises(CutError, match=r"profile: expected a device \(v100, .*, mi300x\) or a file .*, found h1000"):
+        stagepack.recut(napping, out=tmp_path / "none", stages=2, profile="h1000")
+
+
+def test_the_time_on_a_device_is_that_of_its_data_sheet() -> None:
+    half = Value(name="y", dtype="bfloat16", shape=(4,))
+    node = Node(op=0, outputs=(half,), cost=Cost(flops=989 * 10**12, bytes=10**9))
+    graph = Graph(nodes=(node,))
+    costs = GraphCosts(node_times=(1,), value_bytes={}, weight_bytes={})
+    (seconds,) = (time / 1e12 for time in device_costs(graph, costs, DEVICE_PROFILES["h100"]).node_times)
+    assert seconds == pytest.approx(1, rel=1e-5)
+    (seconds,) = (time / 1e12 for time in device_costs(graph, costs, DEVICE_PROFILES["t4"]).node_times)
+    assert seconds == pytest.approx(989 / 65, rel=1e-5)
 
 
 def test_a_profile_of_another_model_is_refused(profile: Profile, tmp_path: Path) -> None:

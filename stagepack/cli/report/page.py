@@ -7,6 +7,7 @@ which no markup can begin. The content security policy of the page allows no scr
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from xml.etree.ElementTree import Element, tostring
 from stagepack.cli.bundle_facts import bundle_facts
 from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.path_options import folder_name
-from stagepack.cli.profile_facts import measured_facts
+from stagepack.cli.profile_facts import cost_facts
 from stagepack.cli.report.html_element import html_element
 from stagepack.cli.report.sections import (
     balance_section,
@@ -33,18 +34,23 @@ from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 
 if TYPE_CHECKING:
+    from stagepack.partition.device_profile import DeviceProfile
     from stagepack.partition.profile import Profile
     from stagepack_loaders.run_trace import RunTrace
 
 
 def bundle_page(
-    bundle: Bundle, profile: "Profile | None" = None, trace: "RunTrace | None" = None, *, with_nodes: bool = True
+    bundle: Bundle,
+    profile: "Profile | DeviceProfile | str | os.PathLike[str] | None" = None,
+    trace: "RunTrace | None" = None,
+    *,
+    with_nodes: bool = True,
 ) -> str:
     """Return the HTML page of a bundle.
 
     Args:
         bundle: the bundle.
-        profile: measured times of its nodes, in the place of estimates.
+        profile: the device that the times are of, or measured times of its nodes.
         trace: a run of the bundle, to compare with its pipeline.
         with_nodes: also list the nodes, for which the graphs are read.
 
@@ -58,7 +64,7 @@ def bundle_page(
         raise CutError(f"{bundle.location}: the bundle contains no plan: cut it again with 'stagepack recut'")
     profile_facts = None
     if profile is not None:
-        plan, profile_facts = _measured_plan(bundle, plan, profile)
+        plan, profile_facts = _profiled_plan(bundle, plan, profile)
     facts = bundle_facts(bundle)
     costs = cut_facts(plan, bundle.edges, bundle.entry_point.symbols)
     for edge_costs, edge_facts in zip(costs["edges"], facts["edges"], strict=True):
@@ -102,14 +108,16 @@ def _node_list(bundle: Bundle, script: str) -> list[Element]:
     ]
 
 
-def _measured_plan(bundle: Bundle, plan: Plan, profile: "Profile") -> tuple[Plan, dict[str, Any]]:
-    """The plan of a bundle with measured times, and facts about these."""
-    from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, only for measured times
+def _profiled_plan(
+    bundle: Bundle, plan: Plan, profile: "Profile | DeviceProfile | str | os.PathLike[str]"
+) -> tuple[Plan, dict[str, Any] | None]:
+    """The plan of a bundle with the times of a profile, and facts about these."""
+    from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, only for other times
     from stagepack.recutter import plan_bundle  # noqa: PLC0415 - the same
 
-    partition = plan_bundle(bundle, CutOptions(plan=plan, profile=profile))
-    assert partition.measured is not None
-    return partition.measured_plan, measured_facts(profile, partition.measured)
+    cut_options = CutOptions(plan=plan, profile=profile)
+    partition = plan_bundle(bundle, cut_options)
+    return partition.profiled_plan, cost_facts(cut_options, partition)
 
 
 def _timeline(trace: "RunTrace | None", stage_times: Sequence[float]) -> list[Element]:

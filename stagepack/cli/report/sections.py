@@ -23,11 +23,12 @@ def summary_section(
     producer = f"stagepack {bundle_facts['producer']['stagepack']}, torch {bundle_facts['producer']['torch']}"
     sizes = ", ".join(f"{symbol} = {size}" for symbol, size in cut_facts["sizes"].items())
     stages = count_of("stage", len(cut_facts["stages"]))
+    is_measured = profile_facts is not None and "device" not in profile_facts
     paragraphs: list[list[Child]] = [
         [f"Format {bundle_facts['version']}, {format_bytes(bundle_facts['bytes'])}, {stages}, written by {producer}."],
         ["sha256 ", html_element("code", bundle_facts["digest"])],
         [
-            f"{'Costs' if profile_facts is None else 'Memory and transfers'} are estimates for one call"
+            f"{'Memory and transfers' if is_measured else 'Costs'} are estimates for one call"
             + (f" with {sizes}." if sizes else ".")
         ],
     ]

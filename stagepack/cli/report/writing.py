@@ -10,6 +10,7 @@ from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, opened
 
 if TYPE_CHECKING:
+    from stagepack.partition.device_profile import DeviceProfile
     from stagepack.partition.profile import Profile
     from stagepack_loaders.run_trace import RunTrace
 
@@ -18,7 +19,7 @@ def write_report(
     bundle: BundleSource,
     *,
     out: str | os.PathLike[str],
-    profile: "Profile | None" = None,
+    profile: "Profile | DeviceProfile | str | os.PathLike[str] | None" = None,
     trace: "RunTrace | None" = None,
     overwrite: bool = False,
 ) -> Path:
@@ -27,7 +28,8 @@ def write_report(
     Args:
         bundle: the folder of the bundle, its URL, or an opened bundle.
         out: the file to write; it must not exist unless `overwrite` is true.
-        profile: measured times of its nodes, from `stagepack.read_profile`, in the place of estimates.
+        profile: the device that the times are of, such as ``"h100"``; or measured times of its nodes, from `stagepack.read_profile`, or
+            their file.
         trace: a run of the bundle, from `Pipeline.trace`, which is drawn beside the estimate.
         overwrite: replace a file that exists at `out`.
 
