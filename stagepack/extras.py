@@ -11,6 +11,8 @@ _EXTRAS = {
     "fsspec": "remote",
     "google": "serve",
     "grpc": "serve",
+    "grpc_health": "serve",
+    "grpc_reflection": "serve",
     "huggingface_hub": "remote",
     "ml_dtypes": "onnxruntime",
     "onnx": "onnx",

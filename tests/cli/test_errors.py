@@ -69,7 +69,10 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path
         (["recut", "BUNDLE", "--stages", "2", "-o", "file.txt"], "file.txt: already exists"),
         (["recut", "BUNDLE", "--stages", "2", "-o", "empty", "--overwrite"], "exists and is not a bundle"),
         (["recut", "BUNDLE", "--stages", "2", "-o", "nowhere/out"], "expected the folder .*nowhere to exist"),
-        (["plan", "BUNDLE", "--profile", "nowhere"], "profile: expected a device (.*) or a file that .stagepack profile. wrote, found nowhere$"),
+        (
+            ["plan", "BUNDLE", "--profile", "nowhere"],
+            "profile: expected a device (.*) or a file that .stagepack profile. wrote, found nowhere$",
+        ),
         (["recut", "BUNDLE", "-o", "out", "--stages", "2", "--profile", "bad.json"], "bad.json: expected a profile"),
         (
             ["profile", "BUNDLE", "-o", "nowhere/times.json"],

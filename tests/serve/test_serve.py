@@ -3,16 +3,22 @@
 import concurrent.futures
 import contextlib
 import queue
+import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy
 import pytest
 import torch
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
@@ -237,6 +243,42 @@ def test_sequences_have_places(bundles: Mapping[str, Path]) -> None:
         assert metrics(server)["stagepack_sequences", "counting"] == 2
         assert client.ask("counting", inputs, sequence_id="b")["sum"].tolist() == [2.0] * 3
         assert client.ask("counting", inputs, sequence_id="b", sequence_start=True)["sum"].tolist() == [1.0] * 3
+
+
+def test_index_of_models(torch_server: Server) -> None:
+    with contextlib.closing(Client("http", torch_server)) as client:
+        index = client.raw.get_model_repository_index()
+        assert {entry["name"] for entry in index} >= {"skips"}
+        assert all(entry["version"] == "1" and entry["state"] == "READY" for entry in index)
+    with contextlib.closing(Client("grpc", torch_server)) as client:
+        assert client.raw.get_model_repository_index(as_json=True)["models"] == index
+    for body, status in ((b'{"ready": true}', 200), (b'{"ready": 1}', 400), (b"[]", 400), (b"{", 400)):
+        url = f"http://127.0.0.1:{torch_server.http}/v2/repository/index"
+        try:
+            found_status = urllib.request.urlopen(urllib.request.Request(url, body, method="POST")).status
+        except urllib.error.HTTPError as error:
+            found_status = error.code
+        assert found_status == status
+
+
+def test_grpc_health_and_reflection(bundles: Mapping[str, Path]) -> None:
+    statuses = []
+    with stagepack_server([bundles["skips"]], "--linger-s", "2") as server:
+        channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc}")
+        stub = HealthStub(channel)
+        for service in ("", "inference.GRPCInferenceService"):
+            assert stub.Check(HealthCheckRequest(service=service)).status == HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(HealthCheckRequest(service="other"))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert {"inference.GRPCInferenceService", "grpc.health.v1.Health"} <= set(services)
+        watch = stub.Watch(HealthCheckRequest(service=""))
+        statuses.append(next(watch).status)
+        server.process.send_signal(signal.SIGTERM)
+        statuses += [response.status for response in watch]
+        channel.close()
+    assert statuses == [HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING]
 
 
 def test_what_is_not_there(torch_server: Server) -> None:

@@ -47,6 +47,16 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
             return grpc.unary_unary_rpc_method_handler(answer_request, None, handler.response_serializer)
 
+        if handler.unary_stream is not None:
+
+            async def answer_request_by_stream(content: bytes, context: Any) -> AsyncIterator[Any]:
+                await self._open_calls.add(context)
+                request = await _parse(handler, content, context)
+                async for response in handler.unary_stream(request, context):
+                    yield response
+
+            return grpc.unary_stream_rpc_method_handler(answer_request_by_stream, None, handler.response_serializer)
+
         async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             await self._open_calls.add(context)
 

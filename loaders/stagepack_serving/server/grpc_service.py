@@ -53,6 +53,9 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         model = await self._find_model(request, context)
         return pb.ModelConfigResponse(config=model.config())
 
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        return pb.RepositoryIndexResponse(models=self._models.repository_index(ready_only=request.ready))
+
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         try:
             return await self._infer(request, context.time_remaining())

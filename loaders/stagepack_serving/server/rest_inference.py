@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.rest_compression import decompress_body
+from stagepack_serving.server.rest_body import read_body
 from stagepack_serving.server.rest_request import BINARY_HEADER, decode_request
 from stagepack_serving.server.rest_response import check_output_parameters, encode_response
 from stagepack_serving.server.served_models import ServedModels
@@ -50,7 +50,7 @@ class InferenceRoute:
 
         try:
             async with self._models.request_scope(*requested_model(request), "rest") as (model, deadline):
-                body = await self._read_body(request)
+                body = await read_body(request, self._models.limits.max_request_bytes)
                 header, inference_request = decode_request(body, request.headers.get(BINARY_HEADER))
                 check_output_parameters(header, model.interface)
                 del body
@@ -60,31 +60,6 @@ class InferenceRoute:
         except RequestError:
             if not sent_types:  # Else the client does not read its answer: uvicorn closes the connection.
                 raise
-
-    async def _read_body(self, request: Request) -> bytearray:
-        """Read and decompress the body of a request.
-
-        Raises:
-            RequestError: it is too large, or the client disconnects before its end.
-        """
-        max_bytes, body = self._models.limits.max_request_bytes, bytearray()
-        body_bytes = int(request.headers.get("content-length", 0))
-        try:
-            if body_bytes <= max_bytes:
-                async for chunk in request.stream():
-                    body += chunk
-                    if (body_bytes := len(body)) > max_bytes:
-                        break
-        except ClientDisconnect:
-            raise RequestError(
-                RequestStatus.HUNG_UP, "the client closed the connection before the end of the request"
-            ) from None
-        if body_bytes > max_bytes:
-            raise RequestError(
-                RequestStatus.TOO_LARGE, f"expected a request of at most {max_bytes} bytes, found {body_bytes} or more"
-            )
-        encoding = request.headers.get("content-encoding", "identity").lower()
-        return body if encoding == "identity" else decompress_body(body, encoding, max_bytes)
 
 
 def requested_model(request: Request) -> tuple[str, str]:

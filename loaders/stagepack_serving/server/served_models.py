@@ -48,6 +48,23 @@ class ServedModels:
         """Whether load balancers should send requests: the server is not told to stop, and all models answer."""
         return not self.is_stopping and not any(model.unavailable_reason() for model in self)
 
+    def repository_index(self, *, ready_only: bool) -> list[dict[str, str]]:
+        """Return the entries of the index of models, as Triton's model repository extension defines it.
+
+        Args:
+            ready_only: leave out models that answer no requests now.
+
+        Returns:
+            For each model its name, version and state, and the reason of the state.
+        """
+        entries = []
+        for model in self:
+            reason = "the server is stopping" if self.is_stopping else model.unavailable_reason()
+            if not (ready_only and reason):
+                state = {"state": "UNAVAILABLE", "reason": reason} if reason else {"state": "READY"}
+                entries.append({"name": model.name, "version": MODEL_VERSION, **state})
+        return entries
+
     @contextlib.asynccontextmanager
     async def request_scope(
         self, model_name: str, version: str, protocol: str

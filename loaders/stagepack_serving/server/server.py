@@ -13,10 +13,15 @@ from typing import Any, Final
 
 import grpc
 import uvicorn
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.grpc_calls import OpenCalls
+from stagepack_serving.server.grpc_health import INFERENCE_SERVICE, HealthService
 from stagepack_serving.server.grpc_parsing import ParsingInterceptor
 from stagepack_serving.server.grpc_service import GrpcService
 from stagepack_serving.server.rest_connections import LimitedConnection
@@ -148,6 +153,8 @@ def _create_grpc_server(
         maximum_concurrent_rpcs=models.limits.max_connections,
     )
     add_GRPCInferenceServiceServicer_to_server(GrpcService(models), server)
+    add_HealthServicer_to_server(HealthService(models), server)
+    enable_server_reflection((INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
     try:
         return server, server.add_insecure_port(f"{host}:{addresses.grpc_port}")

@@ -1,0 +1,57 @@
+"""The health service of gRPC, which orchestrators and clients ask before they send requests.
+
+Source: https://github.com/grpc/grpc/blob/master/doc/health-checking.md.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthServicer
+
+from stagepack_serving.server.served_models import ServedModels
+
+# The service that answers inferences; an empty name is the whole server.
+INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
+_WATCH_SECONDS: Final = 0.2
+
+
+class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without types
+    """Says whether the server takes requests, as ``/v2/health/ready`` does."""
+
+    def __init__(self, models: ServedModels) -> None:
+        """Create the service.
+
+        Args:
+            models: the models of the server.
+        """
+        self._models = models
+
+    # The protocol defines the names and the effects of the methods.
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        status = self._status(request.service)
+        if status == HealthCheckResponse.SERVICE_UNKNOWN:
+            message = f"unknown service {request.service!r}: expected {INFERENCE_SERVICE} or an empty name"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+        return HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
+        sent_status = None
+        while not self._models.stopping.is_set():
+            status = self._status(request.service)
+            if status != sent_status:
+                sent_status = status
+                yield HealthCheckResponse(status=status)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    def _status(self, service: str) -> int:
+        if service not in ("", INFERENCE_SERVICE):
+            status = HealthCheckResponse.SERVICE_UNKNOWN
+        elif self._models.is_ready:
+            status = HealthCheckResponse.SERVING
+        else:
+            status = HealthCheckResponse.NOT_SERVING
+        return int(status)
