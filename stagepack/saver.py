@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stagepack.errors import GroupError, StagepackError, WriteError
@@ -25,7 +25,7 @@ def save(training: "Training", *, out: str | os.PathLike[str], overwrite: bool =
     """Write a bundle with the graphs of the trained one and the weights of all processes. All of them must call it.
 
     Each process writes its own weights into a folder beside `out`, which all must reach by this path; process 0 makes the bundle of
-    them. Buffers that are not in the `state_dict` stay those of the trained bundle.
+    them. Buffers that are not in the `state_dict`, and weights that only other entry points use, stay those of the trained bundle.
 
     Args:
         training: what `stagepack.train` returned.
@@ -39,6 +39,7 @@ def save(training: "Training", *, out: str | os.PathLike[str], overwrite: bool =
         OutputExistsError, WriteError: see `stagepack.export`.
         CaptureError: a weight cannot be replaced.
         GroupError: another process failed; the message has its error.
+        StageLostError: another process is gone.
     """
     with contextlib.ExitStack() as stack:
 
@@ -54,11 +55,28 @@ def save(training: "Training", *, out: str | os.PathLike[str], overwrite: bool =
         def write_bundle() -> str:
             if not training.rank:
                 _write_index(folder, file_names)
-                replace_weights(training.bundle, folder, out=out, allow_ops=training.allow_ops, overwrite=overwrite)
+                replace_weights(
+                    training.bundle,
+                    folder,
+                    out=out,
+                    allow_ops=training.allow_ops,
+                    overwrite=overwrite,
+                    needed_names=_weight_names(training.bundle),
+                )
             return ""
 
         _in_all_processes(training, write_bundle)
     return Bundle(out)
+
+
+def _weight_names(bundle: Bundle) -> set[str]:
+    """The names of the weights of the trained entry point; those that only others use stay as they are."""
+    return {
+        weight_name
+        for stage_number in range(len(bundle.stages))
+        for weight in bundle.graph(stage_number).weights
+        for weight_name in weight.names
+    }
 
 
 def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[str]:
@@ -70,16 +88,18 @@ def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[s
     Raises:
         StagepackError: the error of this process.
         GroupError: another process failed.
+        StageLostError: another process is gone.
     """
     result, error = "", None
     try:
         result = action()
     except StagepackError as own_error:
         error = own_error
-    except OSError as own_error:
+    except (OSError, SafetensorError) as own_error:
         error = WriteError(f"cannot be written: {own_error}")
     outcomes: list[tuple[str, str | None]] = [("", None)] * training.process_count
-    torch.distributed.all_gather_object(outcomes, (result, None if error is None else str(error)), training.group)
+    with training.guarded():
+        torch.distributed.all_gather_object(outcomes, (result, None if error is None else str(error)), training.group)
     if error is not None:
         raise error
     for rank, (_, message) in enumerate(outcomes):

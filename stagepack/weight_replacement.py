@@ -45,6 +45,7 @@ def replace_weights(
     out: str | os.PathLike[str],
     allow_ops: Collection[str] = (),
     overwrite: bool = False,
+    needed_names: Collection[str] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Write a bundle with the graphs of another one and other weights of the same model.
@@ -58,6 +59,7 @@ def replace_weights(
         out: the folder to write.
         allow_ops: the namespaces of custom operators that may run, for the answer to the example.
         overwrite: replace a bundle that exists at `out`.
+        needed_names: the weights that the source must have; others may stay those of the bundle. None for all parameters and buffers.
         progress: called with the name of each step before it begins.
 
     Returns:
@@ -75,7 +77,7 @@ def replace_weights(
     opened.check_digests(opened.files)
     progress("read the checkpoint")
     new_weights = _open_source(source)
-    replacements = _replacements(opened, new_weights, os.fspath(source))
+    replacements = _replacements(opened, new_weights, os.fspath(source), needed_names)
     try:
         temporary = TemporaryFolder(Path(os.path.abspath(out)))
     except OSError as error:
@@ -116,7 +118,9 @@ def _open_source(source: str | os.PathLike[str]) -> _Source:
     return _Source(tensors=tensors, required_names=model.state_dict().keys(), files=model_files(model))
 
 
-def _replacements(bundle: Bundle, source: _Source, source_name: str) -> dict[str, CheckpointTensor]:
+def _replacements(
+    bundle: Bundle, source: _Source, source_name: str, needed_names: Collection[str] | None
+) -> dict[str, CheckpointTensor]:
     """The new tensor of each stored tensor that is replaced, by stored name.
 
     Raises:
@@ -139,7 +143,8 @@ def _replacements(bundle: Bundle, source: _Source, source_name: str) -> dict[str
     for weight in weights.values():
         candidates = [weight_name for weight_name in weight.names if weight_name in source.tensors]
         if not candidates:
-            if weight.kind in ("parameter", "buffer"):
+            is_needed = needed_names is None or not set(weight.names).isdisjoint(needed_names)
+            if is_needed and weight.kind in ("parameter", "buffer"):
                 problems.append(f"{weight.names[0]} is missing")
             continue
         tensor = source.tensors[candidates[0]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,3 +70,34 @@ def test_a_microbatch_gets_the_buffer_that_its_own_call_has_written(tmp_path: Pa
     training = stagepack.train(bundle, loss, microbatches=3, schedule="looped-bfs")
     training.step(torch.randn(6, 4))
     assert counts == [1, 2, 3]
+
+
+class EncodesAndDecodes(torch.nn.Module):
+    """Two functions that share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.shared, self.decoder = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def encode(self, x: torch.Tensor) -> Any:
+        return self.shared(self.encoder(x).relu())
+
+    def decode(self, x: torch.Tensor) -> Any:
+        return self.decoder(self.shared(x).relu())
+
+
+def test_one_of_several_entry_points_is_trained(tmp_path: Path) -> None:
+    model, x = EncodesAndDecodes(), torch.randn(2, 4)
+    inputs = {name: stagepack.Inputs(args=(x,)) for name in ("encode", "decode")}
+    stagepack.export(model, out=tmp_path / "m.stagepack", entry_points=inputs, stages=2)
+    training = stagepack.train(
+        f"{tmp_path / 'm.stagepack'}#decode", lambda result, _: result.mean(), microbatches=1, schedule="looped-bfs"
+    )
+    training.step(x)
+    with torch.no_grad():
+        for parameter in (*training.parameters(), *model.shared.parameters(), *model.decoder.parameters()):
+            parameter.add_(1)
+        saved = stagepack.save(training, out=tmp_path / "trained.stagepack")
+        # The layer that only the other function has is as it was.
+        assert torch.equal(stagepack.load(saved.select("encode"))(x), model.encode(x))
+        assert torch.equal(stagepack.load(saved.select("decode"))(x), model.decode(x))

@@ -53,7 +53,7 @@ def test_numbers_of_microbatches_that_torch_cannot_do() -> None:
         check_microbatches("1f1b", 3, 4, 4)
     with pytest.raises(OptionError, match=r"rounds of equal size, .*: expected a multiple of 2 microbatches, found 5"):
         check_microbatches("interleaved-1f1b", 5, 4, 2)
-    with pytest.raises(OptionError, match="microbatches: expected 1 or more, found 0"):
+    with pytest.raises(OptionError, match="microbatches: expected an integer from 1 on, found 0"):
         check_microbatches("gpipe", 0, 2, 2)
 
 

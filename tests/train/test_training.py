@@ -29,6 +29,7 @@ FURTHER_RUNS = ("4:interleaved-1f1b:4:steps", "2:gpipe:4:mistakes")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have written."""
     path = tmp_path_factory.mktemp("train")
+    (path / "full").mkdir()
     for stage_count in (2, 4):
         export_model(path / f"{stage_count}.stagepack", stage_count)
     run_workers("tests.train.worker", 2, path, *TWO_PROCESSES, *FURTHER_RUNS)

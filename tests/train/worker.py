@@ -5,6 +5,7 @@ users do by mistake.
 """
 
 import contextlib
+import resource
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import stagepack
-from stagepack.errors import InputError, OptionError
+from stagepack.errors import GroupError, InputError, OptionError, WriteError
 from stagepack_loaders.train.training import Training
 from tests.train.models import LEARNING_RATE, MAX_NORM, STEPS, batch, loss_of
 
@@ -31,6 +32,7 @@ def main() -> None:
             train_steps(training, folder)
         elif options == ["mistakes"]:
             give_different_batches(training)
+            save_on_a_full_disk(training, folder)
             freeze_one_copy(training)
         else:
             write_gradients(training, folder / f"{run}-{training.rank}.safetensors", int(microbatches))
@@ -68,6 +70,23 @@ def give_different_batches(training: Training) -> None:
     message = "expected the same batch in all processes of a pipeline, found another one in process 0 than in process 1"
     with contextlib.nullcontext() if training.rank else pytest.raises(InputError, match=message):
         training.step(ids if training.rank else ids.flip(0), *further_args, target=target)
+
+
+def save_on_a_full_disk(training: Training, folder: Path) -> None:
+    """Save where one process cannot write: each says so, and nothing is left."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if training.rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    error_class, message = (
+        (WriteError, "cannot be written") if training.rank else (GroupError, "process 1 could not save")
+    )
+    try:
+        with pytest.raises(error_class, match=message):
+            stagepack.save(training, out=folder / "full" / "m.stagepack")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    assert training.rank or not list((folder / "full").iterdir())
 
 
 def freeze_one_copy(training: Training) -> None:

@@ -106,12 +106,25 @@ class TorchStage(Container):
             check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols)
         return self.run(list(bound_inputs.values()))
 
-    def run(self, values: list[Any]) -> tuple[Any, ...]:
-        """Run the stage on values that are known to fit; see `stagepack_loaders.base.LoadedStage`."""
+    def weights(self) -> list[torch.Tensor]:
+        """Return the weights as they are now, in the order of the graph's weight table.
+
+        Raises:
+            InputError: a weight was removed, or the names of one no longer hold one weight.
+        """
+        return [slot.get() for slot in self._slots]
+
+    def run(self, values: list[Any], weights: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
+        """Run the stage on values that are known to fit; see `stagepack_loaders.base.LoadedStage`.
+
+        Args:
+            values: the inputs, in order.
+            weights: what `weights` returns, for a caller who has it; None to look it up.
+        """
         moved_values = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
         compiled_module = self._code.compiled_module
         module = self._code.graph_module if compiled_module is None else compiled_module
-        outputs: tuple[Any, ...] = module(*moved_values, *(slot.get() for slot in self._slots))
+        outputs: tuple[Any, ...] = module(*moved_values, *(self.weights() if weights is None else weights))
         return outputs
 
     def reset_state(self) -> None:

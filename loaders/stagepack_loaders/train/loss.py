@@ -15,7 +15,11 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class MicrobatchLoss:
-    """The share of each microbatch in the mean loss of a batch."""
+    """The share of each microbatch in the mean loss of a batch.
+
+    Attributes:
+        losses: the shares of this step, so far.
+    """
 
     def __init__(
         self, loss: Loss, result: Tree, edges: Sequence[Edge], types: Collection[type], microbatches: int
@@ -31,10 +35,16 @@ class MicrobatchLoss:
         """
         self._loss = loss
         self._result = result
-        self._edges = edges
+        self._names = [edge.name for edge in edges]
+        self._scalar_names = {edge.name for edge in edges if edge.dtype in SCALAR_DTYPES}
         self._types = types
         self._microbatches = microbatches
         self._targets: list[Any] = []
+        self.losses: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.losses = []
 
     def set_target(self, target: Any) -> None:
         """Set the target of the next batch.
@@ -47,22 +57,29 @@ class MicrobatchLoss:
 
     def __call__(self, results: tuple[torch.Tensor, ...], microbatch_index: torch.Tensor) -> torch.Tensor:
         """Return the loss of a microbatch, which is given by its number, divided by the number of microbatches."""
-        result_values = {
-            edge.name: value.item() if edge.dtype in SCALAR_DTYPES else value
-            for edge, value in zip(self._edges, results, strict=True)
-        }
-
-        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
-
-        result = unflatten_tree(self._result, leaf_value, self._types)
-        loss = self._loss(result, self._targets[int(microbatch_index)])
+        loss = self._loss(self._unflattened(results), self._targets[int(microbatch_index)])
         if not isinstance(loss, torch.Tensor) or loss.dim():
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise OptionError(f"loss: expected a function that returns a tensor without dimensions, found {found}")
         if not loss.requires_grad and any(tensor.requires_grad for tensor in results):
             raise OptionError("loss: expected a tensor with a gradient function, found one without: was it detached?")
-        return loss / self._microbatches
+        share = loss / self._microbatches
+        self.losses.append(share.detach())
+        return share
+
+    def _unflattened(self, results: tuple[torch.Tensor, ...]) -> Any:
+        """The result of the model in its containers."""
+        if isinstance(self._result, ValueLeaf) and not self._scalar_names:
+            return results[0]
+        result_values = {
+            edge_name: value.item() if edge_name in self._scalar_names else value
+            for edge_name, value in zip(self._names, results, strict=True)
+        }
+
+        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
+            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
+
+        return unflatten_tree(self._result, leaf_value, self._types)
 
 
 def _cut_target(target: Any, microbatch_count: int) -> list[Any]:

@@ -30,7 +30,7 @@ class LossExchange:
         self._other_ranks = [rank for rank in range(torch.distributed.get_world_size(group)) if rank != last_rank]
         self._fingerprint = 0
         self._message = torch.zeros(2, dtype=torch.float64)
-        self._receipt: torch.distributed.Work | None = None
+        self._works: list[torch.distributed.Work | None] = []
 
     def begin(self, fingerprint: int) -> None:
         """Receive the loss of the next step as soon as it is sent.
@@ -41,9 +41,9 @@ class LossExchange:
         self._fingerprint = fingerprint
         if self._rank != self._last_rank:
             self._message = torch.zeros(2, dtype=torch.float64)
-            self._receipt = torch.distributed.irecv(
-                self._message, group=self._group, group_src=self._last_rank, tag=_TAG
-            )
+            self._works = [
+                torch.distributed.irecv(self._message, group=self._group, group_src=self._last_rank, tag=_TAG)
+            ]
 
     def finish(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the mean loss, float64.
@@ -52,15 +52,13 @@ class LossExchange:
             losses: the share of each microbatch in it, in the process of the last stage.
         """
         if self._rank == self._last_rank:
-            mean_loss = torch.stack(list(losses)).sum().detach().double().cpu()
+            mean_loss = torch.stack(list(losses)).sum().double().cpu()
             self._message = torch.stack([mean_loss, torch.tensor(self._fingerprint, dtype=torch.float64)])
-            works = [
+            self._works = [
                 torch.distributed.isend(self._message, group=self._group, group_dst=rank, tag=_TAG)
                 for rank in self._other_ranks
             ]
-        else:
-            works = [self._receipt]
-        for work in works:
+        for work in self._works:
             if work is not None:
                 work.wait()
         return self._message[0].clone()

@@ -50,10 +50,17 @@ class PipelineModule(torch.nn.Module):
         self.random_numbers = random_numbers
         self._entry = entry
         self._boundary = boundary
-        self._differentiable = differentiable
         self._written = written
         self._splits_backward = splits_backward
-        self._edges = {edge.name: edge for edge in (*boundary.received, *boundary.model_inputs)}
+        self._received_names = [edge.name for edge in boundary.received]
+        self._scalar_names = {
+            edge.name for edge in (*boundary.received, *boundary.model_inputs) if edge.dtype in SCALAR_DTYPES
+        }
+        # What is sent, with its dtype, and whether the next stage sends a gradient back; no dtype for a scalar.
+        self._sent = [
+            (edge, None if edge.dtype in SCALAR_DTYPES else edge_dtype(edge), edge.name in differentiable)
+            for edge in boundary.sent
+        ]
         self._recomputes = recompute == "stages" and can_recompute_stage(stage)
         if recompute == "regions":
             recompute_regions(stage)
@@ -63,8 +70,22 @@ class PipelineModule(torch.nn.Module):
             for node in stage.graph.nodes
             for value in node.outputs
         )
+        self._unpacks = bool(self._copies_gradients or self._scalar_names or written.inputs)
         # Inputs that are the same for each microbatch; they come with a first dimension of size 1.
         self.replicated: Collection[str] = ()
+        self._weights: list[torch.Tensor] | None = None
+
+    def begin(self, replicated: Collection[str], first_seed: int) -> None:
+        """Begin a step.
+
+        Args:
+            replicated: the inputs that are the same for each microbatch.
+            first_seed: the seed of the first microbatch.
+        """
+        self.replicated = replicated
+        self.random_numbers.begin(first_seed)
+        # Looked up once in a step, unless each microbatch has buffers of its own.
+        self._weights = None if self._written.has_buffers else self.stage.weights()
 
     def forward(self, *received: torch.Tensor, **model_inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the stage on a microbatch.
@@ -73,20 +94,22 @@ class PipelineModule(torch.nn.Module):
             *received: the values from the stage before it.
             **model_inputs: the inputs of the model; those that the stage does not use are left out.
         """
-        values: dict[str, Any] = {
-            edge.name: value for edge, value in zip(self._boundary.received, received, strict=False)
-        }
-        values |= {
-            input_name: value[0] if input_name in self.replicated else value
-            for input_name, value in model_inputs.items()
-        }
-        inputs = [self._unpacked(edge_name, values[edge_name]) for edge_name in self._entry.inputs]
+        values: dict[str, Any] = dict(zip(self._received_names, received, strict=False))
+        for input_name, value in model_inputs.items():
+            values[input_name] = value[0] if input_name in self.replicated else value
+        inputs = [values[edge_name] for edge_name in self._entry.inputs]
+        if self._unpacks:
+            inputs = [self._unpacked(*pair) for pair in zip(self._entry.inputs, inputs, strict=True)]
         if self._written.has_buffers:
             self._renew_state()
-        random_state = received[-1] if self.random_numbers.is_received else None
-        outputs, random_state = self.random_numbers.run(lambda: self._run_stage(inputs), random_state)
+        random_state = None
+        if self.random_numbers.is_used:
+            random_state = received[-1] if self.random_numbers.is_received else None
+            outputs, random_state = self.random_numbers.run(lambda: self._run_stage(inputs), random_state)
+        else:
+            outputs = self._run_stage(inputs)
         values.update(zip(self._entry.outputs, outputs, strict=True))
-        sent = [self._packed(edge, values[edge.name]) for edge in self._boundary.sent]
+        sent = [self._packed(edge, dtype, values[edge.name], is_back) for edge, dtype, is_back in self._sent]
         if self._splits_backward:
             link = (
                 received[len(self._boundary.received)] if self._boundary.is_linked else backward_link(self.stage.device)
@@ -97,8 +120,8 @@ class PipelineModule(torch.nn.Module):
 
     def _run_stage(self, inputs: list[Any]) -> tuple[Any, ...]:
         if not self._recomputes:
-            return self.stage.run(inputs)
-        outputs: tuple[Any, ...] = recomputed(lambda *values: self.stage.run(list(values)), *inputs)
+            return self.stage.run(inputs, self._weights)
+        outputs: tuple[Any, ...] = recomputed(lambda *values: self.stage.run(list(values), self._weights), *inputs)
         return outputs
 
     @torch.no_grad()
@@ -110,22 +133,24 @@ class PipelineModule(torch.nn.Module):
 
     def _unpacked(self, edge_name: str, value: Any) -> Any:
         """A value as the stage takes it."""
-        if self._edges[edge_name].dtype in SCALAR_DTYPES:
+        if edge_name in self._scalar_names:
             return value.item() if isinstance(value, torch.Tensor) else value
         # A received tensor is a leaf of autograd, which nothing may write.
         tensor = value.clone() if edge_name in self._written.inputs else value
         return _Received.apply(tensor) if self._copies_gradients and tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
-    def _packed(self, edge: Edge, value: Any) -> torch.Tensor:
+    def _packed(self, edge: Edge, dtype: torch.dtype | None, value: Any, is_differentiable: bool) -> torch.Tensor:
         """A value as it is sent: its bytes are its numbers, and it has a gradient function if the next stage sends a gradient back."""
-        if edge.dtype in SCALAR_DTYPES:
+        if dtype is None:
             return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=scalar_dtype(edge))
         # Autocast computes other dtypes than those of the boundary contract.
-        tensor: torch.Tensor = value.to(edge_dtype(edge)).contiguous().resolve_conj().resolve_neg()
+        tensor: torch.Tensor = value
+        if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.to(dtype).contiguous().resolve_conj().resolve_neg()
         if edge.name in self._written.state_outputs:
             # The next microbatch writes it.
             tensor = tensor.clone()
-        if edge.name not in self._differentiable:
+        if not is_differentiable:
             return tensor.detach()
         if torch.is_grad_enabled() and not tensor.requires_grad:
             tensor = tensor.detach().requires_grad_()

@@ -29,6 +29,11 @@ class RandomNumbers:
         self.is_sent = is_sent
         self._next_seed = 0
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the stage draws random numbers, or passes the state of generators on."""
+        return self._draws or self.is_received or self.is_sent
+
     def begin(self, first_seed: int) -> None:
         """Set the seed of the first microbatch of a step; that of each other one is the next number."""
         self._next_seed = first_seed

@@ -71,8 +71,8 @@ def check_microbatches(schedule: str, microbatch_count: int, stage_count: int, p
     Raises:
         OptionError: it does not.
     """
-    if microbatch_count < 1:
-        raise OptionError(f"microbatches: expected 1 or more, found {microbatch_count}")
+    if type(microbatch_count) is not int or microbatch_count < 1:
+        raise OptionError(f"microbatches: expected an integer from 1 on, found {microbatch_count!r}")
     if schedule == "1f1b" and microbatch_count < stage_count:
         raise OptionError(
             f"schedule '1f1b' runs at least one microbatch for each stage: expected {stage_count} microbatches or more, found "

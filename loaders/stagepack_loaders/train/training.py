@@ -303,10 +303,14 @@ class Training:
             The mean loss of the microbatches of all pipelines, in all processes.
 
         Raises:
-            OptionError: a parameter that was frozen at the export requires gradients.
-            InputError: the batch does not fit the bundle, or is no multiple of the number of microbatches.
+            OptionError: a parameter that was frozen at the export requires gradients, or one is frozen in some of its processes; the
+                loss is no tensor without dimensions, or has no gradient; or gradients are off.
+            InputError: the batch does not fit the bundle, is no multiple of the number of microbatches, or is another one than in other
+                processes.
             StageLostError: another process is gone. Gradients and buffers are undefined then: start again from a checkpoint.
         """
+        if not torch.is_grad_enabled():
+            raise OptionError("gradients are off: call step outside of torch.no_grad and torch.inference_mode")
         arguments = bind_call(self._entry_point.signature, args, kwargs)
         call = cut_inputs(self._inputs, arguments, self._entry_point.symbols, self._microbatches)
         self._loss.set_target(target)
@@ -343,18 +347,17 @@ class Training:
         schedule = self._schedules.find(call.sizes)
         batch_number = self.steps * self._groups.replica_count + self._groups.replica
         for module in self._modules.values():
-            module.replicated = call.replicated
-            module.random_numbers.begin(self._seed + batch_number * self._microbatches)
-        losses: list[torch.Tensor] = []
+            module.begin(call.replicated, self._seed + batch_number * self._microbatches)
+        self._loss.begin()
         self._gradient_sums.begin()
         self._loss_exchange.begin(fingerprint_of(call, with_content=self._checked_batches < _CHECKED_BATCHES))
         self._checked_batches += 1
         own_inputs = {input_name: value for input_name, value in call.values.items() if input_name in self._own_inputs}
         if self._is_last:
-            schedule.step(target=torch.arange(self._microbatches), losses=losses, return_outputs=False, **own_inputs)
+            schedule.step(target=torch.arange(self._microbatches), return_outputs=False, **own_inputs)
         else:
             schedule.step(return_outputs=False, **own_inputs)
-        mean_loss = self._loss_exchange.finish(losses)
+        mean_loss = self._loss_exchange.finish(self._loss.losses)
         self._gradient_sums.finish()
         if self._groups.replica_count > 1:
             average_gradients(list(self.parameters()), self._groups)
