@@ -38,6 +38,7 @@ class LossExchange:
         Args:
             fingerprint: the checksum of the batch, which must be the same in all processes.
         """
+        self._wait()  # for what the last step has sent
         self._fingerprint = fingerprint
         if self._rank != self._last_rank:
             self._message = torch.zeros(2, dtype=torch.float64)
@@ -58,10 +59,15 @@ class LossExchange:
                 torch.distributed.isend(self._message, group=self._group, group_dst=rank, tag=_TAG)
                 for rank in self._other_ranks
             ]
+        else:
+            self._wait()
+        return self._message[0].clone()
+
+    def _wait(self) -> None:
         for work in self._works:
             if work is not None:
                 work.wait()
-        return self._message[0].clone()
+        self._works = []
 
     def check_batch(self) -> None:
         """Compare the batch of this process with that of the process of the last stage, after all exchanges of the step.
