@@ -135,6 +135,11 @@ def example_symbol_values(size: torch.SymInt) -> "dict[sympy.Symbol, sympy.Integ
     return dict(size.node.shape_env.backed_var_to_val)
 
 
+def assert_in_trace(condition: Any) -> None:
+    """Assert a condition on symbolic sizes, which the rest of the trace knows to hold."""
+    torch._check(condition)
+
+
 def symbolic_functions() -> Mapping[type, str]:
     """Return torch's own sympy functions, each with the name of its operation in the format.
 

@@ -2,6 +2,7 @@
 
 Each model runs in a process of its own, two at a time. Ours is what the test of the zoo says; theirs is cut in three even parts and
 held to the same answers; onnx is what ONNX Runtime answers, to the whole model and cut in three. `tools/training_coverage.py` trains both.
+With `--libraries`, the models of `tests/libraries` run, see `tools/library_coverage.py`; what the page says of others is kept.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,12 +28,15 @@ from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph
 from stagepack.graph.repeat_search import find_repeats
 from stagepack.linearize import linearize_program
+from tests.libraries.case import LibraryCase
+from tests.libraries.cases import CASES as LIBRARY_CASES
 from tests.zoo import in_onnxruntime
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
 from tests.zoo.cases import ARCHITECTURES, CASES, EXAMPLES, ROWS
 from tests.zoo.test_zoo import test_bit_exact
-from tools import pipelining
+from tools import library_coverage, pipelining
+from tools.library_coverage import captured_case, eager, fresh, library_table, program_file
 from tools.training_coverage import TrainingError, our_training, their_training, training_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
@@ -72,14 +76,20 @@ def main() -> None:
         "--only", default="", help="run only the models whose name has this in it, keep what the page says of others"
     )
     parser.add_argument(
-        "--side", choices=[side.__name__ for side in SIDES], help="run this side alone, and keep the others"
+        "--side",
+        choices=[side.__name__ for side in dict.fromkeys((*SIDES, *LIBRARY_SIDES))],
+        help="run this side alone, and keep the others",
     )
+    parser.add_argument("--libraries", action="store_true", help="run the models of libraries")
     options = parser.parse_args()
-    sides = [side for side in SIDES if options.side in (None, side.__name__)]
-    work = [(case, side) for case in CASES if options.only in case.name for side in sides]
-    kept = read(PAGE.read_text()) if len(work) < len(CASES) * len(SIDES) else {}
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("\n".join(text(kept | run(work))) + "\n")
+    all_sides = LIBRARY_SIDES if options.libraries else SIDES
+    sides = [side for side in all_sides if options.side in (None, side.__name__)]
+    kept = read(PAGE.read_text())
+    if options.libraries:
+        found = run_libraries([case for case in LIBRARY_CASES if options.only in case.name], sides)
+    else:
+        found = run([(case, side) for case in CASES if options.only in case.name for side in sides])
+    PAGE.write_text("\n".join(text(kept | found)) + "\n")
 
 
 # What is said of a side: right or what went wrong, with the example's sizes and with others; of ours also what was folded.
@@ -143,6 +153,7 @@ def onnx(case: Case) -> Cells:
 
 
 SIDES: tuple[Side, ...] = (ours, theirs, onnx, our_training, their_training)
+LIBRARY_SIDES: tuple[Callable[[Any], Cells], ...] = (fresh, eager, program_file, theirs, onnx)
 
 
 def read(page: str) -> Found:
@@ -160,6 +171,8 @@ def read(page: str) -> Found:
         elif len(cells) == TRAINING_COLUMNS and cells[0].startswith("`"):
             name = cells[0].strip("`")
             found |= {(name, "our_training"): (cells[1],), (name, "their_training"): (cells[2],)}
+        elif len(cells) == library_coverage.COLUMNS and cells[0].startswith("`"):
+            found |= library_coverage.read_line(cells)
     return found
 
 
@@ -168,6 +181,22 @@ def run(work: list[tuple[Case, Side]]) -> Found:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = pool.map(lambda job: _in_a_process(*job), work)
         return {(case.name, side.__name__): answer for (case, side), answer in zip(work, answers, strict=True)}
+
+
+def run_libraries(cases: Sequence[LibraryCase], sides: Sequence[Side]) -> Found:
+    """Run all sides of each model in processes of their own, after it was captured once."""
+
+    def all_sides(case: Any) -> Cells:
+        captured = captured_case(case)
+        return tuple(cell for side in sides for cell in (*_in_a_process(captured, side), NONE)[:2])
+
+    found: Found = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for case, cells in zip(cases, pool.map(lambda case: _in_a_process(case, all_sides), cases), strict=True):
+            if len(cells) < 2 * len(sides):  # not captured
+                cells = cells * len(sides)
+            found |= {(case.name, side.__name__): cells[2 * index : 2 * index + 2] for index, side in enumerate(sides)}
+    return found
 
 
 def _in_a_process(case: Case, side: Side) -> Cells:
@@ -269,6 +298,7 @@ def text(found: Found) -> Iterator[str]:
         for which in ("our_training", "their_training")
     ]
     yield from training_table((case.name for case in CASES), *trained)
+    yield from library_table([case for case in LIBRARY_CASES if (case.name, "fresh") in found], found)
     yield from ("", "## Not captured", "")
     yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
     yield ""

@@ -80,7 +80,14 @@ class TracedCalls:
             module_paths.extend(tracer.module_stack)
             return forward(*forward_args, **forward_kwargs)
 
-        result = trace_call(tracer, module, forward_with_path, args, kwargs)
+        depth = len(tracer.module_stack)
+        try:
+            result = trace_call(tracer, module, forward_with_path, args, kwargs)
+        except BaseException:
+            # Code of the model may catch the error, and go on; torch leaves the module on the stack.
+            while len(tracer.module_stack) > depth:
+                tracer.module_stack.popitem()
+            raise
         results, results_spec = tree_flatten(result)
         _mark_nodes(tracer, results, call_number, "result")
         if module_paths:

@@ -10,6 +10,7 @@ from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import format_torch_error, suppress_stderr
+from stagepack.capture.traced_code import traced_as_meant
 from stagepack.capture.traced_modes import TracedModes
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import transformers_exporter
@@ -38,7 +39,7 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     calls, modes = TracedCalls(), TracedModes()
     config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
     try:
-        with preserve_module(model), suppress_stderr(), calls.recorded(), modes.recorded():
+        with preserve_module(model), suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant():
             program = exporter_module.DynamoExporter().export_program(model, input_of_parameter, config)[0]
     except Exception as error:
         raise CaptureError(with_location(format_torch_error(error), error)) from error

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,13 +13,17 @@ import torch
 from torch.export import ExportedProgram
 
 from stagepack.capture.deferred_tensors import DeferredTensors
+from stagepack.capture.equal_sizes import equal_from_the_start
 from stagepack.capture.error_location import with_location
+from stagepack.capture.explicit_signature import explicit_signature
 from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters, with_tensors
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
+from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynamic_shapes
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
+from stagepack.capture.traced_code import traced_as_meant
 from stagepack.capture.traced_modes import CustomFunction, TracedModes
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, ExportWarning
 from stagepack.format.file_writing import FileRange
 
 # Whether this torch is 2.11, see `_export`.
@@ -80,10 +85,10 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
                 f"{model_class}: example inputs are missing for {', '.join(missing)}: pass args or kwargs"
             )
     calls, modes = TracedCalls(), TracedModes()
-    dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
-    with preserve_module(model):
+    with preserve_module(model), explicit_signature(model, inputs):
+        dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
         try:
-            with suppress_stderr(), calls.recorded(), modes.recorded():
+            with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant():
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
             message = f"{model_class} cannot be captured: {format_torch_error(error)}"
@@ -92,20 +97,41 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
 
 
 def _export(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> ExportedProgram:
-    """Export a module; under torch 2.11 with assertions in the program where it cannot prove a guard.
+    """Export a module, with narrower ranges of sizes where its code demands it.
 
     torch 2.11 cannot prove such guards as ``min(8*s, 16*s) == 8*s``, which grouped-query attention with a dynamic sequence needs, and
-    refuses the range of `s`. Later versions prove them.
+    refuses the range of `s`: it gets assertions in the program. Later versions prove them.
     """
-    export = functools.partial(
-        torch.export.export, model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=dynamic_shapes
-    )
+    export = functools.partial(torch.export.export, model, tuple(inputs.args), dict(inputs.kwargs))
     try:
-        return export()
-    except RuntimeError:
-        if not _PROVES_FEW_GUARDS:
-            raise
-    return export(prefer_deferred_runtime_asserts_over_guards=True)
+        return export(dynamic_shapes=dynamic_shapes)
+    except RuntimeError as error:
+        violation = error
+    if is_range_violation(violation):
+        return _export_in_ranges(export, model, dynamic_shapes)
+    if _PROVES_FEW_GUARDS:
+        return export(dynamic_shapes=dynamic_shapes, prefer_deferred_runtime_asserts_over_guards=True)
+    raise violation
+
+
+def _export_in_ranges(
+    export: Callable[..., ExportedProgram], model: torch.nn.Module, dynamic_shapes: Any
+) -> ExportedProgram:
+    """Export a module that does not allow the ranges of its sizes; those that torch suggests are used, and named by a warning."""
+    with equal_from_the_start(model, dynamic_shapes):
+        try:
+            return export(dynamic_shapes=dynamic_shapes)
+        except RuntimeError as error:
+            narrowed = narrowed_dynamic_shapes(error, dynamic_shapes)
+            if narrowed is None:
+                raise
+        program = export(dynamic_shapes=narrowed[0])
+    warnings.warn(
+        f"{type(model).__name__} does not allow all declared sizes, which are narrowed: {narrowed[1]}",
+        ExportWarning,
+        stacklevel=2,
+    )
+    return program
 
 
 def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:

@@ -310,6 +310,16 @@ def test_a_gloo_group_on_the_loopback_interface_sends_bytes() -> None:
         assert not torch.distributed.is_initialized()
 
 
+def test_a_condition_is_known_to_the_rest_of_a_trace() -> None:
+    def halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        torch_internals.assert_in_trace(x.shape[0] == y.shape[0])
+        return x.new_zeros((x.shape[0] + y.shape[0]) // 2)
+
+    with canary("equal sizes stay two"):
+        program = captured(halves, torch.randn(3), torch.randn(3), dynamic=True)
+        assert len({str(node.meta["val"].shape[0]) for node in program.graph.nodes if node.op == "placeholder"}) == 1
+
+
 def test_private_names_are_used_in_one_file_only() -> None:
     """Outside of it, no attribute of torch begins with an underscore, and nothing is imported from a module that does."""
     used = {

@@ -10,7 +10,7 @@ from tests.zoo import examples
 from tests.zoo.case import Case
 
 
-def _of(package: ModuleType) -> list[Case]:
+def cases_of(package: ModuleType) -> list[Case]:
     """The cases of the modules of a package, in the order of their names."""
     modules = (
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -20,8 +20,8 @@ def _of(package: ModuleType) -> list[Case]:
 
 
 EXAMPLES = examples.CASES
-ROWS = _of(tests.zoo.rows)
-ARCHITECTURES = _of(tests.zoo.architectures)
+ROWS = cases_of(tests.zoo.rows)
+ARCHITECTURES = cases_of(tests.zoo.architectures)
 CASES = [*EXAMPLES, *ROWS, *ARCHITECTURES]
 
 

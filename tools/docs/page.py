@@ -10,10 +10,12 @@
 | ``` ```text ``` | shown only |
 
 A line ``<!-- not run: REASON -->`` above a block says that tests do not run it. When the reason begins with "slow",
-`tools/docs/outputs.py --slow` runs it. A line ``<!-- fails: REASON -->`` above a block says that a failure in its output is wanted;
-see `tools/docs/failures.py`.
+`tools/docs/outputs.py --slow` runs it. A line ``<!-- needs: MODULES -->`` says the same where one of these modules, separated by
+commas, is not installed: `make test-libraries` runs the block. A line ``<!-- fails: REASON -->`` above a block says that a failure in
+its output is wanted; see `tools/docs/failures.py`.
 """
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,6 +72,7 @@ def read_blocks(page_path: Path) -> list[Block]:
     """The code blocks of a page, in order."""
     sybil_document = Document(page_path.read_text(), str(page_path))
     reasons_not_run = _directive_reasons("not run", sybil_document)
+    needed_modules = _directive_reasons("needs", sybil_document)
     reasons_to_fail = _directive_reasons("fails", sybil_document)
     page_blocks: list[Block] = []
     for region in sorted(RawFencedCodeBlockLexer(_INFO_PATTERN)(sybil_document), key=lambda region: region.start):
@@ -83,11 +86,22 @@ def read_blocks(page_path: Path) -> list[Block]:
                 title=fence_title,
                 source=str(region.lexemes["source"]),
                 kind=_block_kind(fence_language, fence_title, page_blocks),
-                not_run=_reason_above(region.start, reasons_not_run, sybil_document),
+                not_run=_reason_above(region.start, reasons_not_run, sybil_document)
+                or _missing_modules(_reason_above(region.start, needed_modules, sybil_document)),
                 fails=_reason_above(region.start, reasons_to_fail, sybil_document),
             )
         )
     return page_blocks
+
+
+def _missing_modules(needed_modules: str) -> str:
+    """Why a block that needs modules is not run; empty when all of them are installed."""
+    missing = [
+        module
+        for name in needed_modules.split(",")
+        if (module := name.strip()) and not importlib.util.find_spec(module)
+    ]
+    return f"needs {', '.join(missing)}, which `make test-libraries` installs" if missing else ""
 
 
 def _directive_reasons(directive: str, sybil_document: Document) -> dict[int, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stagepack.format.graph import Context
-from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.devices import device_type_of, has_device
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 
@@ -23,14 +23,22 @@ def context_call(context: Context, stage_device: torch.device) -> tuple[Callable
 
     Raises:
         OperatorError: this torch lacks the dtype of the autocast.
-        DeviceError: the context names a device that this machine does not have.
+        DeviceError: torch knows no such device.
     """
     autocast = context.autocast
     if autocast is None:
         return run_with_grad_mode, (context.grad,)
-    device_type = stage_device.type if autocast.device is None else parse_device(autocast.device).type
+    device_type = stage_device.type if autocast.device is None else device_type_of(autocast.device)
+    if device_type != stage_device.type and not has_device(device_type):
+        # No operator runs on such a device. Code that is written for a GPU opens its autocast on a CPU, too.
+        return run_unchanged, ()
     dtype = torch_attribute(autocast.dtype, torch.dtype)
     return run_with_autocast, (device_type, dtype, autocast.enabled, autocast.cache)
+
+
+def run_unchanged(module: torch.nn.Module, *args: Any) -> Any:
+    """Call a module."""
+    return module(*args)
 
 
 def run_with_grad_mode(enabled: bool, module: torch.nn.Module, *args: Any) -> Any:

@@ -22,3 +22,24 @@ def parse_device(device: object) -> torch.device:
             f"device {str(device)!r}: expected a device of this machine, such as cpu or cuda:0: {reason}"
         ) from None
     return parsed
+
+
+def device_type_of(device: str) -> str:
+    """Return the type of a device, which this machine need not have.
+
+    Raises:
+        DeviceError: torch knows no such device.
+    """
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        raise DeviceError(f"device {device!r}: expected a device of torch: {str(error).splitlines()[0]}") from None
+
+
+def has_device(device_type: str) -> bool:
+    """Return whether this machine has a device of a type."""
+    try:
+        parse_device(device_type)
+    except DeviceError:
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""Recurrent layers in a capture: one operator each, for sequences of any length.
+
+``torch.export`` keeps a recurrent layer as one operator, but finds the shapes of its results by a loop over the steps of the example's
+sequence, which fixes the length. Here they are found from the shapes of the arguments.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from stagepack.torch_internals import FakeTensor, OperatorOverload
+
+_LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+@contextlib.contextmanager
+def sequences_of_any_length() -> Iterator[None]:
+    """Trace recurrent layers, within the ``with`` block, without a loop over the steps of their sequences."""
+    with contextlib.ExitStack() as stack:
+        for layer in _LAYERS:
+            stack.enter_context(_shapes_from_arguments(getattr(torch.ops.aten, layer).input))
+        yield
+
+
+@contextlib.contextmanager
+def _shapes_from_arguments(operator: OperatorOverload) -> Iterator[None]:
+    """Use `_fake_results` for the fake tensors of an operator; other tensors go to the kernels that torch registered."""
+    kernels = dict(operator.py_kernels)
+    try:
+        for key, kernel in kernels.items():
+            del operator.py_kernels[key]
+            operator.py_impl(key)(_kernel_for_fake_tensors(kernel))
+        yield
+    finally:
+        for key, kernel in kernels.items():
+            operator.py_kernels.pop(key, None)
+            operator.py_impl(key)(kernel)
+
+
+def _kernel_for_fake_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(input: torch.Tensor, hidden: Any, *args: Any) -> Any:
+        return _fake_results(input, hidden, *args) if isinstance(input, FakeTensor) else kernel(input, hidden, *args)
+
+    return run
+
+
+def _fake_results(
+    input: torch.Tensor,
+    hidden: Any,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Results of the right shapes and strides. The parameters are those of the operators.
+
+    `input` is ``[steps, batch, features]``, or ``[batch, steps, features]`` with `batch_first`; `hidden` is ``[layers * directions,
+    batch, width]``, of an LSTM the list of the hidden and the cell states.
+    """
+    states = (hidden,) if isinstance(hidden, torch.Tensor) else tuple(hidden)
+    steps, batch = (input.shape[1], input.shape[0]) if batch_first else (input.shape[0], input.shape[1])
+    output = states[0].new_empty(steps, batch, states[0].shape[2] * (2 if bidirectional else 1))
+    return (output.transpose(0, 1) if batch_first else output, *(state.new_empty(state.shape) for state in states))

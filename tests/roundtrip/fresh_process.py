@@ -1,0 +1,82 @@
+"""Bundles of one model in a fresh process, which has torch and stagepack alone: their answers are those of the captured program."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils import _pytree as pytree
+
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import Capture
+from stagepack.exporter import export_capture
+from stagepack.format.contract import bind_call
+from stagepack.format.reader import Bundle
+from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack.partition.cut_options import CutOptions
+from tests.zoo.case import other_size
+
+Runner = subprocess.Popen[str]
+
+
+@contextmanager
+def started_runner() -> Iterator[Runner]:
+    """A process that starts a fresh one for each folder that it is told of."""
+    script = Path(__file__).with_name("run_bundle.py")
+    with subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+
+
+def assert_right_in_fresh_process(
+    capture: Capture, *, operators: str, stage_counts: Sequence[int], folder: Path, runner: Runner
+) -> list[Bundle]:
+    """Cut a model, call the bundles in a fresh process with the example, other sizes, and the example again; compare bit for bit."""
+    bundles = []
+    for stages in stage_counts:
+        bundles.append(
+            export_capture(capture, out=folder / f"{stages}.stagepack", cut_options=CutOptions(stages=stages))
+        )
+        assert len(bundles[-1].stages) == stages
+    signature = bundles[0].entry_point.signature
+    calls = [capture.inputs, other_size(capture.program, capture.inputs), capture.inputs]
+    expected = _answers(capture.program.module(), calls)
+    for number, inputs in enumerate(calls):
+        bound = bind_call(signature, tuple(inputs.args), inputs.kwargs)
+        tensors = {name: torch.as_tensor(given.value).detach().clone().contiguous() for name, given in bound.items()}
+        save_file(tensors, folder / f"inputs-{number}.safetensors")
+    print(folder, operators, sep="\t", file=runner.stdin, flush=True)
+    assert runner.stdout is not None
+    assert runner.stdout.readline() == "0\n"
+    for bundle in bundles:
+        for number, leaves in enumerate(expected):
+            found = load_file(bundle.path.with_suffix(".out") / f"{number}.safetensors")
+            named = {
+                f"output.{index}": leaf
+                for index, (tree, leaf) in enumerate(zip(tree_leaves(signature.result), leaves, strict=True))
+                if isinstance(tree, ValueLeaf)
+            }
+            assert found.keys() == named.keys()
+            for name, leaf in named.items():
+                wanted = torch.as_tensor(leaf).detach()
+                assert found[name].dtype == wanted.dtype
+                assert torch.allclose(found[name], wanted, rtol=0, atol=0, equal_nan=True), (
+                    f"{bundle.path.name}, call {number}, {name}"
+                )
+    return bundles
+
+
+def _answers(module: torch.nn.Module, calls: list[Inputs]) -> list[list[object]]:
+    """The leaves of the answers of one module to several calls in a row."""
+    answers = []
+    for inputs in calls:
+        torch.manual_seed(0)
+        args, kwargs = copy.deepcopy((tuple(inputs.args), dict(inputs.kwargs)))
+        with torch.no_grad():
+            answers.append(copy.deepcopy(pytree.tree_leaves(module(*args, **kwargs))))
+    return answers

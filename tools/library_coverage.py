@@ -1,0 +1,180 @@
+"""The part of `docs/coverage.md` on models of libraries: what each side makes of a model of `tests/libraries`."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.utils import _pytree as pytree
+
+from stagepack.capture.programs import Capture
+from tests.libraries.case import LibraryCase
+from tests.libraries.test_libraries import STAGES
+from tests.roundtrip.fresh_process import assert_right_in_fresh_process, started_runner
+from tests.zoo.case import answers, captured_answers, other_size
+
+RIGHT, WRONG, NONE = "right", "wrong", ""
+COLUMNS = 12  # of the table of models
+_PROGRAM_SCRIPT = Path(__file__).parents[1] / "tests" / "roundtrip" / "run_program.py"
+
+Cells = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedCase(LibraryCase):
+    """A model that is captured once for all sides."""
+
+    captured: Capture
+
+    def capture(self) -> Capture:
+        """The capture."""
+        return self.captured
+
+
+def captured_case(case: LibraryCase) -> CapturedCase:
+    """Capture a model."""
+    return CapturedCase(**{entry.name: getattr(case, entry.name) for entry in fields(case)}, captured=case.capture())
+
+
+def fresh(case: LibraryCase) -> Cells:
+    """What the test says of a model, and whether its sizes may change."""
+    capture = case.capture()
+    with tempfile.TemporaryDirectory() as folder, started_runner() as runner:
+        assert_right_in_fresh_process(
+            capture, operators=case.operators, stage_counts=STAGES, folder=Path(folder), runner=runner
+        )
+    return RIGHT, NONE if other_size(capture.program, capture.inputs) is capture.inputs else RIGHT
+
+
+def eager(case: LibraryCase) -> Cells:
+    """How far the captured program's answers are from those of the model, at the example's size and at another."""
+    capture = case.capture()
+    other = other_size(capture.program, capture.inputs)
+    first = _difference(case, capture, other=False)
+    return first, NONE if other is capture.inputs else _difference(case, capture, other=True)
+
+
+def _difference(case: LibraryCase, capture: Capture, *, other: bool) -> str:
+    calls = [other_size(capture.program, capture.inputs) if other else capture.inputs]
+    assert capture.model is not None
+    [wanted], [found] = answers(capture.model, calls), captured_answers(capture, calls)
+    tensors = [
+        (leaf, program_leaf)
+        for leaf, program_leaf in zip(wanted, found, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.numel()
+    ]
+    largest = max(
+        (
+            float((leaf.to(torch.float64) - program_leaf.to(torch.float64)).abs().nan_to_num().max())
+            for leaf, program_leaf in tensors
+        ),
+        default=0.0,
+    )
+    return f"off by {largest:.1g}" if largest else RIGHT
+
+
+def program_file(case: LibraryCase) -> Cells:
+    """Whether the program, as `torch.export.save` writes it, answers right in a fresh process without the library."""
+    capture = case.capture()
+    calls = [capture.inputs]
+    if (other := other_size(capture.program, capture.inputs)) is not capture.inputs:
+        calls.append(other)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.export.save(capture.program, folder / "m.pt2")
+        for number, inputs in enumerate(calls):
+            leaves = pytree.tree_leaves((tuple(inputs.args), dict(inputs.kwargs)))
+            [wanted] = captured_answers(capture, [inputs])
+            given_count = len(leaves)
+            save_file(_tensors(leaves), folder / f"inputs-{number}.safetensors")
+            # The leaves of the inputs after the call follow those of the answer.
+            save_file(_tensors(wanted[: len(wanted) - given_count]), folder / f"expected-{number}.safetensors")
+        command = [sys.executable, str(_PROGRAM_SCRIPT), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last_line = (done.stderr.strip().splitlines() or ["?"])[-1]
+            return f"raises {last_line.partition(':')[0].rpartition('.')[2]}", NONE
+        first, *others = done.stdout.split()
+    return first, others[0] if others else NONE
+
+
+def _tensors(leaves: Sequence[object]) -> dict[str, torch.Tensor]:
+    return {
+        str(index): leaf.detach().clone().contiguous()
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def library_table(cases: Sequence[LibraryCase], found: Mapping[tuple[str, str], Cells]) -> Iterator[str]:
+    """The lines of a page on the models of libraries."""
+    yield from ("", "## Models of libraries", "")
+    yield (
+        "Written by `make coverage-libraries`; each line is a model of `tests/libraries`, made by the constructor of its library with "
+        "random weights, and exported in "
+        f"{', '.join(map(str, STAGES[:-1]))} and {STAGES[-1]} stages."
+    )
+    yield ""
+    yield "- **stagepack**: the stages in a fresh process without the library, held to the captured program bit for bit."
+    yield "- **eager**: the captured program against the model itself; where torch computes an operator otherwise in a captured program,"
+    yield "  the largest difference."
+    yield "- **.pt2**: the whole program, as `torch.export.save` writes it, in a fresh process without the library."
+    yield "- **pipelining** and **ONNX Runtime** as above."
+    yield ""
+    yield (
+        "| | models | stagepack right | eager right | .pt2 right | pipelining right | of other sizes | stagepack right | .pt2 right "
+        "| pipelining right | ONNX Runtime whole right | cut in three right |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    rows: dict[str, list[LibraryCase]] = {}
+    for case in cases:
+        rows.setdefault(case.row, []).append(case)
+    for row, group in [*rows.items(), ("**all**", list(cases))]:
+        sides = {
+            side: [found.get((case.name, side), (NONE, NONE)) for case in group]
+            for side in ("fresh", "eager", "program_file", "theirs", "onnx")
+        }
+        counts = (
+            len(group),
+            _count(sides["fresh"], 0),
+            _count(sides["eager"], 0),
+            _count(sides["program_file"], 0),
+            _count(sides["theirs"], 0),
+            sum(cells[1] != NONE for cells in sides["fresh"]),
+            _count(sides["fresh"], 1),
+            _count(sides["program_file"], 1),
+            _count(sides["theirs"], 1),
+            _count(sides["onnx"], 0),
+            sum(cells[1].startswith(RIGHT) for cells in sides["onnx"]),
+        )
+        yield f"| {row} | {' | '.join(map(str, counts))} |"
+    yield ""
+    yield (
+        "| model | library | stagepack | other size | eager | other size | .pt2 | other size | pipelining | other size "
+        "| ONNX Runtime whole | cut in three |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
+    for case in cases:
+        cells = [
+            cell
+            for side in ("fresh", "eager", "program_file", "theirs", "onnx")
+            for cell in (*found.get((case.name, side), ()), NONE, NONE)[:2]
+        ]
+        yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/').replace('](', '] (') for cell in cells)} |"
+
+
+def read_line(cells: Sequence[str]) -> dict[tuple[str, str], Cells]:
+    """What a line of the table says of a model."""
+    name = cells[0].strip("`")
+    return {
+        (name, side): tuple(cells[2 + 2 * index : 4 + 2 * index])
+        for index, side in enumerate(("fresh", "eager", "program_file", "theirs", "onnx"))
+    }
+
+
+def _count(found: Sequence[Cells], size: int) -> int:
+    return sum(cells[size] == RIGHT for cells in found)
