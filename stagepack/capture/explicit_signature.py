@@ -1,7 +1,6 @@
-"""A model whose ``forward`` takes any arguments, called by a signature that names them.
+"""A model whose ``forward`` takes any inputs by name, called by a signature that names them.
 
-``torch.export`` finds no dynamic shapes for what ``**kwargs`` takes, such as all inputs of a model of PEFT, and takes those of ``*args``
-as one.
+``torch.export`` finds no dynamic shapes for what ``**kwargs`` takes, such as all inputs of a model of PEFT.
 """
 
 import contextlib
@@ -41,30 +40,9 @@ def explicit_signature(model: torch.nn.Module, inputs: Inputs) -> Iterator[None]
 
 
 def _named_parameters(signature: inspect.Signature, inputs: Inputs) -> list[inspect.Parameter] | None:
-    """The parameters with a name for each input that ``*args`` and ``**kwargs`` take; None if they take none."""
-    parameters = signature.parameters.values()
+    """The parameters with a name for each input that ``**kwargs`` takes; None if it takes none."""
     further_names = [name for name in inputs.kwargs if name not in signature.parameters]
-    try:
-        bound = signature.bind_partial(*inputs.args, **inputs.kwargs)
-    except TypeError:  # torch says what does not fit
+    parameters = list(signature.parameters.values())
+    if not further_names or not parameters or parameters[-1].kind != inspect.Parameter.VAR_KEYWORD:
         return None
-    named: list[inspect.Parameter] = []
-    for parameter in parameters:
-        if parameter.kind == parameter.VAR_POSITIONAL:
-            count = len(bound.arguments.get(parameter.name, ()))
-            # Names by position are behind parameters that may be passed by name; those become parameters by position, too.
-            if count:
-                named = [before.replace(kind=parameter.POSITIONAL_ONLY, default=parameter.empty) for before in named]
-            named += [
-                inspect.Parameter(f"{parameter.name}_{index}", parameter.POSITIONAL_ONLY) for index in range(count)
-            ]
-        elif parameter.kind == parameter.VAR_KEYWORD:
-            named += [inspect.Parameter(name, parameter.KEYWORD_ONLY) for name in further_names]
-        else:
-            named.append(parameter)
-    takes_any = {
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    }
-    return named if takes_any & bound.arguments.keys() else None
+    return [*parameters[:-1], *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in further_names)]

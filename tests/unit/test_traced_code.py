@@ -110,7 +110,7 @@ class TakesAnything(nn.Module):
 def test_inputs_that_the_signature_does_not_name_have_dynamic_sizes(tmp_path: Path) -> None:
     model = TakesAnything()
     kwargs = {"scale": torch.randn(4)}
-    inputs = stagepack.Inputs(args=(torch.randn(2, 4),), kwargs=kwargs, dynamic_shapes={"args_0": {0: BATCH}})
+    inputs = stagepack.Inputs(args=(torch.randn(2, 4),), kwargs=kwargs, dynamic_shapes={"args": ({0: BATCH},)})
     assert_right(model, inputs, (torch.randn(7, 4),), tmp_path)
     assert "forward" not in vars(model)
 
