@@ -9,7 +9,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 import stagepack
 from stagepack.errors import EvaluationModeWarning
 from tests.train.gradient_checks import check_modes
-from tests.train.mode_models import export_model, loss_of, new_model
+from tests.train.mode_models import batch, export_model, loss_of, new_model
 from tests.train.processes import run_workers
 
 pytestmark = pytest.mark.xdist_group("train")
@@ -37,3 +37,27 @@ def test_a_bundle_in_evaluation_mode_says_so(tmp_path: Path) -> None:
             stagepack.train(bundle, loss_of, microbatches=1, schedule="looped-bfs")
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_trained_weights_go_into_the_graphs_of_the_evaluation_mode(tmp_path: Path) -> None:
+    (x, target), model = batch(0), new_model()
+    export_model(tmp_path / "training.stagepack", 2)
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    stagepack.export(model.eval(), (x,), out=tmp_path / "evaluation.stagepack", dynamic_shapes=shapes)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        training = stagepack.train(tmp_path / "training.stagepack", loss_of, microbatches=2, schedule="looped-bfs")
+        training.step(x, target=target)
+        with torch.no_grad():
+            for parameter in training.parameters():
+                parameter.mul_(0.5)
+        stagepack.save(training, out=tmp_path / "trained.stagepack")
+        weights = dict(training.own_weights())
+    finally:
+        torch.distributed.destroy_process_group()
+    served = stagepack.export(
+        tmp_path / "trained.stagepack", graph_from=tmp_path / "evaluation.stagepack", out=tmp_path / "served.stagepack"
+    )
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        assert torch.equal(stagepack.load(served)(x), model(x))

@@ -13,6 +13,8 @@ import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
+from stagepack_loaders.train.loss_exchange import fingerprint_of
+from stagepack_loaders.train.microbatches import CallInputs
 from stagepack_loaders.train.schedules import place_stages_for
 from stagepack_loaders.train.training import Training
 from tests.train.models import batch, export_model, loss_of
@@ -129,3 +131,24 @@ def test_an_existing_output_is_kept(training: Training, bundle: Bundle) -> None:
         stagepack.save(training, out=bundle.path)
     saved: Any = stagepack.save(training, out=bundle.path.with_name("same.stagepack"))
     assert saved.stages == bundle.stages
+
+
+def test_checksums_of_batches() -> None:
+    x = torch.arange(12, dtype=torch.float32).view(3, 4)
+    tensors = [
+        x,
+        x.T,
+        x[:, ::2],
+        x[0, ::2],
+        x.bool(),
+        x.bfloat16(),
+        (x + 1j).conj(),
+        x[0, 0],
+        x[:0],
+        x.requires_grad_(),
+    ]
+    calls = [CallInputs(values={"x": tensor}, replicated=frozenset(), sizes={}) for tensor in tensors]
+    checksums = [fingerprint_of(call, with_content=True) for call in calls]
+    assert len(set(checksums)) == len(tensors) - 1
+    assert checksums[0] == checksums[-1]
+    assert len({fingerprint_of(call, with_content=False) for call in calls}) == 1

@@ -95,6 +95,7 @@ def fingerprint_of(call: CallInputs, *, with_content: bool) -> int:
             tensor = value[0] if input_name in call.replicated else value
             content: Any = repr(tensor).encode()
             if isinstance(tensor, torch.Tensor):
-                content = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+                dense = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+                content = dense.reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(content, checksum)
     return checksum
