@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.capture.entry_points import capture_entry_points
+from stagepack.capture.entry_points import capture_entry_points, capture_modules
+from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.programs import Capture
@@ -36,6 +37,7 @@ def export(
     *,
     out: str | os.PathLike[str],
     entry_points: Mapping[str, Inputs] | None = None,
+    modules: Sequence[str] = (),
     weights: str | os.PathLike[str] | None = None,
     graph_from: str | os.PathLike[str] | Bundle | None = None,
     dtype: str | torch.dtype | None = None,
@@ -70,6 +72,9 @@ def export(
         entry_points: the example inputs of several functions of `model`, by their paths in it: a method (``"encode"``), a module
             (``"text_model"``), or a method of a module (``"vae.decode"``). Each becomes an entry point of the bundle, named by its path
             with ``_`` in the place of each dot, with its own cut. Weights that several of them use are stored once.
+        modules: paths of modules of `model`, such as ``["text_model", "unet"]``: each becomes an entry point, as with `entry_points`,
+            with the inputs that it gets in its first call when the model runs on `args` and `kwargs`. With `dynamic_shapes`, torch
+            decides which sizes of these inputs may change.
         weights: a checkpoint of the module that `model` makes: a ``.safetensors`` file, a file of ``torch.save``, an index of sharded
             files, or a folder of ``torch.distributed.checkpoint``, of which torch reads a part with pickle. As those of a Hugging Face
             folder, its weights are never in memory together.
@@ -138,13 +143,13 @@ def export(
     if onnx:
         # Packages that only this needs are missed before the work begins.
         importlib.import_module("stagepack.onnx")
-    if entry_points is not None:
-        if inputs != Inputs() or weights is not None or graph_from is not None or any(further_options.values()):
+    if entry_points is not None or modules:
+        if weights is not None or graph_from is not None or any(further_options.values()):
             raise OptionError(
-                "entry_points: each has its own inputs, and is cut by stages or split_at: leave out args, kwargs, dynamic_shapes, weights, "
-                "graph_from and the other ways to cut"
+                "entry_points, modules: each entry point is cut by stages or split_at: leave out weights, graph_from and the other ways "
+                "to cut"
             )
-        captures = capture_entry_points(_loaded_module(model, dtype), entry_points)
+        captures = _captures_of_functions(model, inputs, entry_points, modules, dtype)
         options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
         bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, overwrite=overwrite)
         return _with_onnx(bundle, rtol, atol) if onnx else bundle
@@ -167,6 +172,24 @@ def export(
     )
     bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
     return _with_onnx(bundle, rtol, atol) if onnx else bundle
+
+
+def _captures_of_functions(
+    model: object,
+    inputs: Inputs,
+    entry_points: Mapping[str, Inputs] | None,
+    modules: Sequence[str],
+    dtype: str | torch.dtype | None,
+) -> dict[str, Capture]:
+    """The captured functions or modules of a model that become entry points."""
+    if entry_points is None:
+        module = _loaded_module(model, dtype)
+        if inputs == Inputs() and isinstance(model, str | os.PathLike):
+            inputs = made_example_inputs(module)
+        return capture_modules(module, inputs, modules)
+    if inputs != Inputs() or modules:
+        raise OptionError("entry_points: each has its own inputs: leave out args, kwargs, dynamic_shapes and modules")
+    return capture_entry_points(_loaded_module(model, dtype), entry_points)
 
 
 def _loaded_module(model: object, dtype: str | torch.dtype | None) -> torch.nn.Module:

@@ -3,21 +3,20 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.export import Dim
 
 from stagepack.capture.error_location import with_location
-from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, inputs_by_parameter, with_tensors
+from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, with_tensors
 from stagepack.capture.model_run import run_model
+from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import capture_module
 from stagepack.capture.torch_messages import format_torch_error, suppress_log_records, suppress_stderr
 from stagepack.errors import CaptureError
-from stagepack.torch_internals import draft_export_failures, tree_map, tree_map_tensors
+from stagepack.torch_internals import draft_export_failures
 
 _MOST_MODULES = 60
 # They report what the errors say, too.
@@ -75,7 +74,7 @@ def try_captures(model: torch.nn.Module, inputs: Inputs) -> Iterator[CaptureAtte
         fixed = replace(inputs, dynamic_shapes=None)
         advice = "leave out dynamic_shapes, or some of them: then all sizes are those of the example"
         yield _attempt("without dynamic sizes", lambda: capture_module(model, fixed), advice)
-        automatic = replace(inputs, dynamic_shapes=_automatic_shapes(model, inputs))
+        automatic = replace(inputs, dynamic_shapes=automatic_shapes(model.forward, inputs))
         advice = "give torch.export.Dim.AUTO for the sizes: torch finds those that may change"
         yield _attempt("sizes that torch chooses (Dim.AUTO)", lambda: _export(model, automatic), advice)
     advice = "export the program: stagepack.export(torch.export.export(model, args, strict=True), ...)"
@@ -99,7 +98,7 @@ def find_failing_modules(model: torch.nn.Module, inputs: Inputs) -> list[Failing
         CaptureError: the model does not run.
     """
     inputs = with_tensors(inputs)
-    calls = _record_calls(model, inputs)
+    calls = record_module_inputs(model, inputs)
     remaining = [_MOST_MODULES]
     return list(_failing_modules(model, "", calls, remaining))
 
@@ -126,30 +125,6 @@ def _failing_modules(
             for failing in _failing_modules(child, child_path, calls, remaining)
         ]
         yield from inner or [FailingModule(path=path, type=type(module).__name__, error=str(error))]
-
-
-def _record_calls(model: torch.nn.Module, inputs: Inputs) -> dict[str, Inputs]:
-    """The inputs of the first call of each module, by its path."""
-    calls: dict[str, Inputs] = {}
-
-    def record(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if path not in calls:
-            copied_args, copied_kwargs = tree_map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
-            calls[path] = Inputs(args=copied_args, kwargs=copied_kwargs)
-
-    with preserve_module(model):
-        handles = [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, path=path: record(path, args, kwargs), with_kwargs=True
-            )
-            for path, module in model.named_modules()
-        ]
-        try:
-            run_model(model, inputs, seed=0)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return calls
 
 
 def _attempt(way: str, capture: Callable[[], object], advice: str = "") -> CaptureAttempt:
@@ -190,12 +165,3 @@ def _export(model: torch.nn.Module, inputs: Inputs, *, strict: bool = False) -> 
         torch.export.export(
             model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=dynamic_shapes, strict=strict
         )
-
-
-def _automatic_shapes(model: torch.nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """``Dim.AUTO`` for all dimensions of all inputs."""
-
-    def automatic_dims(leaf: Any) -> dict[int, Any] | None:
-        return dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, torch.Tensor) else None
-
-    return {name: tree_map(automatic_dims, value) for name, value in inputs_by_parameter(model.forward, inputs).items()}

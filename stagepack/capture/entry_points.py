@@ -1,13 +1,17 @@
 """Several functions of one module, such as ``encode`` and ``decode`` -> a captured program of each."""
 
+import contextlib
+import difflib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from stagepack.capture.hugging_face import capture_transformers
-from stagepack.capture.inputs import Inputs
+from stagepack.capture.inputs import Inputs, with_tensors
+from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CaptureError, OptionError
@@ -38,6 +42,50 @@ def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -
         raise OptionError("entry_points: expected the inputs of at least one function, found none")
     paths = _paths_by_name(inputs)
     return {name: _capture_function(model, path, inputs[path]) for name, path in paths.items()}
+
+
+def capture_modules(model: torch.nn.Module, inputs: Inputs, paths: Sequence[str]) -> dict[str, Capture]:
+    """Capture modules of a model, with the inputs that each gets in its first call when the model runs its example.
+
+    Where the example has dynamic sizes, torch decides which sizes of a module's inputs are dynamic, unless it cannot be captured so.
+
+    Args:
+        model: the model; it is unchanged afterwards.
+        inputs: the example inputs of the whole model.
+        paths: the paths of the modules.
+
+    Returns:
+        The captured programs by the name of the entry point, see `capture_entry_points`.
+
+    Raises:
+        OptionError: a path names no module, or see `capture_entry_points`.
+        CaptureError: the model does not run, it does not call a module, or a module cannot be captured.
+    """
+    if isinstance(paths, str):
+        raise OptionError(f"modules: expected a list of paths, found {paths!r}")
+    modules = dict(model.named_modules())
+    for path in paths:
+        if path not in modules or not path:
+            close_paths = difflib.get_close_matches(str(path), modules) or [name for name, _ in model.named_children()]
+            raise OptionError(
+                f"modules: expected the path of a module, found {path!r}: there are {', '.join(close_paths) or 'none'}"
+            )
+    calls = record_module_inputs(model, with_tensors(inputs))
+    for path in paths:
+        if path not in calls:
+            called = ", ".join(name for name, _ in model.named_children() if name in calls)
+            raise CaptureError(
+                f"{path}: the model does not call this module when it runs its example; it calls {called or 'none'}"
+            )
+    inputs_of_path = {path: calls[path] for path in paths}
+    if inputs.dynamic_shapes is not None:
+        automatic = {
+            path: replace(call, dynamic_shapes=automatic_shapes(modules[path].forward, call))
+            for path, call in inputs_of_path.items()
+        }
+        with contextlib.suppress(CaptureError):
+            return capture_entry_points(model, automatic)
+    return capture_entry_points(model, inputs_of_path)
 
 
 def _paths_by_name(paths: Iterable[str]) -> dict[str, str]:

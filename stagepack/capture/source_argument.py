@@ -1,13 +1,13 @@
 """The SOURCE argument of the command line -> a captured model."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from stagepack.capture.entry_points import capture_entry_points
+from stagepack.capture.entry_points import capture_entry_points, capture_modules
 from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_checkpoint import make_with_checkpoint
@@ -25,7 +25,11 @@ ExampleInputs = Inputs | dict[str, Inputs]
 
 
 def capture_source_argument(
-    source: str, inputs_function: str | None, weights: str | None = None, dtype: str | None = None
+    source: str,
+    inputs_function: str | None,
+    weights: str | None = None,
+    dtype: str | None = None,
+    modules: Sequence[str] = (),
 ) -> dict[str, Capture]:
     """Capture the model that the command line names.
 
@@ -37,6 +41,7 @@ def capture_source_argument(
             `capture_entry_points`. It takes precedence over inputs from the factory.
         weights: a checkpoint of the weights of the module that a factory makes, see `read_checkpoint`.
         dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
+        modules: paths of modules, each of which becomes an entry point, see `capture_modules`; none for the model itself.
 
     Returns:
         The captured programs by the name of the entry point, which is ``forward`` unless the inputs name functions.
@@ -46,6 +51,11 @@ def capture_source_argument(
         OptionError: `dtype` is wrong, or for another kind of source.
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
+    if modules:
+        if weights is not None:
+            raise CaptureError(f"{weights}: weights of a checkpoint are for a whole model")
+        model, model_inputs = load_source_argument(source, inputs_function, dtype)
+        return capture_modules(model, model_inputs, modules)
     inputs = None if inputs_function is None else to_inputs(call_user_function(inputs_function), inputs_function)
     if ":" not in source or os.path.exists(source):
         if weights is not None:
@@ -55,10 +65,7 @@ def capture_source_argument(
         if isinstance(inputs, dict):
             return capture_entry_points(load_pretrained(source, dtype=dtype), inputs)
         return {FORWARD: capture_source(source, inputs or Inputs(), dtype=dtype)}
-    if dtype is not None:
-        raise OptionError(
-            f"dtype: it is for a Hugging Face folder or hub name: let {source} return a module of this dtype"
-        )
+    _refuse_dtype(source, dtype)
     if weights is not None:
         if isinstance(inputs, dict):
             raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
@@ -74,27 +81,39 @@ def capture_source_argument(
     return {FORWARD: capture_source(model, inputs)}
 
 
-def load_source_argument(source: str, inputs_function: str | None) -> tuple[torch.nn.Module, Inputs]:
+def load_source_argument(
+    source: str, inputs_function: str | None, dtype: str | None = None
+) -> tuple[torch.nn.Module, Inputs]:
     """Return the model that the command line names, and its example inputs, without capturing it.
 
     Args:
         source: see `capture_source_argument`; not a ``.pt2`` file, which is captured already.
         inputs_function: see `capture_source_argument`.
+        dtype: see `capture_source_argument`.
 
     Raises:
         CaptureError: there is no such model, or it has several entry points.
+        OptionError: `dtype` is wrong, or for another kind of source.
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
     inputs = None if inputs_function is None else to_inputs(call_user_function(inputs_function), inputs_function)
     if ":" in source and not os.path.exists(source):
+        _refuse_dtype(source, dtype)
         model, factory_inputs = _call_factory(source)
         inputs = inputs or factory_inputs or Inputs()
     else:
-        model = load_pretrained(source)
+        model = load_pretrained(source, dtype=dtype)
         inputs = inputs or example_inputs(model)
     if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
         raise CaptureError(f"{source}: expected a torch.nn.Module and the inputs of one call")
     return model, inputs
+
+
+def _refuse_dtype(source: str, dtype: str | None) -> None:
+    if dtype is not None:
+        raise OptionError(
+            f"dtype: it is for a Hugging Face folder or hub name: let {source} return a module of this dtype"
+        )
 
 
 def capture_with_checkpoint(

@@ -12,8 +12,10 @@ from stagepack.extras import explain_missing_packages
 
 # transformers.quantizers imports this module of torchao wherever torchao is installed, for checkpoints that torchao has quantized.
 _TORCHAO_MODULE = "torchao.prototype.safetensors.safetensors_support"
-# When torchao is imported, it warns of its CUDA libraries, and torch of its enums. The hub's client warns of each attempt to reach it.
-_LOGGERS = ("torchao", "torch.utils._pytree", "huggingface_hub")
+# When torchao is imported, it warns of its CUDA libraries, and torch of its enums.
+_TORCHAO_LOGGERS = ("torchao", "torch.utils._pytree")
+# It warns of each attempt to reach the hub.
+_HUB_LOGGER = "huggingface_hub"
 
 
 def import_transformers() -> Any:
@@ -22,7 +24,7 @@ def import_transformers() -> Any:
     Raises:
         MissingPackageError: transformers is not installed.
     """
-    with explain_missing_packages(), quiet_libraries(), _torchao_on_demand():
+    with explain_missing_packages(), torchao_on_demand():
         transformers = importlib.import_module("transformers")
         # Loaded on first use, and with it the quantizers.
         importlib.import_module("transformers.modeling_utils")
@@ -32,7 +34,13 @@ def import_transformers() -> Any:
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Drop warnings that libraries of transformers log, which are for their own developers or repeat an error."""
-    loggers = [logging.getLogger(logger_name) for logger_name in _LOGGERS]
+    with _quiet(*_TORCHAO_LOGGERS, _HUB_LOGGER):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet(*logger_names: str) -> Iterator[None]:
+    loggers = [logging.getLogger(logger_name) for logger_name in logger_names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -44,11 +52,21 @@ def quiet_libraries() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torchao_on_demand() -> Iterator[None]:
-    """Let functions be imported from a module of torchao that is not imported before one of them is called."""
-    if _TORCHAO_MODULE in sys.modules:
-        yield
-        return
+def torchao_on_demand() -> Iterator[None]:
+    """Let transformers be imported without torchao, of which a module is imported when one of its functions is called.
+
+    What torchao logs when code in the ``with`` block imports it all the same is dropped.
+    """
+    with _quiet(*_TORCHAO_LOGGERS):
+        if _TORCHAO_MODULE in sys.modules:
+            yield
+        else:
+            with _stand_in():
+                yield
+
+
+@contextlib.contextmanager
+def _stand_in() -> Iterator[None]:
     stand_in = ModuleType(_TORCHAO_MODULE)
     stand_in.__dict__["__getattr__"] = _function_on_demand
     # The import system does not import the packages around a module that it has.

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from stagepack.capture.error_location import describe_error
+from stagepack.capture.transformers_package import torchao_on_demand
 from stagepack.errors import CaptureError
 
 
@@ -25,14 +26,16 @@ def call_user_function(reference: str) -> Any:
     if not module_reference:
         raise CaptureError(f"{reference}: expected FILE.py:FUNCTION or package.module:FUNCTION")
     try:
-        module = _import(module_reference)
+        with torchao_on_demand():
+            module = _import(module_reference)
     except (Exception, SystemExit) as error:
         raise CaptureError(f"{module_reference}: cannot be imported: {describe_error(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise CaptureError(f"{module_reference}: has no function {function_name!r}")
     try:
-        return function()
+        with torchao_on_demand():
+            return function()
     except (Exception, SystemExit) as error:
         raise CaptureError(f"{reference}: raised {describe_error(error)}") from error
 

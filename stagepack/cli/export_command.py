@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export ./llama -o llama.stagepack --stages 2 --dtype bfloat16",
+        "stagepack export clip.py:make -o clip.stagepack --part text_model --part vision_model",
         "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
         "stagepack export ./tuned --graph-from old.stagepack -o new.stagepack",
     ],
@@ -56,6 +57,15 @@ if TYPE_CHECKING:
     metavar="BUNDLE",
     help="Bundle of the same model with other weights; nothing is captured. SOURCE is then a checkpoint, or a Hugging Face folder or name.",
 )
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    metavar="MODULE",
+    show_default="the whole model",
+    help="Export this module of the model, such as text_model, with the inputs that it gets when the model runs its example. Repeatable: "
+    "each becomes an entry point.",
+)
 @dtype_option
 @click.option(
     "--allow-ops",
@@ -75,6 +85,7 @@ def command(
     inputs_function: str | None,
     weights: str | None,
     graph_from: str | None,
+    parts: tuple[str, ...],
     dtype: str | None,
     allow_ops: tuple[str, ...],
     with_onnx: bool,
@@ -101,7 +112,7 @@ def command(
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.
     """
-    if graph_from is not None and (make_cut_options or inputs_function or weights or dtype):
+    if graph_from is not None and (make_cut_options or inputs_function or weights or dtype or parts):
         raise click.UsageError(
             "--graph-from takes the inputs, the dtypes and the cut from the bundle: leave out the other options"
         )
@@ -131,7 +142,7 @@ def command(
         else:
             cut_options = CutOptions() if make_cut_options is None else make_cut_options()
             next_step("capturing the model")
-            captures = capture_source_argument(source, inputs_function, weights, dtype)
+            captures = capture_source_argument(source, inputs_function, weights, dtype, parts)
             method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
             bundle = export_captures(
                 captures, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step

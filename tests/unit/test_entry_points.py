@@ -242,3 +242,67 @@ def test_wrong_options_are_refused(
     with pytest.raises(error, match=says):
         stagepack.export(model, out=tmp_path / "m.stagepack", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "m.stagepack").exists()
+
+
+class Painter(torch.nn.Module):
+    """Calls a module twice, one in another one by keyword, and one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text_model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 8))
+        self.unet = torch.nn.Linear(8, 8)
+        self.unused = torch.nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.text_model(ids)
+        for _ in range(2):
+            hidden = self.unet(input=hidden * 2)
+        return hidden
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_modules_become_entry_points_with_the_inputs_of_the_example(is_dynamic: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    painter, ids = Painter().eval(), torch.arange(6).reshape(2, 3)
+    dynamic_shapes = {"ids": {0: torch.export.Dim("rows", min=1, max=64)}} if is_dynamic else None
+    bundle = stagepack.export(
+        painter,
+        (ids,),
+        out=tmp_path / "m.stagepack",
+        modules=["text_model", "unet"],
+        dynamic_shapes=dynamic_shapes,
+        stages={"text_model": 2},
+    )
+    pipelines = stagepack.load_entry_points(bundle)
+    other_ids = torch.arange(10).reshape(5, 2) if is_dynamic else ids + 1
+    with torch.no_grad():
+        hidden = painter.text_model(other_ids)
+        assert torch.equal(pipelines.text_model(other_ids), hidden)
+        assert torch.equal(pipelines.unet(input=hidden), painter.unet(hidden))
+    names = {weight.names[0] for weight in bundle.select("text_model").graph(0).weights}
+    assert names <= {"text_model.0.weight", "text_model.1.weight", "text_model.1.bias"}
+    assert [len(bundle.select(name).stages) for name in ("text_model", "unet")] == [2, 1]
+    bundle.verify()
+
+
+@pytest.mark.parametrize(
+    ("modules", "error", "message"),
+    [
+        (
+            ["text_modle"],
+            OptionError,
+            "modules: expected the path of a module, found 'text_modle': there are text_model",
+        ),
+        (["forward"], OptionError, "found 'forward': there are .*unused"),
+        ("unet", OptionError, "modules: expected a list of paths, found 'unet'"),
+        (
+            ["unused"],
+            CaptureError,
+            "unused: the model does not call this module when it runs its example; it calls text_model, unet",
+        ),
+    ],
+)
+def test_a_module_that_is_no_part(modules: list[str], error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        stagepack.export(Painter(), (torch.arange(3),), out=tmp_path / "m.stagepack", modules=modules)
+    assert not (tmp_path / "m.stagepack").exists()

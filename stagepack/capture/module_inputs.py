@@ -1,0 +1,58 @@
+"""The inputs that modules of a model get when the model runs its example."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from stagepack.capture.inputs import Inputs, inputs_by_parameter
+from stagepack.capture.model_run import run_model
+from stagepack.capture.module_state import preserve_module
+from stagepack.torch_internals import tree_map, tree_map_tensors
+
+
+def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Inputs]:
+    """Run a model on its example, and return the inputs of the first call of each module, by its path.
+
+    Args:
+        model: the model; it is unchanged afterwards.
+        inputs: its example inputs, with tensors in the place of arrays.
+
+    Raises:
+        CaptureError: the model does not run.
+    """
+    calls: dict[str, Inputs] = {}
+
+    def record(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path not in calls:
+            copied_args, copied_kwargs = tree_map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
+            calls[path] = Inputs(args=copied_args, kwargs=copied_kwargs)
+
+    with preserve_module(model):
+        handles = [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: record(path, args, kwargs), with_kwargs=True
+            )
+            for path, module in model.named_modules()
+        ]
+        try:
+            run_model(model, inputs, seed=0)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return calls
+
+
+def automatic_shapes(forward: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
+    """Return ``Dim.AUTO`` for all dimensions of all inputs of a module.
+
+    Args:
+        forward: the function that takes them.
+        inputs: the example inputs.
+    """
+
+    def automatic_dims(leaf: Any) -> dict[int, Any] | None:
+        return dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, torch.Tensor) else None
+
+    return {name: tree_map(automatic_dims, value) for name, value in inputs_by_parameter(forward, inputs).items()}
