@@ -14,7 +14,7 @@ import torch
 
 from stagepack.bundle_content import further_files, merged_tensors, read_entry_point, recorded_example
 from stagepack.bundle_writing import ModelOrigin, write_bundle
-from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
+from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint, without_prefix
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.source_argument import FORWARD
@@ -76,8 +76,9 @@ def replace_weights(
     progress("check the bundle")
     opened.check_digests(opened.files)
     progress("read the checkpoint")
-    new_weights = _open_source(source)
-    replacements = _replacements(opened, new_weights, os.fspath(source), needed_names)
+    weights = _weights_by_name(opened)
+    new_weights = _open_source(source, weights)
+    replacements = _replacements(opened, weights, new_weights, os.fspath(source), needed_names)
     try:
         temporary = TemporaryFolder(Path(os.path.abspath(out)))
     except OSError as error:
@@ -95,10 +96,21 @@ def replace_weights(
     return Bundle(out)
 
 
-def _open_source(source: str | os.PathLike[str]) -> _Source:
+def _weights_by_name(bundle: Bundle) -> dict[str, Weight]:
+    """The weights of all graphs, by their first names."""
+    return {
+        weight.names[0]: weight
+        for entry_point in bundle.entry_points
+        for stage_number in range(len(entry_point.stages))
+        for weight in bundle.select(entry_point.name).graph(stage_number).weights
+    }
+
+
+def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) -> _Source:
     path = Path(source)
     if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
-        tensors = read_checkpoint(path)
+        stated_names = [name for name, weight in weights.items() if weight.kind in ("parameter", "buffer")]
+        tensors = without_prefix(read_checkpoint(path), stated_names, os.fspath(source))
         return _Source(tensors=tensors, required_names=tensors.keys(), files={})
     deferred = DeferredTensors()
     try:
@@ -119,19 +131,17 @@ def _open_source(source: str | os.PathLike[str]) -> _Source:
 
 
 def _replacements(
-    bundle: Bundle, source: _Source, source_name: str, needed_names: Collection[str] | None
+    bundle: Bundle,
+    weights: Mapping[str, Weight],
+    source: _Source,
+    source_name: str,
+    needed_names: Collection[str] | None,
 ) -> dict[str, CheckpointTensor]:
     """The new tensor of each stored tensor that is replaced, by stored name.
 
     Raises:
         CaptureError: the source has other weights than the graphs.
     """
-    weights = {
-        weight.names[0]: weight
-        for entry_point in bundle.entry_points
-        for stage_number in range(len(entry_point.stages))
-        for weight in bundle.select(entry_point.name).graph(stage_number).weights
-    }
     known_names = {weight_name for weight in weights.values() for weight_name in weight.names}
     # Entry points that are functions of a model do not have the weights that none of them uses.
     is_whole = any(entry_point.name == FORWARD for entry_point in bundle.entry_points)

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import stagepack
-from stagepack.capture.checkpoint import checkpoint_file_tensors, read_checkpoint
+from stagepack.capture.checkpoint import checkpoint_file_tensors, read_checkpoint, without_prefix
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.module_checkpoint import _without_prefix
 from stagepack.errors import CaptureError, OptionError
 from stagepack.exporter import export_capture
 from stagepack.format.file_writing import write_pieces
@@ -194,11 +193,26 @@ def test_a_checkpoint_with_several_sets_of_weights_is_refused(tmp_path: Path) ->
         "part.bias": inner["bias"],
     }
     torch.save({"model": nested, "optimizer": {"state": {"step": torch.ones(1)}}}, path)
-    found = _without_prefix(read_checkpoint(path), nested, "c.bin")
+    found = without_prefix(read_checkpoint(path), nested, "c.bin")
     assert found.keys() == nested.keys()
     torch.save({"model": nested, "ema": nested}, path)
     with pytest.raises(CaptureError, match=r"weights of the model 2 times: model\.\*, ema\.\*: pass a checkpoint"):
-        _without_prefix(read_checkpoint(path), nested, "c.bin")
+        without_prefix(read_checkpoint(path), nested, "c.bin")
+
+
+def test_a_damaged_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):  # that it is one process
+        save({"a": torch.ones(300), "b": torch.ones(300)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    tensors = read_checkpoint(tmp_path / "c")
+    assert torch.equal(tensors["a"].read(), torch.ones(300))
+    data_path = next((tmp_path / "c").glob("*.distcp"))
+    content = data_path.read_bytes()
+    data_path.write_bytes(content[:100])
+    with pytest.raises(CaptureError, match=r"b: torch\.distributed\.checkpoint cannot read it: "):
+        tensors["b"].read()
+    data_path.write_bytes(content)
+    with pytest.raises(CaptureError, match="was changed while it was read"):
+        tensors["b"].read()
 
 
 @pytest.mark.parametrize(

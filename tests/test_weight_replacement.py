@@ -45,7 +45,7 @@ def test_a_checkpoint_becomes_a_bundle(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     old = stagepack.export(net(), (x,), out=tmp_path / "old.stagepack", stages=2)
     tuned = net()
-    save_file(tuned.state_dict(), tmp_path / "c.safetensors")
+    save_file({f"model.{name}": tensor for name, tensor in tuned.state_dict().items()}, tmp_path / "c.safetensors")
     arguments = [
         "export",
         str(tmp_path / "c.safetensors"),

@@ -10,7 +10,7 @@ import mmap
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,9 @@ _FOLDER_FILES = (
     "pytorch_model.bin.index.json",
 )
 _DISTRIBUTED_METADATA = ".metadata"
+
+# Prefixes in an error message; the other ones are counted.
+_SHOWN_PREFIXES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,12 +212,53 @@ def _flattened(content: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.
     return tensors
 
 
+def without_prefix(
+    tensors: Mapping[str, CheckpointTensor], weight_names: Collection[str], source: str
+) -> Mapping[str, CheckpointTensor]:
+    """Return the tensors of a model in a checkpoint that has more than a model, such as ``{"model": ..., "optimizer": ...}``.
+
+    Args:
+        tensors: those of the checkpoint.
+        weight_names: the names of the model's weights.
+        source: the checkpoint, for messages.
+
+    Returns:
+        The tensors whose names begin with the prefix of the model, without it. All tensors if some have the names of weights, or there is
+        no such prefix.
+
+    Raises:
+        CaptureError: the checkpoint has several sets of them, such as ``{"model": ..., "ema": ...}``.
+    """
+    if not weight_names or any(weight_name in tensors for weight_name in weight_names):
+        return tensors
+    suffix = f".{next(iter(weight_names))}"
+    found_counts = {}
+    for tensor_name in tensors:
+        if tensor_name.endswith(suffix):
+            prefix = tensor_name.removesuffix(suffix[1:])
+            found_counts[prefix] = sum(prefix + weight_name in tensors for weight_name in weight_names)
+    most = max(found_counts.values(), default=0)
+    prefixes = [prefix for prefix, count in found_counts.items() if count == most]
+    if len(prefixes) > 1:
+        shown = ", ".join(f"{prefix}*" for prefix in prefixes[:_SHOWN_PREFIXES])
+        raise CaptureError(
+            f"{source}: has the weights of the model {len(prefixes)} times: {shown}: pass a checkpoint that has them once"
+        )
+    return {
+        tensor_name.removeprefix(prefix): tensors[tensor_name]
+        for prefix in prefixes
+        for tensor_name in tensors
+        if tensor_name.startswith(prefix)
+    } or tensors
+
+
 def _distributed_tensors(folder: Path) -> dict[str, CheckpointTensor]:
     """The tensors of a folder of ``torch.distributed.checkpoint``."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - slow to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415 - the same
 
     try:
+        versions = _file_versions(folder)
         metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:
         raise CaptureError(f"{folder}: torch.distributed.checkpoint cannot read it: {error}") from error
@@ -222,19 +266,40 @@ def _distributed_tensors(folder: Path) -> dict[str, CheckpointTensor]:
         tensor_name: CheckpointTensor(
             dtype=entry.properties.dtype,
             shape=tuple(entry.size),
-            read=partial(_read_distributed, folder, tensor_name, entry.properties.dtype, tuple(entry.size)),
+            read=partial(_read_distributed, folder, tensor_name, entry.properties.dtype, tuple(entry.size), versions),
         )
         for tensor_name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
 
-def _read_distributed(folder: Path, tensor_name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - slow to import
+def _file_versions(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """The inode, the size and the time of the last change of each file in a folder."""
+    statuses = {path.name: path.stat() for path in folder.iterdir()}
+    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in statuses.items()}
+
+
+def _read_distributed(
+    folder: Path,
+    tensor_name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    versions: Mapping[str, tuple[int, int, int]],
+) -> torch.Tensor:
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415 - slow to import
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 - the same
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415 - the same
 
     tensors = {tensor_name: torch.empty(shape, dtype=dtype)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+        try:
+            load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+        except CheckpointException as error:  # it is no `Exception`
+            causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+            raise CaptureError(
+                f"{folder}: {tensor_name}: torch.distributed.checkpoint cannot read it: {causes}"
+            ) from error
+    if _file_versions(folder) != versions:
+        raise CaptureError(f"{folder}: was changed while it was read: repeat the export when it is complete")
     return tensors[tensor_name]

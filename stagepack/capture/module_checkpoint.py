@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
+from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint, without_prefix
 from stagepack.capture.deferred_tensors import DeferredTensors
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import FakeTensor, TorchDispatchMode, tree_leaves, tree_map_tensors
@@ -160,7 +160,7 @@ def _load(
         for weight_name, tensor in module.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)
     }
-    tensors = _without_prefix(tensors, state, source)
+    tensors = without_prefix(tensors, state, source)
     loaded_ids = {id(state[weight_name]) for weight_name in tensors.keys() & state.keys()}
     # Of tied weights, a checkpoint needs only one.
     missing = [weight_name for weight_name, tensor in state.items() if id(tensor) not in loaded_ids]
@@ -180,30 +180,6 @@ def _load(
         else:
             with torch.no_grad():
                 tensor.copy_(tensors[weight_name].read())
-
-
-def _without_prefix(
-    tensors: Mapping[str, CheckpointTensor], state: Collection[str], source: str
-) -> Mapping[str, CheckpointTensor]:
-    """The tensors of the model in a checkpoint that has more than a model, such as ``{"model": ..., "optimizer": ...}``.
-
-    Raises:
-        CaptureError: the checkpoint has several sets of them, such as ``{"model": ..., "ema": ...}``.
-    """
-    if not state or any(weight_name in tensors for weight_name in state):
-        return tensors
-    suffix = f".{next(iter(state))}"
-    prefixes = [tensor_name.removesuffix(suffix[1:]) for tensor_name in tensors if tensor_name.endswith(suffix)]
-    if not prefixes:
-        return tensors
-    found_counts = [sum(prefix + weight_name in tensors for weight_name in state) for prefix in prefixes]
-    best, *others = [prefix for prefix, count in zip(prefixes, found_counts, strict=True) if count == max(found_counts)]
-    if others:
-        shown = ", ".join(f"{prefix}*" for prefix in [best, *others][:_SHOWN_NAMES])
-        raise CaptureError(
-            f"{source}: has the weights of the model {1 + len(others)} times: {shown}: pass a checkpoint that has them once"
-        )
-    return {name.removeprefix(best): tensors[name] for name in tensors if name.startswith(best)}
 
 
 def _refuse(source: str, reason: str, problems: Collection[str]) -> None:

@@ -26,9 +26,9 @@ _SavedState = tuple[str, Callable[[], None]]
 def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Restore a module after the ``with`` block, whether the block succeeds or fails.
 
-    Covered are the attributes of the module and its submodules; the dicts, lists, deques and sets that these attributes hold, nested
-    ones included; the content of the buffers and of the tensors `written`; and the state of torch's random number generators. Nothing
-    is written that did not change. Attributes of other objects that the module holds are not covered.
+    Covered are the attributes of the module and its submodules, and of modules in other attributes; the dicts, lists, deques and sets
+    that these attributes hold, nested ones included; the content of the buffers and of the tensors `written`; and the state of torch's
+    random number generators. Nothing is written that did not change. Attributes of other objects that the module holds are not covered.
 
     Args:
         model: the module to restore.
@@ -80,6 +80,9 @@ def _save_containers(model: torch.nn.Module) -> Iterator[_SavedState]:
                 yield "a set", partial(_restore_set, container, members)
             case tuple():
                 pending.extend(tuple.__iter__(container))
+            # One that is no submodule, but an attribute like any other.
+            case torch.nn.Module():
+                pending.append(vars(container))
             case _:
                 pass
 

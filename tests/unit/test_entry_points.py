@@ -213,6 +213,34 @@ def test_entry_points_are_modules_and_methods_of_modules(tmp_path: Path) -> None
         assert torch.equal(pipelines.text(x), parts.text(x))
 
 
+class Remembering(torch.nn.Module):
+    """A function that assigns an attribute of the model, as it must not after the export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.ones(4)
+        self.calls: list[torch.Tensor] = []
+
+    def remember(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x * 2
+        self.calls.append(self.last)
+        return x + 1
+
+    def recall(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.last
+
+
+def test_the_model_is_unchanged(tmp_path: Path) -> None:
+    model = Remembering()
+    last = model.last
+    inputs = stagepack.Inputs(args=(torch.ones(4),))
+    bundle = stagepack.export(model, entry_points={"remember": inputs, "recall": inputs}, out=tmp_path / "m.stagepack")
+    assert model.last is last
+    assert model.calls == []
+    x = torch.rand(4)
+    assert torch.equal(stagepack.load_entry_points(bundle).recall(x), model.recall(x))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
