@@ -11,6 +11,7 @@ import msgspec
 from stagepack.bundle_content import read_entry_point
 from stagepack.bundle_writing import INDEX_FILE_NAME
 from stagepack.format.graph import Graph, Weight
+from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import map_in_threads
 from stagepack.format.weights import StoredTensor
@@ -46,26 +47,25 @@ def compare_bundles(first: Bundle, second: Bundle) -> Differences:
     Bundles of one digest are equal. Otherwise all graphs are read, and of the weights those whose files differ.
 
     Args:
-        first: the bundle A.
+        first: the bundle A. If one of its several entry points is selected, this one is compared with the selected one of B.
         second: the bundle B.
 
     Raises:
+        EntryPointError: one of several entry points is selected in one bundle, and none in the other.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         CutError: the manifest of a bundle does not record the positions of the nodes in the whole model.
     """
-    if first.digest == second.digest:
+    if first.identity == second.identity:
         return Differences(graph=(), weights={}, plan=(), files=())
     graph_lines: list[str] = []
     plan_lines: list[str] = []
     weight_lines: dict[str, str] = {}
-    names = [[entry_point.name for entry_point in bundle.entry_points] for bundle in (first, second)]
-    for name in dict.fromkeys((*names[0], *names[1])):
-        if name not in names[0] or name not in names[1]:
-            graph_lines.append(f"entry point {name}: only in {'A' if name in names[0] else 'B'}")
+    for name, bundles in _compared_entry_points(first, second).items():
+        if None in bundles:
+            graph_lines.append(f"entry point {name}: only in {'B' if bundles[0] is None else 'A'}")
             continue
-        # The only entry point of both needs no name.
-        prefix = f"{name}: " if len(names[0]) + len(names[1]) > 2 else ""
-        first_model, second_model = _Model.read(first.select(name)), _Model.read(second.select(name))
+        prefix = f"{name}: " if name else ""
+        first_model, second_model = (_Model.read(bundle) for bundle in bundles if bundle is not None)
         differences = (
             *_signature_differences(first_model.bundle, second_model.bundle),
             *_graph_differences(first_model.graph, second_model.graph),
@@ -79,6 +79,19 @@ def compare_bundles(first: Bundle, second: Bundle) -> Differences:
         plan=tuple(plan_lines),
         files=tuple(_file_differences(first, second)),
     )
+
+
+def _compared_entry_points(first: Bundle, second: Bundle) -> dict[str, tuple[Bundle | None, Bundle | None]]:
+    """The entry points of both bundles by name. The only one of both, or the selected one, needs no name."""
+    if first.fragment or second.fragment:
+        return {"": (first.select(first.entry_point.name), second.select(second.entry_point.name))}
+    names = [[entry_point.name for entry_point in bundle.entry_points] for bundle in (first, second)]
+    if names[0] == names[1] and len(names[0]) == 1:
+        return {"": (first, second)}
+    return {
+        name: (first.select(name) if name in names[0] else None, second.select(name) if name in names[1] else None)
+        for name in dict.fromkeys((*names[0], *names[1]))
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,19 +219,23 @@ def _plan_differences(first: Bundle, second: Bundle) -> Iterator[str]:
 
 
 def _file_differences(first: Bundle, second: Bundle) -> Iterator[str]:
-    """Yield the differences of files that are neither graphs nor weights."""
-    described = {
-        file_name
-        for bundle in (first, second)
-        for entry_point in bundle.entry_points
-        for stage in entry_point.stages
-        for file_name in (stage.graph, *stage.weights)
-    } | {INDEX_FILE_NAME}
-    for file_name in sorted({*first.files, *second.files} - described):
-        a, b = first.files.get(file_name), second.files.get(file_name)
+    """Yield the differences of files that are neither graphs nor weights, nor those of entry points that are not compared."""
+    first_files, second_files = _other_files(first), _other_files(second)
+    for file_name in sorted({*first_files, *second_files}):
+        a, b = first_files.get(file_name), second_files.get(file_name)
         if a is None or b is None:
             yield f"{file_name}: only in {'B' if a is None else 'A'}"
         elif a.blake3 != b.blake3:
             yield f"{file_name}: other content"
     if first.manifest.producer != second.manifest.producer:
         yield "manifest.json: written by other versions of stagepack or torch"
+
+
+def _other_files(bundle: Bundle) -> dict[str, File]:
+    left_out = {INDEX_FILE_NAME}
+    for entry_point in bundle.entry_points:
+        is_compared = not bundle.fragment or entry_point is bundle.entry_point
+        for stage in entry_point.stages:
+            left_out |= {stage.graph, *stage.weights, *(() if is_compared else stage.onnx_files)}
+        left_out |= set() if is_compared else {entry_point.example}
+    return {file_name: file for file_name, file in bundle.files.items() if file_name not in left_out}

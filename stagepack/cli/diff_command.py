@@ -25,7 +25,7 @@ def command(first_path: str, second_path: str, as_json: bool) -> None:
     """Show what differs between two bundles.
 
     Compared are the graph of the whole model, whatever its cut, the weights by name, the cut, and the other files. Bundles of one digest
-    are equal; otherwise the weights are read whose files differ. Needs no torch.
+    are equal; otherwise the weights are read whose files differ. A#NAME and B#NAME compare one entry point of each. Needs no torch.
 
     The exit status is 0 if the bundles are equal, and 1 if they differ.
     """

@@ -291,7 +291,7 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
     return DeploymentOptions(
         name=deployment_name,
         image=options.image,
-        bundle_path=str(path_in_pod),
+        bundle_path=f"{path_in_pod}{bundle.fragment}",
         volume=options.volume,
         replicas=options.replicas,
         pods=pods,

@@ -7,11 +7,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import stagepack
 from stagepack.cli import main
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.process_memory import estimate_memory
@@ -194,3 +196,24 @@ def test_yaml_is_read_as_what_was_written(documents: list[dict[str, Any]]) -> No
 )
 def test_texts_that_look_like_something_else(text: str) -> None:
     assert yaml.safe_load(to_yaml([{text: text}])) == {text: text}
+
+
+class _Functions(torch.nn.Module):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return x - 1
+
+
+def test_one_of_several_entry_points_is_served(tmp_path: Path) -> None:
+    inputs = stagepack.Inputs(args=(torch.ones(2),))
+    bundle = stagepack.export(
+        _Functions(), entry_points={"encode": inputs, "decode": inputs}, out=tmp_path / "m.stagepack"
+    )
+    out = tmp_path / "m.yaml"
+    arguments = ["k8s", f"{bundle.path}#decode", "-o", str(out), "--volume", "claim:models"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    container = container_of(templates(next(yaml.safe_load_all(out.read_text())))[0])
+    assert "m-decode=/models/m.stagepack#decode" in container["command"]
+    assert container["volumeMounts"][0]["mountPath"] == "/models"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import stagepack
+from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import CaptureError, EntryPointError, OptionError
 from stagepack.weight_replacement import replace_weights
 
@@ -150,6 +151,19 @@ def test_recut_cuts_the_selected_entry_point_alone(bundle: stagepack.Bundle, tmp
     assert back.digest == bundle.digest
     with pytest.raises(EntryPointError):
         stagepack.recut(bundle, out=tmp_path / "none.stagepack", stages=2)
+
+
+def test_selected_entry_points_are_compared_alone(bundle: stagepack.Bundle, tmp_path: Path) -> None:
+    recut = stagepack.recut(bundle.select("encode"), out=tmp_path / "m.stagepack", stages=2)
+    assert not compare_bundles(bundle.select("decode"), recut.select("decode"))
+    found = compare_bundles(bundle.select("encode"), recut.select("encode"))
+    assert found.plan[0] == "stages: 1 and 2"
+    assert not found.graph
+    assert not found.files
+    assert compare_bundles(bundle, recut).plan[0] == "encode: stages: 1 and 2"
+    assert compare_bundles(bundle.select("encode"), bundle.select("decode")).graph
+    with pytest.raises(EntryPointError, match="choose one"):
+        compare_bundles(bundle.select("encode"), recut)
 
 
 def test_weights_are_replaced_in_all_entry_points(bundle: stagepack.Bundle, model: Autoencoder, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class DeploymentOptions:
     Attributes:
         name: the name of the group, and by which clients call the model.
         image: the container image, with stagepack, torch and the extra ``serve``.
-        bundle_path: the path of the bundle in the containers.
+        bundle_path: the path of the bundle in the containers, with ``#NAME`` if one of several entry points is served.
         volume: the volume that is mounted at the parent folder of `bundle_path`; None if the image has the bundle.
         replicas: how many groups of pods there are.
         pods: the number of pods of a group.
