@@ -237,5 +237,5 @@ def _other_files(bundle: Bundle) -> dict[str, File]:
         is_compared = not bundle.fragment or entry_point is bundle.entry_point
         for stage in entry_point.stages:
             left_out |= {stage.graph, *stage.weights, *(() if is_compared else stage.onnx_files)}
-        left_out |= set() if is_compared else {entry_point.example}
+        left_out |= set() if is_compared else {entry_point.example or ""}
     return {file_name: file for file_name, file in bundle.files.items() if file_name not in left_out}

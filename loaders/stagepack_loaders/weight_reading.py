@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -50,16 +51,38 @@ class FolderReader:
         self._source = source
         self._lock = threading.Lock()
         self._without_direct: set[str] = set()
-        self._descriptors: dict[tuple[str, bool], int | None] = {}
-        weakref.finalize(self, _close_all, self._descriptors)
+        self._descriptors: dict[str, int] = {}
+        self._direct_descriptors: dict[str, int] = {}
+        self._opened: list[int] = []
+        weakref.finalize(self, _close_all, self._opened)
+
+    def hold(self, file_names: Iterable[str]) -> list[str]:
+        """Open files now: they are the ones that are read, also when another bundle takes the place of this one.
+
+        Args:
+            file_names: the names of the files. One that cannot be opened is an error when it is read.
+
+        Returns:
+            The files that were open and were replaced since; the new ones are read from now on.
+        """
+        replaced = []
+        for file_name in file_names:
+            with contextlib.suppress(OSError):
+                held, current = os.fstat(self._descriptor(file_name)), os.lstat(self._folder / file_name)
+                if not os.path.samestat(held, current):
+                    replaced.append(file_name)
+                    with self._lock:
+                        del self._descriptors[file_name]
+                        self._direct_descriptors.pop(file_name, None)
+                    self._descriptor(file_name)
+        return replaced
 
     def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
         """See `WeightReader`."""
         try:
             position = self._read_direct(file_name, start, memory)
             while position < len(memory):
-                descriptor = self._descriptor(file_name, is_direct=False)
-                assert descriptor is not None
+                descriptor = self._descriptor(file_name)
                 length = os.preadv(descriptor, [memory[position:]], start + position)
                 if not length:
                     message = f"the file ends in the bytes {start} to {start + len(memory)}"
@@ -75,7 +98,7 @@ class FolderReader:
         length = len(memory) - len(memory) % DIRECT_ALIGNMENT
         if start % DIRECT_ALIGNMENT or address % DIRECT_ALIGNMENT or not length or self._is_cached(file_name, start):
             return 0
-        descriptor = None if file_name in self._without_direct else self._descriptor(file_name, is_direct=True)
+        descriptor = None if file_name in self._without_direct else self._direct_descriptor(file_name)
         position = 0
         while descriptor is not None and position < length:
             try:
@@ -93,8 +116,8 @@ class FolderReader:
 
     def _is_cached(self, file_name: str, start: int) -> bool:
         """Whether the first byte of a range can be read without waiting for the disk, or the system cannot tell."""
-        descriptor = self._descriptor(file_name, is_direct=False)
-        if descriptor is None or not hasattr(os, "RWF_NOWAIT"):
+        descriptor = self._descriptor(file_name)
+        if not hasattr(os, "RWF_NOWAIT"):
             return True
         try:
             os.preadv(descriptor, [bytearray(1)], start, os.RWF_NOWAIT)
@@ -109,19 +132,30 @@ class FolderReader:
         with self._lock:
             self._without_direct.add(file_name)
 
-    def _descriptor(self, file_name: str, *, is_direct: bool) -> int | None:
-        """The open file; None for direct reads where the file system has none."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (getattr(os, "O_DIRECT", 0) if is_direct else 0)
+    def _descriptor(self, file_name: str) -> int:
+        """The open file."""
         with self._lock:
-            if (file_name, is_direct) not in self._descriptors:
-                descriptor = None
-                with contextlib.suppress(OSError) if is_direct else contextlib.nullcontext():
-                    descriptor = os.open(self._folder / file_name, flags)
-                self._descriptors[file_name, is_direct] = descriptor
-            return self._descriptors[file_name, is_direct]
+            if file_name not in self._descriptors:
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._descriptors[file_name] = os.open(self._folder / file_name, flags)
+                self._opened.append(self._descriptors[file_name])
+            return self._descriptors[file_name]
+
+    def _direct_descriptor(self, file_name: str) -> int | None:
+        """The same file, opened for direct reads; None where the file system has none."""
+        descriptor = self._descriptor(file_name)
+        with self._lock:
+            if file_name not in self._direct_descriptors and hasattr(os, "O_DIRECT"):
+                # Not by its path, where another file may be by now.
+                with contextlib.suppress(OSError):
+                    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+                    self._direct_descriptors[file_name] = os.open(f"/proc/self/fd/{descriptor}", flags)
+                    self._opened.append(self._direct_descriptors[file_name])
+            if file_name not in self._direct_descriptors:
+                self._without_direct.add(file_name)
+            return self._direct_descriptors.get(file_name)
 
 
-def _close_all(descriptors: dict[tuple[str, bool], int | None]) -> None:
-    for descriptor in descriptors.values():
-        if descriptor is not None:
-            os.close(descriptor)
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

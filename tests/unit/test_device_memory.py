@@ -81,6 +81,20 @@ def test_a_quarter_of_the_weights_gives_the_same_bits(bundle: Bundle) -> None:
     assert torch.equal(pipeline(inputs[0]), expected[0])
 
 
+@pytest.mark.parametrize("options", [{"device_memory": "1.1MB"}, {"stream": True, "verify": "manifest"}])
+def test_a_bundle_that_takes_the_place_of_the_loaded_one_is_not_read(options: dict[str, Any], tmp_path: Path) -> None:
+    """As an export over the bundle of a server does."""
+    models = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))) for _ in range(2)]
+    x = torch.randn(1, 256)
+    for name, model in zip(("m", "new"), models, strict=True):
+        stagepack.export(model, (x,), out=tmp_path / name, stages=2)
+    pipeline = stagepack.load(tmp_path / "m", **options)
+    (tmp_path / "m").rename(tmp_path / "old")
+    (tmp_path / "new").rename(tmp_path / "m")
+    for _ in range(2):
+        assert torch.equal(pipeline(x), models[0](x))
+
+
 def test_memory_for_all_weights_changes_nothing(bundle: Bundle) -> None:
     stage = stagepack.load_stage(bundle, 1, device_memory="1GiB")
     assert str(stage.residency).endswith("of weights stay")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from stagepack.errors import DigestError, Problem
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
@@ -62,6 +63,7 @@ class PlannedTorchStage:
         first_index: the index of its first use in that plan.
         device: the device it will run on.
         cache: the weights read so far, for all stages that are prepared together.
+        folder_reader: what reads the weights that pass through.
         progress: see `stagepack_loaders.base.PrepareOptions`.
     """
 
@@ -72,6 +74,7 @@ class PlannedTorchStage:
     first_index: int
     device: torch.device
     cache: WeightCache
+    folder_reader: FolderReader
     progress: ByteProgress | None = None
 
     @property
@@ -108,7 +111,13 @@ class PlannedTorchStage:
             DigestError: a weight file is not the one that the manifest lists.
         """
         stage_entry = self.bundle.stages[self.stage_number]
+        # What passes through must come from the files that are mapped and verified.
+        self.folder_reader.hold(stage_entry.weights)
         self.cache.open_files(self.bundle, stage_entry.weights, verify=verify, progress=self.progress)
+        replaced = self.folder_reader.hold(stage_entry.weights)
+        if replaced and self.bundle.source is None:
+            message = "the file was replaced while it was loaded: load the bundle again"
+            raise DigestError([Problem(rule="D1", where=file_name, message=message) for file_name in replaced])
         code, residency = self.parts.code, self.residency
         _LOGGER.info("stage %d on %s: %s", self.stage_number, self.device, residency)
         streamed_weights = {
@@ -158,10 +167,11 @@ def prepare_planned_stages(
         DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
     """
     assert options.device_memory is not None
-    cache, reader = WeightCache(), options.weight_reader or FolderReader(bundle.path, bundle.source)
+    cache, folder_reader = WeightCache(), FolderReader(bundle.path, bundle.source)
     stage_uses = {
         stage_number: _read_uses(bundle, stage_number, device, options) for stage_number, device in placement.items()
     }
+    reader = options.weight_reader or folder_reader
     prepared_stages = {}
     for device in dict.fromkeys(placement.values()):
         stage_numbers = [stage_number for stage_number in placement if placement[stage_number] == device]
@@ -180,6 +190,7 @@ def prepare_planned_stages(
                 first_index=first_index,
                 device=device,
                 cache=cache,
+                folder_reader=folder_reader,
                 progress=options.progress,
             )
             first_index += len(stage_uses[stage_number].uses)

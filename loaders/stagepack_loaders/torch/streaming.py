@@ -39,6 +39,7 @@ class Arrivals:
         """
         self._bundle = bundle
         self._reader = options.weight_reader
+        self._folder_reader = FolderReader(bundle.path, bundle.source)
         self._progress = options.progress
         self._files: dict[tuple[torch.device, FileStream | None], ArrivingFiles] = {}
         self.weights: defaultdict[torch.device, dict[str, ArrivingWeight]] = defaultdict(dict)
@@ -50,6 +51,18 @@ class Arrivals:
             file_names: the names of the files.
         """
         return None if self._reader is not None else self._bundle.stream(file_names)
+
+    def fetch(self, file_names: Sequence[str]) -> None:
+        """Bring files into the folder, and open them: they are read also when another bundle takes the place of this one.
+
+        Args:
+            file_names: the names of the files.
+
+        Raises:
+            RemoteError, DigestError, WriteError: see `Bundle.fetch`.
+        """
+        self._bundle.fetch(file_names)
+        self._folder_reader.hold(file_names)
 
     def files(self, device: torch.device, stream: FileStream | None, *, verify: bool) -> ArrivingFiles:
         """Return the files on their way to a device.
@@ -63,7 +76,7 @@ class Arrivals:
             handle = None if stream is None else stream.share()
             files = ArrivingFiles(
                 device,
-                handle or self._reader or FolderReader(self._bundle.path, self._bundle.source),
+                handle or self._reader or self._folder_reader,
                 verify=verify,
                 progress=self._progress,
                 on_damage=partial(_discard, self._bundle),
@@ -157,11 +170,9 @@ def prepare_streamed_stages(
         for stage_number, device in placement.items()
     }
     weight_files = [file_name for stage_number in placement for file_name in bundle.stages[stage_number].weights]
-    stream = None
-    if options.stream and placement:
-        stream = arrivals.stream(weight_files)
-    else:
-        bundle.fetch(weight_files)
+    stream = arrivals.stream(weight_files) if options.stream and placement else None
+    if stream is None:
+        arrivals.fetch(weight_files)
     prepared_stages = {}
     for stage_number, device in placement.items():
         parts, code = parts_of_stage[stage_number], codes[stage_number]
