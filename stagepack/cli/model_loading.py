@@ -41,6 +41,7 @@ class ServeOptions:
     host: str
     http_port: int
     grpc_port: int
+    access_log: bool
     as_json: bool
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import os
 import sys
 from contextlib import ExitStack
@@ -101,6 +102,12 @@ if TYPE_CHECKING:
     show_default="not written",
     help="With --processes or under torchrun: when the server stops, write what each process did for each batch, from its start on, as "
     "'stagepack load --trace' does.",
+)
+@click.option(
+    "--access-log/--no-access-log",
+    default=False,
+    show_default=True,
+    help="Write a line for each inference to standard error: time, protocol, model, status and duration.",
 )
 @limit_option(
     "--max-batch",
@@ -210,9 +217,11 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.served_models import ServedModels  # noqa: PLC0415 - the same
+    from stagepack_serving.server.served_models import ACCESS_LOGGER, ServedModels  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, serve  # noqa: PLC0415 - the same
 
+    if options.access_log:
+        _write_log(ACCESS_LOGGER)
     metrics = Metrics()
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
     with ExitStack() as closing:
@@ -233,6 +242,14 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             os._exit(1 if served_models.has_failed or any(model.pending_requests for model in models) else 0)
     if served_models.has_failed:
         fail("; ".join(reason for model in models if (reason := model.unavailable_reason())))
+
+
+def _write_log(logger: logging.Logger) -> None:
+    """Write the records of a logger to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _check_device_memory(options: ServeOptions) -> None:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import queue
+import re
 import signal
 import subprocess
 import time
@@ -259,6 +260,18 @@ def test_index_of_models(torch_server: Server) -> None:
         except urllib.error.HTTPError as error:
             found_status = error.code
         assert found_status == status
+
+
+def test_access_log(bundles: Mapping[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    with stagepack_server([bundles["skips"]], "--access-log") as server:
+        for protocol in ("http", "grpc"):
+            ask(server, protocol, "skips", skips(1))
+        with pytest.raises(InferenceServerException):
+            ask(server, "http", "skips", {"x": skips(1)["x"]})
+    lines = capfd.readouterr().err.splitlines()
+    time_pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
+    for line, request in zip(lines, ("rest skips OK", "grpc skips OK", "rest skips BAD_REQUEST"), strict=True):
+        assert re.fullmatch(rf"{time_pattern} {request} \d+\.\d ms", line), line
 
 
 def test_grpc_health_and_reflection(bundles: Mapping[str, Path]) -> None:

@@ -2,14 +2,19 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import MODEL_VERSION
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.served_model import ServedModel
+
+# A record for each inference at its end, with the fields protocol, model, status and seconds.
+ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
 
 
 class ServedModels:
@@ -102,8 +107,11 @@ class ServedModels:
             raise
         finally:
             self._deadlines.discard(deadline)
+            seconds = time.monotonic() - start_time
             self.metrics.requests.labels(known_name, protocol, status).inc()
-            self.metrics.request_seconds.labels(known_name, protocol).observe(time.monotonic() - start_time)
+            self.metrics.request_seconds.labels(known_name, protocol).observe(seconds)
+            fields = {"protocol": protocol, "model": known_name, "status": status, "seconds": seconds}
+            ACCESS_LOGGER.info("%s %s %s %.1f ms", protocol, known_name or "-", status, 1e3 * seconds, extra=fields)
 
     def expire_requests(self) -> None:
         """Set the deadline of all requests in progress to now."""
