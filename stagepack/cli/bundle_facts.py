@@ -1,6 +1,5 @@
 """The facts of a bundle that `inspect`, `export` and `recut` print, read from its manifest alone."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from stagepack.cli.output import count_of, print_line, print_table
@@ -130,17 +129,6 @@ def print_written(bundle: Bundle, out: str, seconds: float) -> None:
         if len(bundle.entry_points) > 1:
             print_line(f"entry point {selected.entry_point.name}")
         print_stages(selected)
-        print_empty_stages([stage.nodes for stage in selected.stages])
-
-
-def print_empty_stages(node_counts: Sequence[int]) -> None:
-    """Print one line if stages of a cut have no nodes, because more stages were asked for than the model can be cut into."""
-    empty_count = sum(node_count == 0 for node_count in node_counts)
-    if empty_count:
-        stage_count = len(node_counts)
-        print_line(
-            f"stages without nodes: {empty_count} of {stage_count}; {count_of('stage', stage_count - empty_count)} would be enough"
-        )
 
 
 def print_stages(bundle: Bundle) -> None:

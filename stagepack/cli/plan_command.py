@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from stagepack.cli.bundle_facts import print_empty_stages
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
-from stagepack.cli.failures import fail
+from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_argument
 from stagepack.cli.profile_facts import assumption_lines, cost_facts
@@ -108,9 +107,11 @@ def command(
             raise click.UsageError(
                 "--inputs and --dtype are for a SOURCE: a bundle contains its example inputs and weights"
             )
-        planned = _plan_bundle(open_argument(source), make_cut_options)
+        with shown_warnings():
+            planned = _plan_bundle(open_argument(source), make_cut_options)
     else:
-        planned = _plan_source(source, make_cut_options, inputs_function, dtype)
+        with shown_warnings():
+            planned = _plan_source(source, make_cut_options, inputs_function, dtype)
     if out is not None:
         from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
 
@@ -203,7 +204,6 @@ def _print_plan(facts: dict[str, Any]) -> None:
     ]
     if edge_rows:
         print_table("edges between stages", ["name", "value", "#from", "to", "#size"], edge_rows)
-    print_empty_stages([stage["nodes"] for stage in facts["stages"]])
     print_line(f"balance: slowest stage {facts['slowest_over_mean']:.2f} times the mean")
     print_line(f"transfer: {format_bytes(facts['traffic'])} between stages in one call")
     bubble = ", ".join(f"{count}: {share:.0%}" for count, share in facts["bubble"].items())

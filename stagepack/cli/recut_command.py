@@ -9,6 +9,7 @@ import click
 from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
+from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, progress
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.run_options import json_option
@@ -47,7 +48,7 @@ def command(
         raise click.UsageError("Missing a cut option: pass --stages, --split-at or --plan")
     check_output_path(out, overwrite=overwrite)
     start_time = time.perf_counter()
-    with progress("recutting the bundle"), orderly_termination():
+    with progress("recutting the bundle"), orderly_termination(), shown_warnings():
         from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
         old_bundle = open_argument(bundle_path)

@@ -1,10 +1,11 @@
 """`stages=N`: cut into N consecutive stages so that the slowest is as fast as possible."""
 
 import itertools
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from stagepack.errors import CutError
+from stagepack.errors import CutError, ExportWarning
 from stagepack.partition.activation_memory import activation_bytes
 from stagepack.partition.cost_sequence import CostSequence, PartCost, SharedCost, part_cost
 from stagepack.partition.costed_graph import CostedGraph
@@ -28,7 +29,8 @@ def balance_stages(
 
     Of all cuts that split no colocation group, the one whose slowest stage is fastest; the time of a stage is that of its nodes on
     a device of its speed, and of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for
-    it. When there are fewer positions to cut at than requested, the last stages are empty, and their positions are the end of the graph.
+    it. When there are fewer positions to cut at than requested, the last stages are empty, and their positions are the end of the graph; an
+    `ExportWarning` says so.
 
     Args:
         costed: the graph of a whole model.
@@ -49,9 +51,11 @@ def balance_stages(
     _check_devices("memory", memory, stage_count)
     _check_devices("speeds", speeds, stage_count)
     if not costed.graph.nodes:
+        _warn_of_empty_stages(stage_count, 0, 0)
         return [0] * (stage_count - 1)
     sequence = cost_sequence(costed, execution_order(costed.graph) if order is None else order)
     filled_count = min(stage_count, len(sequence.split_positions) + 1)
+    _warn_of_empty_stages(stage_count, filled_count, len(sequence.times))
     stage_speeds = list(speeds or [1.0] * stage_count)[:filled_count]
     limits: list[int | None] = [*memory[:filled_count]] or [None] * filled_count
     starts = split_sequence(sequence, stage_speeds, limits)
@@ -59,6 +63,23 @@ def balance_stages(
         raise CutError(_memory_message(sequence, limits))
     starts = _split_between_repeats(sequence, stage_speeds, limits, starts, repeat_interiors)
     return starts + [len(costed.graph.nodes)] * (stage_count - filled_count)
+
+
+def _warn_of_empty_stages(stage_count: int, filled_count: int, node_count: int) -> None:
+    """Warn if the model has too few positions to cut at for a number of stages."""
+    if filled_count >= max(stage_count, 1) or stage_count == 1:
+        return
+    reason = (
+        f"the model has only {node_count} operators"
+        if filled_count == node_count
+        else "the model has no other positions to cut at, because operators that use memory which calls write stay in one stage"
+    )
+    warnings.warn(
+        f"stages: {stage_count} were asked for, and the last {stage_count - filled_count} are empty: {reason}: "
+        f"{max(filled_count, 1)} would be enough",
+        ExportWarning,
+        stacklevel=2,
+    )
 
 
 def _check_devices(option: str, device_values: Sequence[float], stage_count: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import stagepack
 from examples.tower import Tower, inputs
-from stagepack.errors import OptionError, OutputExistsError
+from stagepack.errors import ExportWarning, OptionError, OutputExistsError
 
 SERVER = """
 import sys, stagepack
@@ -70,3 +70,11 @@ def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle) -> Non
     ):
         with pytest.raises(OptionError, match=says):
             stagepack.serve(wrong)  # type: ignore[arg-type]
+
+
+def test_more_stages_than_positions_to_cut_at_are_a_warning(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    message = "stages: 5 were asked for, and the last 3 are empty: the model has only 2 operators: 2 would be enough"
+    with pytest.warns(ExportWarning, match=message):
+        bundle = stagepack.export(model, (torch.ones(1, 2),), out=tmp_path / "m.stagepack", stages=5)
+    assert [len(bundle.graph(number).nodes) for number in range(5)] == [1, 1, 0, 0, 0]
