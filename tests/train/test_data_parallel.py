@@ -56,3 +56,14 @@ def test_other_dimensions_are_refused() -> None:
             groups_of_mesh(init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp")))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_groups_of_a_gpu_alone_are_refused(tmp_path: Path) -> None:
+    models.export_model(tmp_path / "m.stagepack", 2)
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined] # public, and not in its type hints
+    torch.distributed.init_process_group("cuda:gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(OptionError, match=r"of the host too, found cuda:gloo: .*'cpu:gloo,cuda:nccl'"):
+            stagepack.train(tmp_path / "m.stagepack", models.loss_of, microbatches=1, schedule="looped-bfs")
+    finally:
+        torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import get_backend_config
 
 from stagepack.errors import EvaluationModeWarning, OptionError
 from stagepack.format.reader import Bundle
@@ -100,6 +101,7 @@ def train(
     if group is not None and mesh is not None:
         raise OptionError("mesh excludes group: the dimension 'pp' of the mesh is the group of the pipeline")
     groups = TrainingGroups(pipeline=group, whole=group) if mesh is None else groups_of_mesh(mesh)
+    _check_backends(groups)
     process_count, rank = (
         torch.distributed.get_world_size(groups.pipeline),
         torch.distributed.get_rank(groups.pipeline),
@@ -138,6 +140,17 @@ def train(
         ),
         groups,
     )
+
+
+def _check_backends(groups: TrainingGroups) -> None:
+    """Check that the groups exchange tensors of the host, such as the loss, and not only those of a GPU."""
+    for group in groups.all_groups:
+        backends = get_backend_config(group)
+        if "cpu:" not in backends:
+            raise OptionError(
+                f"expected process groups that exchange tensors of the host too, found {backends}: make the default group by "
+                "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or leave it to stagepack.train"
+            )
 
 
 def _make_default_group() -> None:
