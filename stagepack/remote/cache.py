@@ -159,12 +159,17 @@ class Cache:
         folder = self.bundle_folder(digest)
         path = folder / MANIFEST_NAME
         with self.errors():
-            if path.is_file() and path.read_bytes() == content:
-                return folder
-            folder.mkdir(parents=True, exist_ok=True)
-            with PartFile(self._files / f"manifest-{digest}.part") as part:
-                part.write(content, 0)
-                part.complete(len(content), path)
+            descriptor = None
+            while descriptor is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = _lock_folder(folder)
+            try:
+                if not path.is_file() or path.read_bytes() != content:
+                    with PartFile(self._files / f"manifest-{digest}.part") as part:
+                        part.write(content, 0)
+                        part.complete(len(content), path)
+            finally:
+                os.close(descriptor)
         return folder
 
     def location_path(self, digest: str) -> Path:
@@ -190,12 +195,9 @@ class Cache:
         """
         folder = self.bundle_folder(digest)
         with self.errors():
-            try:
-                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:
+            descriptor = _lock_folder(folder)
+            if descriptor is None:
                 return None
-            with contextlib.suppress(OSError):  # the file system has no locks
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
             if not (folder / MANIFEST_NAME).is_file():
                 os.close(descriptor)
                 return None
@@ -283,6 +285,21 @@ class Cache:
                 f"{error.filename or self.folder}: the cache cannot be written: {error.strerror or error}. What was downloaded stays: "
                 f"solve this and repeat the call, or choose another folder by {CACHE_VARIABLE}"
             ) from None
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Open the folder of a bundle and lock it, so that no other process removes it; None if there is none (any more)."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(OSError):  # the file system has no locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def is_complete(path: Path, entry: File) -> bool:

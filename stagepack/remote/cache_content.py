@@ -37,12 +37,13 @@ def cached_bundles(cache: Cache) -> list[CachedBundle]:
     bundles = []
     for folder in _entries(cache.folder / "bundles"):
         location_path = cache.location_path(folder.name)
-        try:
-            location, used_at = location_path.read_text(errors="replace"), location_path.stat().st_mtime
-        except OSError:
-            location, used_at = "", folder.stat().st_mtime
-        byte_count = sum(path.stat().st_size for path in _entries(folder))
-        bundles.append(CachedBundle(digest=folder.name, location=location, byte_count=byte_count, used_at=used_at))
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            try:
+                location, used_at = location_path.read_text(errors="replace"), location_path.stat().st_mtime
+            except OSError:
+                location, used_at = "", folder.stat().st_mtime
+            byte_count = sum(status.st_size for status in _statuses(folder))
+            bundles.append(CachedBundle(digest=folder.name, location=location, byte_count=byte_count, used_at=used_at))
     return sorted(bundles, key=lambda bundle: bundle.used_at, reverse=True)
 
 
@@ -78,13 +79,14 @@ def remove_bundles(
 
 
 def _remove_bundle(cache: Cache, digest: str) -> bool:
-    """Remove the folder of a bundle, unless a process has opened it."""
+    """Remove the folder of a bundle, unless a process has opened it, or removed it."""
     folder = cache.bundle_folder(digest)
-    with _exclusive_lock(folder) as is_locked:
+    with contextlib.suppress(FileNotFoundError), _exclusive_lock(folder) as is_locked:
         if is_locked:
             shutil.rmtree(folder)
             cache.location_path(digest).unlink(missing_ok=True)
-    return is_locked
+        return is_locked
+    return False
 
 
 def _remove_unused_files(cache: Cache, unused_seconds: float | None, most_bytes: int | None) -> None:
@@ -120,7 +122,7 @@ def _exclusive_lock(path: Path) -> Iterator[bool]:
 def _entries(folder: Path) -> Sequence[Path]:
     try:
         return list(folder.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import WriteError
 from stagepack.remote.cache import Cache
+from stagepack.remote.cache_content import cached_bundles, remove_bundles
 from tests.remote.http_server import HttpServer
 
 X = torch.rand(1, 2100)
@@ -97,6 +99,32 @@ def test_a_bundle_that_was_removed_is_downloaded_again(server: HttpServer, cache
     gc.collect()
     run("--trim-to", "0")
     stagepack.open(f"{server.url}/tiny.stagepack", digest=digest).verify()
+
+
+def test_bundles_are_opened_while_others_remove_them(server: HttpServer, cache: Path) -> None:
+    """Each step of one process comes between any two of the other."""
+    is_done = threading.Event()
+    failures: list[BaseException] = []
+
+    def remove() -> None:
+        try:
+            while not is_done.is_set():
+                remove_bundles(Cache(cache), most_bytes=0)
+                cached_bundles(Cache(cache))
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            failures.append(error)
+
+    removers = [threading.Thread(target=remove) for _ in range(2)]
+    for remover in removers:
+        remover.start()
+    try:
+        for _ in range(8):
+            stagepack.open(f"{server.url}/tiny.stagepack").verify()
+    finally:
+        is_done.set()
+        for remover in removers:
+            remover.join()
+    assert not failures
 
 
 def test_a_bundle_that_is_removed_while_it_is_open_is_an_error(server: HttpServer) -> None:
