@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from stagepack.errors import OptionError
+from stagepack.errors import DeviceError, OptionError
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
@@ -251,6 +251,7 @@ class Runtime(ABC):
         runs_modules: it takes ``modules=True``.
         compiles: it has `compile_stages`.
         streams: it takes ``stream=True`` and ``device_memory=``.
+        moves: it has `move_stages`.
     """
 
     name: str
@@ -262,6 +263,7 @@ class Runtime(ABC):
     runs_modules: bool = False
     compiles: bool = False
     streams: bool = False
+    moves: bool = False
 
     @property
     @abstractmethod
@@ -346,6 +348,19 @@ class Runtime(ABC):
             OptionError: the runtime does not compile.
         """
         raise OptionError(f"{self.title} does not compile stages: leave out compile and compiled")
+
+    def move_stages(self, bundle: Bundle, stages: Mapping[int, Any], placement: Mapping[int, Any]) -> None:
+        """Move loaded stages to other devices, with their weights as they are now.
+
+        Args:
+            bundle: the bundle of the stages.
+            stages: the stages to move, by stage number.
+            placement: the device of each of them, from `parse_device`.
+
+        Raises:
+            DeviceError: a stage cannot be moved. Default: always.
+        """
+        raise DeviceError(f"{self.title} does not move stages: load the bundle again with devices=")
 
     def compile_seconds(self) -> float:
         """Return how long its compiler has worked in this process, in seconds. Default: 0."""

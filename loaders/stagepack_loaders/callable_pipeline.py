@@ -3,8 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
+from stagepack.errors import DeviceError
 from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
@@ -96,6 +97,19 @@ class CallablePipeline(ABC):
     @abstractmethod
     def reset_state(self) -> None:
         """Set all buffers that calls write, such as key-value caches and counters, to their content at loading."""
+
+    def to(self, devices: Any) -> Self:
+        """Move the stages to other devices; only stages in this process can be moved.
+
+        Args:
+            devices: a device, or a device for each stage, in order; with fewer devices, consecutive stages share one.
+
+        Raises:
+            DeviceError: the stages run in processes of their own.
+        """
+        raise DeviceError(
+            f"cannot move to {devices}: the stages run in processes of their own: load the bundle again with devices="
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.

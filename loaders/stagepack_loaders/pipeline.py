@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.exchange import to_runtime
+from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import RunTrace, SpanRecorder
 
@@ -58,6 +59,42 @@ class Pipeline(CallablePipeline):
     def devices(self) -> tuple[str, ...]:
         """See `CallablePipeline`."""
         return tuple(str(stage.device) for stage in self.stages)
+
+    def to(self, devices: Any) -> Self:
+        """Move the stages to other devices, with their weights as they are now. Not while a call runs.
+
+        Parameters become other objects: make an optimizer afterwards.
+
+        Args:
+            devices: a device, such as ``"cuda:0"``, or a device for each stage, in order; with fewer devices, consecutive stages share
+                one.
+
+        Returns:
+            The pipeline itself.
+
+        Raises:
+            DeviceError: a device does not exist here, there are more devices than stages, or a stage cannot be moved: stages of ONNX
+                Runtime, compiled ones, and those with ``device_memory``.
+
+        Examples:
+            >>> pipeline = stagepack.load("m.stagepack")
+            >>> pipeline.to(["cuda:0", "cuda:1"]).devices
+            ('cuda:0', 'cuda:1')
+        """
+        named = devices if isinstance(devices, list | tuple) else [devices]
+        placement = {
+            stage_number: self.runtimes[stage_number].parse_device(device)
+            for stage_number, device in enumerate(place_stages(self.entry_point, named))
+        }
+        moved = {number for number, device in placement.items() if str(device) != str(self.stages[number].device)}
+        for stage_number in moved:
+            if not self.runtimes[stage_number].moves:
+                self.runtimes[stage_number].move_stages(self.bundle, {}, {})
+        for runtime in dict.fromkeys(self.runtimes[stage_number] for stage_number in moved):
+            numbers = [number for number in sorted(moved) if self.runtimes[number] is runtime]
+            stages = {number: self.stages[number] for number in numbers}
+            runtime.move_stages(self.bundle, stages, {number: placement[number] for number in numbers})
+        return self
 
     def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
         """See `CallablePipeline`."""

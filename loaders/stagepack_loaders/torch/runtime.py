@@ -31,6 +31,7 @@ class TorchRuntime(Runtime):
     runs_modules = True
     compiles = True
     streams = True
+    moves = True
 
     @property
     def arrays(self) -> ArrayOps:
@@ -89,6 +90,12 @@ class TorchRuntime(Runtime):
         from stagepack_loaders.torch.compilation import compile_stages
 
         return compile_stages(bundle, stages, compile, compiled)
+
+    def move_stages(self, bundle: Bundle, stages: Mapping[int, Any], placement: "Mapping[int, torch.device]") -> None:
+        """See `Runtime`. Stages that are moved to one device share the tensors that they shared before."""
+        from stagepack_loaders.torch.moving import move_stages
+
+        move_stages(bundle, stages, placement)
 
     def compile_seconds(self) -> float:
         """See `Runtime`."""

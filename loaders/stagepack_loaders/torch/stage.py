@@ -1,7 +1,7 @@
 """A stage as a `torch.nn.Module`."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -11,6 +11,8 @@ from torch.fx import GraphModule
 from stagepack.format.graph import Graph
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.callable_stage import bind_inputs, check_inputs
+from stagepack_loaders.exchange import to_runtime
+from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.called_module import called_modules, connect
 from stagepack_loaders.torch.container import Container
 from stagepack_loaders.torch.gated_module import GatedModule
@@ -95,7 +97,7 @@ class TorchStage(Container):
         """Run the stage.
 
         Args:
-            *args: the inputs, in order.
+            *args: the inputs, in order. Arrays of numpy are taken as tensors.
             **kwargs: the inputs, by edge name.
 
         Raises:
@@ -104,6 +106,8 @@ class TorchStage(Container):
         bound_inputs = bind_inputs(self.graph.inputs, args, kwargs)
         if not torch.compiler.is_compiling():
             check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols)
+            runtime = find_runtime(self.runtime)
+            return self.run([to_runtime(bound_inputs[value.name], value, runtime) for value in self.graph.inputs])
         return self.run(list(bound_inputs.values()))
 
     def weights(self) -> list[torch.Tensor]:
@@ -126,6 +130,32 @@ class TorchStage(Container):
         module = self._code.graph_module if compiled_module is None else compiled_module
         outputs: tuple[Any, ...] = module(*moved_values, *(self.weights() if weights is None else weights))
         return outputs
+
+    def reason_to_stay(self) -> str:
+        """Return why `move` is not possible; empty if it is."""
+        compiled_module = self._code.compiled_module
+        if self.residency is not None:
+            return "it has device_memory, and its weights pass through the memory of its device"
+        if compiled_module is not None and not isinstance(compiled_module, GatedModule):
+            return "it is compiled for its device"
+        return "it was loaded with modules=True" if self._code.module_calls else ""
+
+    def state(self) -> list[torch.Tensor]:
+        """Return the buffers that calls write."""
+        return self._state.tensors()
+
+    def move(self, code: StageCode, device: torch.device, move_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Run on another device from now on.
+
+        Args:
+            code: what the stage runs there.
+            device: the device.
+            move_tensor: returns a tensor on this device in the place of one of the weights.
+        """
+        for slot in self._slots:
+            slot.put(move_tensor(slot.get()))
+        self._state.move(device)
+        self._code, self.device = code, device
 
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading.

@@ -52,6 +52,14 @@ class StageState:
                 )
             buffer_memory.copy_(self._initial[memory_index])
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now."""
+        return [slot.get() for slot, _ in self._written]
+
+    def move(self, device: torch.device) -> None:
+        """Keep the content at loading on another device, where the buffers are."""
+        self._initial = [initial_content.to(device) for initial_content in self._initial]
+
     def fresh(self) -> list[torch.Tensor]:
         """Return new memory with the content at loading."""
         return [initial_content.clone(memory_format=torch.contiguous_format) for initial_content in self._initial]
