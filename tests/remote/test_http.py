@@ -1,6 +1,7 @@
 """Bundles on an HTTP server: what is downloaded, and what a server that fails or lies gets."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -260,6 +261,10 @@ def test_a_lie_of_a_server_without_ranges_is_refused(server: HttpServer, cache: 
 def test_a_download_goes_on_where_it_stopped(server: HttpServer, served: Path, cache: Path) -> None:
     def fail_second_chunk(name: str, _index: int, reply: Reply) -> None:
         if name == FILE and reply.headers["Content-Range"].startswith(f"bytes {CHUNK_BYTES}-"):
+            deadline = time.monotonic() + 0.3
+            while server.sent[FILE] < CHUNK_BYTES and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.1)  # until the first chunk is written
             reply.body, reply.status, reply.headers = b"", 403, {"Content-Length": "0"}
         elif name == FILE:
             reply.piece_bytes = 2**24
@@ -267,6 +272,7 @@ def test_a_download_goes_on_where_it_stopped(server: HttpServer, served: Path, c
     server.misbehave = fail_second_chunk
     bundle = stagepack.open(f"{server.url}/large.stagepack")
     for _ in range(50):  # until the first chunk has come before the second one failed
+        server.sent.clear()
         with pytest.raises(RemoteError, match=r"403"):
             bundle.fetch([FILE])
         if part_files(cache)[0].stat().st_blocks * 512 >= CHUNK_BYTES:
