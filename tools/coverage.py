@@ -77,13 +77,14 @@ def main() -> None:
     )
     parser.add_argument(
         "--side",
+        action="append",
         choices=[side.__name__ for side in dict.fromkeys((*SIDES, *LIBRARY_SIDES))],
-        help="run this side alone, and keep the others",
+        help="run this side, or several, and keep the others",
     )
     parser.add_argument("--libraries", action="store_true", help="run the models of libraries")
     options = parser.parse_args()
     all_sides = LIBRARY_SIDES if options.libraries else SIDES
-    sides = [side for side in all_sides if options.side in (None, side.__name__)]
+    sides = [side for side in all_sides if not options.side or side.__name__ in options.side]
     kept = read(PAGE.read_text())
     if options.libraries:
         found = run_libraries([case for case in LIBRARY_CASES if options.only in case.name], sides)

@@ -1,5 +1,7 @@
 """The line of a user's code that an error came from."""
 
+import importlib.metadata
+import linecache
 import os
 import sys
 import sysconfig
@@ -28,7 +30,8 @@ def error_location(error: BaseException) -> str:
     If the error itself has no such frame, its causes are searched.
 
     Returns:
-        Such as ``"net.py, line 7, in forward"``, with the file relative to the current folder. Empty if there is no such frame.
+        Such as ``"net.py, line 7, in forward"``, with the file relative to the current folder. Of code of a library, its package and the
+        line itself, too: ``"timm 1.0.31, timm/layers/mlp.py, line 45, in forward: x = self.fc1(x)"``. Empty if there is no such frame.
     """
     seen_ids: set[int] = set()
     cause: BaseException | None = error
@@ -57,6 +60,20 @@ def _is_library(file_name: str) -> bool:
 
 def _format(file_name: str, line: int, function: str) -> str:
     path = Path(file_name)
+    in_function = "" if function == "<module>" else f", in {function}"
+    if installed := _INSTALLED_FOLDERS & set(path.parts):
+        # Code of a library, which the reader has not at hand.
+        module_path = Path(*path.parts[path.parts.index(installed.pop()) + 1 :])
+        source = linecache.getline(file_name, line).strip()
+        return f"{_package(module_path.parts[0])}{module_path}, line {line}{in_function}" + (
+            f": {source}" if source else ""
+        )
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    return f"{path}, line {line}" + ("" if function == "<module>" else f", in {function}")
+    return f"{path}, line {line}{in_function}"
+
+
+def _package(module_name: str) -> str:
+    """The package of a module with its version; empty if it has none."""
+    packages = importlib.metadata.packages_distributions().get(module_name)
+    return f"{packages[0]} {importlib.metadata.version(packages[0])}, " if packages else ""

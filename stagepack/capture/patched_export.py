@@ -39,7 +39,7 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     calls, modes = TracedCalls(), TracedModes()
     config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
     try:
-        with preserve_module(model), suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant():
+        with preserve_module(model), suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model):
             program = exporter_module.DynamoExporter().export_program(model, input_of_parameter, config)[0]
     except Exception as error:
         raise CaptureError(with_location(format_torch_error(error), error)) from error

@@ -88,7 +88,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
     with preserve_module(model), explicit_signature(model, inputs):
         dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
         try:
-            with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant():
+            with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model):
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
             message = f"{model_class} cannot be captured: {format_torch_error(error)}"

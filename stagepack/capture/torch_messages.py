@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import logging
+import re
 import sys
 from collections.abc import Iterator
 
@@ -17,13 +18,15 @@ _ADVICE_PREFIXES = (
     "User Stack",
 )
 _LONGEST_REASON = 600  # characters
+# The innermost frame that is not torch's, which may be ours; `error_location` finds that of the model.
+_CAUSED_BY = re.compile(r" *Caused by: \([^()]*\)")
 
 
 def format_torch_error(error: BaseException) -> str:
     """Return the reason of an error of torch on one line, without its advice on logging and debugging."""
     lines = map(str.strip, str(error).splitlines())
-    reason = itertools.takewhile(lambda line: not line.startswith(_ADVICE_PREFIXES), lines)
-    return " ".join(filter(None, reason))[:_LONGEST_REASON] or type(error).__name__
+    reason = " ".join(filter(None, itertools.takewhile(lambda line: not line.startswith(_ADVICE_PREFIXES), lines)))
+    return _CAUSED_BY.sub("", reason)[:_LONGEST_REASON] or type(error).__name__
 
 
 @contextlib.contextmanager

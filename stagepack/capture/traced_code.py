@@ -1,6 +1,7 @@
 """Code of models that ``torch.export`` traces wrongly, traced as it is meant."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,13 +17,49 @@ _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
 
 
 @contextlib.contextmanager
-def traced_as_meant() -> Iterator[None]:
+def traced_as_meant(model: torch.nn.Module) -> Iterator[None]:
     """Trace what `torch.export` would stop at, or fix to the sizes of the example, within the ``with`` block.
 
-    Recurrent layers take sequences of any length; ``tensor.data`` is ``tensor.detach()``; ``tensor.chunk`` cuts any size into parts.
+    Recurrent layers take sequences of any length; ``tensor.data`` is ``tensor.detach()``; ``tensor.chunk`` cuts any size into equal
+    parts; in the packages of the model, ``len(tensor)`` is a size that may change.
+
+    Args:
+        model: the model that is traced.
     """
-    with sequences_of_any_length(), _TracedFunctions():
+    with sequences_of_any_length(), _TracedFunctions(), _length_in_packages(model):
         yield
+
+
+@contextlib.contextmanager
+def _length_in_packages(model: torch.nn.Module) -> Iterator[None]:
+    """Define ``len`` in the modules of the packages that the classes of a model are from, but not in those of torch.
+
+    It is not replaced for all code: the compiler of torch knows the builtin function by its identity.
+    """
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "builtins"}
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in packages and "len" not in _globals(module)
+    ]
+    for module in modules:
+        _globals(module)["len"] = _length
+    try:
+        yield
+    finally:
+        for module in modules:
+            del _globals(module)["len"]
+
+
+def _globals(module: Any) -> dict[str, Any]:
+    """The names of a module, of whatever class it is."""
+    names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return names
+
+
+def _length(value: Any, /) -> Any:
+    """``len``, which is a number of Python for all but tensors of a trace: a number would fix the size."""
+    return value.shape[0] if type(value) is FakeTensor and value.ndim else len(value)
 
 
 class _TracedFunctions(TorchFunctionMode):

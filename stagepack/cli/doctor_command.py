@@ -42,6 +42,7 @@ def command(source: str, inputs_function: str | None, as_json: bool) -> None:
     """
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
+        from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch
         from stagepack.capture.diagnosis import find_failing_modules, try_captures  # noqa: PLC0415 - torch, slow to import
         from stagepack.capture.source_argument import load_source_argument  # noqa: PLC0415 - the same
 
@@ -55,10 +56,19 @@ def command(source: str, inputs_function: str | None, as_json: bool) -> None:
         if not is_captured and attempts[0].error is None:
             next_step("trying the modules")
             failing = find_failing_modules(model, inputs)
+    advice = capture_advice([*(attempt.error or "" for attempt in attempts), *(module.error for module in failing)])
     if as_json:
-        print_json({"source": source, "attempts": [*map(asdict, attempts)], "modules": [*map(asdict, failing)]})
+        facts = {
+            "source": source,
+            "attempts": [*map(asdict, attempts)],
+            "modules": [*map(asdict, failing)],
+            "advice": advice,
+        }
+        print_json(facts)
     else:
         _print_diagnosis(attempts, failing)
+        for sentence in advice:
+            print_line(f"has worked: {sentence}")
     sys.exit(0 if is_captured else 1)
 
 

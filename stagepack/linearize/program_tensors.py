@@ -25,6 +25,7 @@ def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, tor
         UnsupportedError: a constant is not a tensor.
     """
     tensors: dict[str, tuple[WeightKind, torch.Tensor]] = {}
+    used_names = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     for spec in program.graph_signature.input_specs:
         kind = _weight_kind(spec)
         if kind is not None:
@@ -34,6 +35,8 @@ def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, tor
                 if kind in ("parameter", "buffer")
                 else _constant_tensor(program, weight_name)
             )
+            if kind == "non_persistent_buffer" and spec.arg.name not in used_names and tensor.layout != torch.strided:
+                continue  # for code outside of the forward, such as whisper's sparse `alignment_heads`
             tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(weight_name, tensor)}
     return tensors
 

@@ -84,6 +84,21 @@ def test_a_batch_that_is_doubled_and_halved_keeps_any_size(tmp_path: Path) -> No
     assert_right(Pairs(), inputs, (torch.randn(5, 4), torch.randn(5, 4)), tmp_path)
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unused", torch.eye(2).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(len(x)).expand(4, len(x)).T
+
+
+def test_the_length_of_a_tensor_may_change_and_sparse_buffers_may_be_unused(tmp_path: Path) -> None:
+    inputs = stagepack.Inputs(args=(torch.randn(2, 4),), dynamic_shapes=({0: BATCH},))
+    assert_right(Counts(), inputs, (torch.randn(5, 4),), tmp_path)
+    assert "len" not in globals()
+
+
 class Limited(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sin() if x.shape[0] >= 32 else x.cos()

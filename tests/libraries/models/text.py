@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.inputs import Inputs
-from tests.libraries.case import Make, made, table
+from tests.libraries.case import Make, batched, made, table
 from tests.zoo.architectures.build import BATCH, SMALL, TOKENS, ids, tokens
 
 _LLAMA = {**SMALL, "num_key_value_heads": 2}
@@ -85,6 +85,9 @@ def _other_adapter(kind: str, **config: Any) -> Make:
 
 
 _CHAT = tokens("attention_mask", use_cache=False)
+_CHAT_OF_ONE_LENGTH = batched(
+    lambda: {"input_ids": ids(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.long), "use_cache": False}
+)
 
 CASES = [
     *table(
@@ -104,8 +107,10 @@ CASES = [
                 ),
                 _CHAT,
             ),
-            "prompt-tuning": (_other_adapter("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4), _CHAT),
-            "prefix-tuning": (_other_adapter("PrefixTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4), _CHAT),
+            "prompt-tuning": (
+                _other_adapter("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
+                _CHAT_OF_ONE_LENGTH,
+            ),
         },
     ),
     *table("sentence-transformers", {"bert": (_sentence_transformer, _features)}, libraries=("sentence_transformers",)),

@@ -1,0 +1,63 @@
+"""What has worked for models that ``torch.export`` refuses, by what its error says. The guide "Recipes" of the docs has the code."""
+
+from collections.abc import Iterable
+from typing import Final
+
+_ADVICE: Final = (
+    (
+        ("Could not guard on data-dependent", "Data-dependent branching"),
+        (
+            "the line asks a tensor for an answer that only data has: use torch.cond or torch.where, replace the function in the factory "
+            "of the model, or pass the program of torch.export.draft_export, which asserts the example's answer"
+        ),
+    ),
+    (
+        ("Could not extract specialized integer", "aten._local_scalar_dense"),
+        (
+            "the line makes a number of a tensor's data: take the number from a size or the configuration, or export the modules before "
+            "the line as entry points"
+        ),
+    ),
+    (
+        ("Specializations unexpectedly required", "your code specialized it to be a constant"),
+        "the model fixes a size that dynamic_shapes lets change: leave it out, or replace int(...) and numbers of Python in the line",
+    ),
+    (("must be bool, not SymBool",), "a size decides an argument that must be a bool: pass bool(...) of it"),
+    (
+        ("in output, which is not a known type", "is not supported or pytree-flattenable"),
+        (
+            "the model returns an object that is no container of tensors: return its tensors from a module around the model, or turn it "
+            "off by an argument such as use_cache=False"
+        ),
+    ),
+    (
+        ("Unsupported input type",),
+        "an input is no tensor, number or container of them: make it in a module around the model",
+    ),
+    (
+        ("There was no fake impl registered", "no fake impl", "with arguments from the 'Meta' backend"),
+        (
+            "an operator does not tell the shapes of its results: torch.library.register_fake does; eager-mode quantized modules have "
+            "none, torchao's have"
+        ),
+    ),
+    (
+        ("fake tensor in the exported program constant",),
+        "the model keeps a tensor outside of its parameters and buffers, and writes it: register it as a buffer",
+    ),
+)
+
+
+def capture_advice(errors: Iterable[str]) -> list[str]:
+    """Return what has worked for models with such errors.
+
+    Args:
+        errors: the messages of failed captures.
+
+    Returns:
+        One sentence for each cause that is known, each once.
+    """
+    texts = list(errors)
+    return [
+        sentence for patterns, sentence in _ADVICE if any(pattern in text for pattern in patterns for text in texts)
+    ]
