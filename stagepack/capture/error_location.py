@@ -63,7 +63,7 @@ def _format(file_name: str, line: int, function: str) -> str:
     in_function = "" if function == "<module>" else f", in {function}"
     if installed := _INSTALLED_FOLDERS & set(path.parts):
         # Code of a library, which the reader has not at hand.
-        module_path = Path(*path.parts[path.parts.index(installed.pop()) + 1 :])
+        module_path = Path(*path.parts[path.parts.index(next(iter(installed))) + 1 :])
         source = linecache.getline(file_name, line).strip()
         return f"{_package(module_path.parts[0])}{module_path}, line {line}{in_function}" + (
             f": {source}" if source else ""

@@ -25,7 +25,8 @@ _CAUSED_BY = re.compile(r" *Caused by: \([^()]*\)")
 def format_torch_error(error: BaseException) -> str:
     """Return the reason of an error of torch on one line, without its advice on logging and debugging."""
     lines = map(str.strip, str(error).splitlines())
-    reason = " ".join(filter(None, itertools.takewhile(lambda line: not line.startswith(_ADVICE_PREFIXES), lines)))
+    reason_lines = itertools.takewhile(lambda line: not line.startswith(_ADVICE_PREFIXES), lines)
+    reason = " ".join(filter(None, reason_lines))
     return _CAUSED_BY.sub("", reason)[:_LONGEST_REASON] or type(error).__name__
 
 

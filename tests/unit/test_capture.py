@@ -103,3 +103,16 @@ def test_numpy_arrays_are_example_inputs(tmp_path: Path) -> None:
     assert numpy.array_equal(answer, numpy.full((2, 3), 6, numpy.float32))
     with pytest.raises(CaptureError, match="an array of object has no tensor"):
         stagepack.export(Sum(), (numpy.array([Sum()]),), out=tmp_path / "objects.stagepack")
+
+
+def test_an_error_in_a_library_has_its_package_and_its_line(x: torch.Tensor, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Calls(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            transformers.activations.get_activation("none")
+            return x
+
+    line = r"transformers [\d.]+, transformers/activations.py, line \d+, in get_activation: raise KeyError"
+    with pytest.raises(CaptureError, match=line):
+        stagepack.export(Calls(), (x,), out=tmp_path / "m.stagepack")

@@ -52,7 +52,7 @@ def _whisper_decoder() -> torch.nn.Module:
     """The decoder for more than one token at a time."""
     from whisper import model
 
-    attention = torch.nn.functional.scaled_dot_product_attention
+    attention: Any = torch.nn.functional.scaled_dot_product_attention
 
     def masked(*args: Any, is_causal: Any = False, **kwargs: Any) -> torch.Tensor:
         # What a size decides is a number of torch, which the operator does not take.
