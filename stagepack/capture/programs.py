@@ -159,7 +159,7 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
         CaptureError: the file is missing, or is not a ``.pt2`` file that this version of torch reads.
     """
     if not os.path.exists(path):
-        raise CaptureError(f"{path}: no such file")
+        raise CaptureError(f"{path}: no such file: expected a .pt2 file that torch.export.save wrote")
     if not zipfile.is_zipfile(path):
         raise CaptureError(f"{path}: expected a .pt2 file that torch.export.save wrote")
     log_records: list[logging.LogRecord] = []
