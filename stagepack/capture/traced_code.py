@@ -1,5 +1,6 @@
 """Code of models that ``torch.export`` traces wrongly, traced as it is meant."""
 
+import builtins
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from stagepack.capture.recurrent_layers import sequences_of_any_length
 from stagepack.torch_internals import FakeTensor
 
+# An entry point is captured as a module of stagepack's own.
+_OTHER_PACKAGES: Final = {"torch", "builtins", "stagepack"}
 _READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
 
@@ -32,11 +35,11 @@ def traced_as_meant(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _length_in_packages(model: torch.nn.Module) -> Iterator[None]:
-    """Define ``len`` in the modules of the packages that the classes of a model are from, but not in those of torch.
+    """Define ``len`` in the modules of the packages that the classes of a model are from, but not in torch.
 
     It is not replaced for all code: the compiler of torch knows the builtin function by its identity.
     """
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "builtins"}
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - _OTHER_PACKAGES
     modules = [
         module
         for name, module in list(sys.modules.items())
@@ -59,7 +62,7 @@ def _globals(module: Any) -> dict[str, Any]:
 
 def _length(value: Any, /) -> Any:
     """``len``, which is a number of Python for all but tensors of a trace: a number would fix the size."""
-    return value.shape[0] if type(value) is FakeTensor and value.ndim else len(value)
+    return value.shape[0] if type(value) is FakeTensor and value.ndim else builtins.len(value)
 
 
 class _TracedFunctions(TorchFunctionMode):
