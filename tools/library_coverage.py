@@ -110,8 +110,11 @@ def _tensors(leaves: Sequence[object]) -> dict[str, torch.Tensor]:
     }
 
 
-def library_table(cases: Sequence[LibraryCase], found: Mapping[tuple[str, str], Cells]) -> Iterator[str]:
+def library_table(all_cases: Sequence[LibraryCase], found: Mapping[tuple[str, str], Cells]) -> Iterator[str]:
     """The lines of a page on the models of libraries."""
+    cases = [case for case in all_cases if (case.name, "fresh") in found]
+    if not cases:
+        return
     yield from ("", "## Models of libraries", "")
     yield (
         "Written by `make coverage-libraries`; each line is a model of `tests/libraries`, made by the constructor of its library with "
@@ -123,7 +126,9 @@ def library_table(cases: Sequence[LibraryCase], found: Mapping[tuple[str, str], 
     yield "- **eager**: the captured program against the model itself; where torch computes an operator otherwise in a captured program,"
     yield "  the largest difference."
     yield "- **.pt2**: the whole program, as `torch.export.save` writes it, in a fresh process without the library."
-    yield "- **pipelining** and **ONNX Runtime** as above."
+    yield "- **pipelining** and **ONNX Runtime** as above; empty where they were not run yet."
+    yield ""
+    yield f"{len(cases)} of {len(all_cases)} models were run."
     yield ""
     yield (
         "| | models | stagepack right | eager right | .pt2 right | pipelining right | of other sizes | stagepack right | .pt2 right "

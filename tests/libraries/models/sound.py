@@ -174,7 +174,7 @@ CASES = [
                     rnn_neurons=16,
                     dnn_neurons=16,
                 ),
-                batch_of((40, 20)),
+                fixed(lambda: (torch.randn(2, 40, 20),)),  # the batch is a number of Python in its recurrent layers
             ),
             "xvector": (
                 made(
