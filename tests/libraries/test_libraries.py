@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from stagepack.errors import CaptureError
 from tests.libraries.case import LibraryCase
-from tests.libraries.cases import CASES, QUICK
+from tests.libraries.cases import CASES, QUICK, REFUSED, REFUSED_CASES
 from tests.roundtrip.fresh_process import Runner, assert_right_in_fresh_process, started_runner
 from tests.zoo.test_zoo import name_of
 
@@ -29,3 +30,11 @@ def test_bit_exact(case: LibraryCase, tmp_path: Path, runner: Runner) -> None:
     assert_right_in_fresh_process(
         case.capture(), operators=case.operators, stage_counts=STAGES, folder=tmp_path, runner=runner
     )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("case", REFUSED_CASES, ids=lambda case: name_of(case))
+def test_what_is_not_captured_is_refused_with_the_reason(case: LibraryCase) -> None:
+    with pytest.raises(CaptureError, match=REFUSED[case.name]):
+        case.capture()
