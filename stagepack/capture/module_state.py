@@ -27,8 +27,9 @@ def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()
     """Restore a module after the ``with`` block, whether the block succeeds or fails.
 
     Covered are the attributes of the module and its submodules, and of modules in other attributes; the dicts, lists, deques and sets
-    that these attributes hold, nested ones included; the content of the buffers and of the tensors `written`; and the state of torch's
-    random number generators. Nothing is written that did not change. Attributes of other objects that the module holds are not covered.
+    that these attributes hold, nested ones included; the attributes of the objects that they hold, if the classes of these come from the
+    packages of the model's classes; the content of the buffers and of the tensors `written`; and the state of torch's random number
+    generators. Nothing is written that did not change.
 
     Args:
         model: the module to restore.
@@ -60,6 +61,7 @@ def _try_restore(kind: str, restore: Callable[[], None], failures: list[str]) ->
 def _save_containers(model: torch.nn.Module) -> Iterator[_SavedState]:
     """Save the attributes of all modules, and the containers in them."""
     pending: list[Any] = [vars(module) for module in model.modules()]
+    packages = model_packages(model)
     seen_ids: set[int] = set()
     while pending:
         container = pending.pop()
@@ -83,8 +85,20 @@ def _save_containers(model: torch.nn.Module) -> Iterator[_SavedState]:
             # One that is no submodule, but an attribute like any other.
             case torch.nn.Module():
                 pending.append(vars(container))
-            case _:
-                pass
+            case _ if _package(type(container)) in packages:
+                # Such as a cache of positions, which the code fills when it first runs.
+                with contextlib.suppress(AttributeError):  # it has slots
+                    pending.append(object.__getattribute__(container, "__dict__"))
+
+
+def model_packages(model: torch.nn.Module) -> set[str]:
+    """Return the names of the packages that the classes of a model come from, but for torch."""
+    # An entry point is captured as a module of stagepack's own.
+    return {_package(type(module)) for module in model.modules()} - {"torch", "builtins", "stagepack"}
+
+
+def _package(object_class: type) -> str:
+    return str(object_class.__module__).partition(".")[0]
 
 
 def _base_class(container: Any, classes: tuple[type, ...]) -> Any:

@@ -10,11 +10,10 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
+from stagepack.capture.module_state import model_packages
 from stagepack.capture.recurrent_layers import sequences_of_any_length
 from stagepack.torch_internals import FakeTensor
 
-# An entry point is captured as a module of stagepack's own.
-_OTHER_PACKAGES: Final = {"torch", "builtins", "stagepack"}
 _READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
 
@@ -39,19 +38,20 @@ def _length_in_packages(model: torch.nn.Module) -> Iterator[None]:
 
     It is not replaced for all code: the compiler of torch knows the builtin function by its identity.
     """
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - _OTHER_PACKAGES
-    modules = [
-        module
+    packages = model_packages(model)
+    # A module may have several names.
+    namespaces = {
+        id(module): _globals(module)
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] in packages and "len" not in _globals(module)
-    ]
-    for module in modules:
-        _globals(module)["len"] = _length
+    }
+    for namespace in namespaces.values():
+        namespace["len"] = _length
     try:
         yield
     finally:
-        for module in modules:
-            del _globals(module)["len"]
+        for namespace in namespaces.values():
+            namespace.pop("len", None)
 
 
 def _globals(module: Any) -> dict[str, Any]:

@@ -123,6 +123,36 @@ def test_a_list_that_holds_itself_is_restored() -> None:
     assert loop[0] is loop
 
 
+class Positions:
+    """A table that is made by the first call, as some models keep it in an object that is no module."""
+
+    def __init__(self) -> None:
+        self.table: list[torch.Tensor] | None = None
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = [torch.arange(8.0).cos()]
+        return self.table[0][ids]
+
+
+class NetWithPositions(nn.Module):
+    """A module with an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.positions(ids) + 1
+
+
+def test_the_attributes_of_objects_are_restored(tmp_path: Path) -> None:
+    net, ids = NetWithPositions(), torch.arange(4)
+    bundle = stagepack.export(net, (ids,), out=tmp_path / "m.stagepack")
+    assert net.positions.table is None
+    assert torch.equal(net(ids), stagepack.load(bundle)(ids))
+
+
 def test_a_capture_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     net = Net(fail=True)
     with pytest.raises(CaptureError, match="Net cannot be captured: not today"):
