@@ -30,13 +30,15 @@ from stagepack_loaders.distributed.link_listener import LinkListener, connect_li
 from stagepack_loaders.distributed.loading_progress import loading_progress
 from stagepack_loaders.distributed.local_links import LocalLinks
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
-from stagepack_loaders.distributed.routes import Route, find_routes
+from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage
 from stagepack_loaders.registry import find_runtime
 
 # Weights may take long to read; a process that ends meanwhile is found by the launcher.
 _LOAD_SECONDS = 24 * 3600.0
+# How much longer than the front the other processes wait for all to come.
+_FURTHER_SECONDS = 2.0
 
 
 class GroupOptions(Struct, frozen=True, kw_only=True):
@@ -161,9 +163,10 @@ def join_group(
         ConnectionLostError: a process has gone.
     """
     with contextlib.closing(LinkListener()) as listener:
-        identities = exchange_identities(
-            store, rank, size, own_identity(bundle, listener.name), seconds=options.start_seconds, check=check
-        )
+        # The front gives up first, and names the processes that are missing.
+        seconds = options.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)
+        identity = own_identity(bundle, listener.name)
+        identities = exchange_identities(store, rank, size, identity, seconds=seconds, check=check)
         stage_numbers = [number for number, stage_rank in enumerate(options.rank_of_stage) if stage_rank == rank]
         stages: dict[int, LoadedStage] = {}
         with loading_progress(store, rank, bundle, options.rank_of_stage) as progress:
