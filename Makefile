@@ -85,6 +85,7 @@ coverage: $(VENV)/ready
 	$(BIN)/python -m tools.coverage
 
 coverage-libraries: $(LIBRARIES)/ready
+	LIBRARY_COVERAGE=eager,program_file,theirs,onnx OMP_NUM_THREADS=1 $(LIBRARIES)/bin/python -m pytest -n 2 --dist loadgroup tests/libraries/test_libraries.py
 	$(LIBRARIES)/bin/python -m tools.coverage --libraries
 
 # torch versions differ in their warnings too, which the tests of the pinned version treat as errors.

@@ -2,7 +2,8 @@
 
 Each model runs in a process of its own, two at a time. Ours is what the test of the zoo says; theirs is cut in three even parts and
 held to the same answers; onnx is what ONNX Runtime answers, to the whole model and cut in three. `tools/training_coverage.py` trains both.
-With `--libraries`, the models of `tests/libraries` run, see `tools/library_coverage.py`; what the page says of others is kept.
+With `--libraries`, the page gets what `make coverage-libraries` has written about the models of `tests/libraries`, see
+`tools/library_coverage.py`, and no model runs.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import Capture
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
@@ -30,13 +32,14 @@ from stagepack.graph.repeat_search import find_repeats
 from stagepack.linearize import linearize_program
 from tests.libraries.case import LibraryCase
 from tests.libraries.cases import CASES as LIBRARY_CASES
+from tests.libraries.cases import REFUSED as REFUSED_LIBRARIES
 from tests.zoo import in_onnxruntime
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
 from tests.zoo.cases import ARCHITECTURES, CASES, EXAMPLES, ROWS
 from tests.zoo.test_zoo import test_bit_exact
 from tools import library_coverage, pipelining
-from tools.library_coverage import captured_case, eager, fresh, library_table, program_file
+from tools.library_coverage import captured_case, eager, library_table, program_file, read_results, write_result
 from tools.training_coverage import TrainingError, our_training, their_training, training_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
@@ -78,18 +81,15 @@ def main() -> None:
     parser.add_argument(
         "--side",
         action="append",
-        choices=[side.__name__ for side in dict.fromkeys((*SIDES, *LIBRARY_SIDES))],
+        choices=[side.__name__ for side in SIDES],
         help="run this side, or several, and keep the others",
     )
-    parser.add_argument("--libraries", action="store_true", help="run the models of libraries")
+    parser.add_argument("--libraries", action="store_true", help="write what is known of the models of libraries")
     options = parser.parse_args()
-    all_sides = LIBRARY_SIDES if options.libraries else SIDES
-    sides = [side for side in all_sides if not options.side or side.__name__ in options.side]
+    sides = [side for side in SIDES if not options.side or side.__name__ in options.side]
     kept = read(PAGE.read_text())
-    if options.libraries:
-        found = run_libraries([case for case in LIBRARY_CASES if options.only in case.name], sides)
-    else:
-        found = run([(case, side) for case in CASES if options.only in case.name for side in sides])
+    work = [(case, side) for case in CASES if options.only in case.name for side in sides]
+    found = read_results() if options.libraries else run(work)
     PAGE.write_text("\n".join(text(kept | found)) + "\n")
 
 
@@ -154,7 +154,7 @@ def onnx(case: Case) -> Cells:
 
 
 SIDES: tuple[Side, ...] = (ours, theirs, onnx, our_training, their_training)
-LIBRARY_SIDES: tuple[Callable[[Any], Cells], ...] = (fresh, eager, program_file, theirs, onnx)
+LIBRARY_SIDES: tuple[Callable[[Any], Cells], ...] = (eager, program_file, theirs, onnx)
 
 
 def read(page: str) -> Found:
@@ -184,20 +184,14 @@ def run(work: list[tuple[Case, Side]]) -> Found:
         return {(case.name, side.__name__): answer for (case, side), answer in zip(work, answers, strict=True)}
 
 
-def run_libraries(cases: Sequence[LibraryCase], sides: Sequence[Side]) -> Found:
-    """Run all sides of each model in processes of their own, after it was captured once."""
-
-    def all_sides(case: Any) -> Cells:
-        captured = captured_case(case)
-        return tuple(cell for side in sides for cell in (*_in_a_process(captured, side), NONE)[:2])
-
-    found: Found = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for case, cells in zip(cases, pool.map(lambda case: _in_a_process(case, all_sides), cases), strict=True):
-            if len(cells) < 2 * len(sides):  # not captured
-                cells = cells * len(sides)
-            found |= {(case.name, side.__name__): cells[2 * index : 2 * index + 2] for index, side in enumerate(sides)}
-    return found
+def record_library(case: LibraryCase, capture: Capture, side_names: Collection[str]) -> None:
+    """Write down that the stages of a model of a library answered right, and what these sides make of it that have no result yet."""
+    has_other_size = other_size(capture.program, capture.inputs) is not capture.inputs
+    write_result(case.name, "fresh", (RIGHT, RIGHT if has_other_size else NONE))
+    known = read_results()
+    for side in LIBRARY_SIDES:
+        if side.__name__ in side_names and (case.name, side.__name__) not in known:
+            write_result(case.name, side.__name__, _in_a_process(captured_case(case, capture), side))
 
 
 def _in_a_process(case: Case, side: Side) -> Cells:
@@ -299,7 +293,7 @@ def text(found: Found) -> Iterator[str]:
         for which in ("our_training", "their_training")
     ]
     yield from training_table((case.name for case in CASES), *trained)
-    yield from library_table(LIBRARY_CASES, found)
+    yield from library_table(LIBRARY_CASES, found, REFUSED_LIBRARIES)
     yield from ("", "## Not captured", "")
     yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
     yield ""

@@ -1,5 +1,10 @@
-"""The part of `docs/coverage.md` on models of libraries: what each side makes of a model of `tests/libraries`."""
+"""The part of `docs/coverage.md` on models of libraries: what each side makes of a model of `tests/libraries`.
 
+`make coverage-libraries` runs the tests of these models. They write the results, a JSON line for each model and side, into a file that a
+run which was interrupted goes on with.
+"""
+
+import json
 import subprocess
 import sys
 import tempfile
@@ -13,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from stagepack.capture.programs import Capture
 from tests.libraries.case import LibraryCase
-from tests.libraries.test_libraries import STAGES
-from tests.roundtrip.fresh_process import assert_right_in_fresh_process, started_runner
+from tests.libraries.cases import STAGES
 from tests.zoo.case import answers, captured_answers, other_size
 
+RESULTS = Path(__file__).parents[1] / "build" / "library-coverage.jsonl"
 RIGHT, WRONG, NONE = "right", "wrong", ""
 COLUMNS = 12  # of the table of models
 _PROGRAM_SCRIPT = Path(__file__).parents[1] / "tests" / "roundtrip" / "run_program.py"
@@ -35,19 +40,9 @@ class CapturedCase(LibraryCase):
         return self.captured
 
 
-def captured_case(case: LibraryCase) -> CapturedCase:
-    """Capture a model."""
-    return CapturedCase(**{entry.name: getattr(case, entry.name) for entry in fields(case)}, captured=case.capture())
-
-
-def fresh(case: LibraryCase) -> Cells:
-    """What the test says of a model, and whether its sizes may change."""
-    capture = case.capture()
-    with tempfile.TemporaryDirectory() as folder, started_runner() as runner:
-        assert_right_in_fresh_process(
-            capture, operators=case.operators, stage_counts=STAGES, folder=Path(folder), runner=runner
-        )
-    return RIGHT, NONE if other_size(capture.program, capture.inputs) is capture.inputs else RIGHT
+def captured_case(case: LibraryCase, capture: Capture) -> CapturedCase:
+    """A model with its capture."""
+    return CapturedCase(**{entry.name: getattr(case, entry.name) for entry in fields(case)}, captured=capture)
 
 
 def eager(case: LibraryCase) -> Cells:
@@ -110,8 +105,10 @@ def _tensors(leaves: Sequence[object]) -> dict[str, torch.Tensor]:
     }
 
 
-def library_table(all_cases: Sequence[LibraryCase], found: Mapping[tuple[str, str], Cells]) -> Iterator[str]:
-    """The lines of a page on the models of libraries."""
+def library_table(
+    all_cases: Sequence[LibraryCase], found: Mapping[tuple[str, str], Cells], refused: Mapping[str, str]
+) -> Iterator[str]:
+    """The lines of a page on the models of libraries: those that are captured, and those that are refused with their reasons."""
     cases = [case for case in all_cases if (case.name, "fresh") in found]
     if not cases:
         return
@@ -128,7 +125,7 @@ def library_table(all_cases: Sequence[LibraryCase], found: Mapping[tuple[str, st
     yield "- **.pt2**: the whole program, as `torch.export.save` writes it, in a fresh process without the library."
     yield "- **pipelining** and **ONNX Runtime** as above; empty where they were not run yet."
     yield ""
-    yield f"{len(cases)} of {len(all_cases)} models were run."
+    yield f"{len(cases)} of {len(all_cases)} models were run. Not captured: {len(refused)}, see below."
     yield ""
     yield (
         "| | models | stagepack right | eager right | .pt2 right | pipelining right | of other sizes | stagepack right | .pt2 right "
@@ -170,6 +167,8 @@ def library_table(all_cases: Sequence[LibraryCase], found: Mapping[tuple[str, st
             for cell in (*found.get((case.name, side), ()), NONE, NONE)[:2]
         ]
         yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/').replace('](', '] (') for cell in cells)} |"
+    yield from ("", "Not captured:", "")
+    yield from (f"- `{name}`: `{reason}`" for name, reason in refused.items())
 
 
 def read_line(cells: Sequence[str]) -> dict[tuple[str, str], Cells]:
@@ -179,6 +178,19 @@ def read_line(cells: Sequence[str]) -> dict[tuple[str, str], Cells]:
         (name, side): tuple(cells[2 + 2 * index : 4 + 2 * index])
         for index, side in enumerate(("fresh", "eager", "program_file", "theirs", "onnx"))
     }
+
+
+def read_results() -> dict[tuple[str, str], Cells]:
+    """The results so far, by model and side."""
+    results = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    return {(result["model"], result["side"]): tuple(result["cells"]) for result in results}
+
+
+def write_result(name: str, side: str, cells: Cells) -> None:
+    """Append the result of one side of a model."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps({"model": name, "side": side, "cells": cells}) + "\n")
 
 
 def _count(found: Sequence[Cells], size: int) -> int:

@@ -32,6 +32,10 @@ def _detector(name: str, **sizes: Any) -> Make:
         # Masks stay as the head makes them, 28 x 28 each: the loop that pastes each one into the picture takes as many steps as there are.
         transform = importlib.import_module("torchvision.models.detection.transform")
         transform.paste_masks_in_image = lambda masks, *_: masks  # type: ignore[attr-defined]
+        # So do heatmaps of keypoints, 56 x 56 each, for the loop that searches the maximum of each one.
+        roi_heads = importlib.import_module("torchvision.models.detection.roi_heads")
+        roi_heads.heatmaps_to_keypoints = lambda maps, _: (maps, maps.amax((2, 3)))  # type: ignore[attr-defined]
+        transform.resize_keypoints = lambda maps, *_: maps  # type: ignore[attr-defined]
         return _vision("get_model", name=name, weights=None, weights_backbone=None, num_classes=4, **sizes)()
 
     return make
@@ -250,6 +254,14 @@ CASES = [
             "detection-faster-rcnn": (
                 _detector(
                     "fasterrcnn_mobilenet_v3_large_320_fpn",
+                    **_SIZES,
+                    box_score_thresh=0.0,
+                ),
+                fixed(_one_picture),
+            ),
+            "detection-keypoint-rcnn": (
+                _detector(
+                    "keypointrcnn_resnet50_fpn",
                     **_SIZES,
                     box_score_thresh=0.0,
                 ),
