@@ -1,6 +1,5 @@
 """The bundles that `stagepack serve` is asked for -> models of the server."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,19 +7,20 @@ from typing import TYPE_CHECKING
 
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.failures import fail
-from stagepack.cli.output import progress
+from stagepack.cli.path_options import given_digest
 from stagepack.cli.process_options import start_processes
 from stagepack.cli.run_options import default_model_name, runtime_of_each_stage
 from stagepack.cli.trace_option import trace_until_closed
 from stagepack.format.reader import Bundle
+from stagepack.opening import open_bundle
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_loaders.base import Verify
     from stagepack_loaders.callable_pipeline import CallablePipeline
-    from stagepack_serving.server.metrics import Metrics
-    from stagepack_serving.server.served_model import ServedModel
+    from stagepack_serving.server.loaded_bundle import LoadedBundle
+    from stagepack_serving.server.model_control import ControlMode
+    from stagepack_serving.server.served_models import ServedModels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,12 @@ class ServeOptions:
     max_restarts: int
     trace_file: Path | None
     imports: tuple[str, ...]
+    check_example: bool
+    repository: Path | None
+    control_mode: "ControlMode"
+    load_names: tuple[str, ...]
+    poll_seconds: float
+    version_count: int | None
     host: str
     http_port: int
     grpc_port: int
@@ -62,71 +68,73 @@ def bundle_paths_by_name(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
     return paths
 
 
-def select_entry_points(bundles: dict[str, Bundle]) -> dict[str, Bundle]:
-    """Return the bundles by the names of models, those with several entry points as a model for each.
+class BundleLoading:
+    """Loads bundles with the options of `stagepack serve`. Implements `BundleLoader`."""
 
-    Args:
-        bundles: the opened bundles by name.
-    """
-    selected_bundles: dict[str, Bundle] = {}
-    for model_name, bundle in bundles.items():
-        for selected in each_entry_point(bundle):
-            name = model_name if bundle.selected is not None else f"{model_name}_{selected.entry_point.name}"
-            if name in selected_bundles:
-                fail(
-                    f"{bundle.location}: expected a distinct name for each model, found {name!r} twice: pass NAME=BUNDLE"
+    def __init__(self, options: ServeOptions, models: "ServedModels") -> None:
+        """Keep the options, and the digest of the command line.
+
+        Args:
+            options: the options of the command line.
+            models: the models of the server, for their limits and metrics.
+        """
+        self._options = options
+        self._models = models
+        self._digest = given_digest()
+
+    def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> "LoadedBundle | None":
+        """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
+        from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
+
+        bundle = open_bundle(path, digest=self._digest)
+        if bundle.digest == unless_digest:
+            return None
+        with ExitStack() as closing:
+            pipelines = self._load_pipelines(model_name, bundle, closing)
+            if pipelines is None:
+                return None
+            models = []
+            for name, pipeline in pipelines.items():
+                model = ServedModel(
+                    name,
+                    pipeline.bundle,
+                    pipeline,
+                    self._models.limits,
+                    self._models.metrics,
+                    version=str(version),
+                    check_example=self._options.check_example,
                 )
-            selected_bundles[name] = selected
-    return selected_bundles
+                closing.callback(model.close, 0)
+                models.append(model)
+            end_processes = closing.pop_all().close
+        return LoadedBundle(version=version, digest=bundle.digest, models=models, end_processes=end_processes)
 
-
-def load_models(
-    bundles: dict[str, Bundle], options: ServeOptions, limits: ServerLimits, metrics: "Metrics", closing: ExitStack
-) -> "list[ServedModel] | None":
-    """Load the models.
-
-    Args:
-        bundles: the bundles by the names of the models, each at one entry point.
-        options: the options of the command line.
-        limits: the limits of the server.
-        metrics: the metrics of the server.
-        closing: ends processes that are started for the models.
-
-    Returns:
-        The models; None in a process that torchrun has started to run stages, when the server has ended.
-    """
-    from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - after the arguments are checked
-
-    models = []
-    with progress("loading") as next_step:
-        loaded_together = (
-            {} if options.processes or is_launched_group() else _load_together(bundles, options, next_step)
-        )
-        for model_name, bundle in bundles.items():
-            next_step(f"loading {model_name}")
-            pipeline = loaded_together.get(model_name) or _load_pipeline(
-                bundle, options, closing, stall_seconds=limits.deadline
-            )
+    def _load_pipelines(
+        self, model_name: str, bundle: Bundle, closing: ExitStack
+    ) -> "dict[str, CallablePipeline] | None":
+        """Load each entry point, by the name of its model. None in a process that torchrun has started to run stages."""
+        options = self._options
+        if bundle.selected is None and not (options.processes or is_launched_group()):
+            loaded_together = self._load_together(bundle)
+            if loaded_together is not None:
+                return {f"{model_name}_{name}": pipeline for name, pipeline in loaded_together.items()}
+        pipelines = {}
+        for name, selected_bundle in models_of_bundle(model_name, bundle).items():
+            pipeline = _load_pipeline(selected_bundle, options, closing, stall_seconds=self._models.limits.deadline)
             if pipeline is None:
                 return None
-            models.append(ServedModel(model_name, bundle, pipeline, limits, metrics))
-    return models
+            pipelines[name] = pipeline
+        return pipelines
 
+    def _load_together(self, bundle: Bundle) -> "dict[str, CallablePipeline] | None":
+        """Load entry points so that they share weights. None if they have state: then each has sequences of its own."""
+        from stagepack_loaders.entry_points import load_entry_points  # noqa: PLC0415 - after the arguments are checked
 
-def _load_together(
-    bundles: dict[str, Bundle], options: ServeOptions, next_step: Callable[[str], None]
-) -> "dict[str, CallablePipeline]":
-    """Load entry points of one bundle so that they share weights. Those with state are loaded apart: each has sequences of its own."""
-    from stagepack_loaders.entry_points import load_entry_points  # noqa: PLC0415 - after the arguments are checked
-
-    pipelines: dict[str, CallablePipeline] = {}
-    for digest in dict.fromkeys(bundle.digest for bundle in bundles.values()):
-        names = [name for name, bundle in bundles.items() if bundle.digest == digest]
-        bundle = bundles[names[0]]
+        options = self._options
         has_state = any(stage.state for entry_point in bundle.entry_points for stage in entry_point.stages)
-        if len(names) < len(bundle.entry_points) or len(names) == 1 or has_state or len(options.runtimes) > 1:
-            continue
-        next_step(f"loading {', '.join(names)}")
+        if has_state or len(options.runtimes) > 1:
+            return None
         loaded = load_entry_points(
             bundle,
             list(options.devices),
@@ -135,8 +143,19 @@ def _load_together(
             verify=options.verify,
             copy=options.copy_weights,
         )
-        pipelines |= {name: loaded[bundles[name].entry_point.name] for name in names}
-    return pipelines
+        return dict(loaded)
+
+
+def models_of_bundle(model_name: str, bundle: Bundle) -> dict[str, Bundle]:
+    """Return the bundle at each entry point that is served, by the names of the models.
+
+    Args:
+        model_name: the name of the bundle; that of the model if one entry point is selected.
+        bundle: the bundle.
+    """
+    if bundle.selected is not None:
+        return {model_name: bundle}
+    return {f"{model_name}_{selected.entry_point.name}": selected for selected in each_entry_point(bundle)}
 
 
 def _load_pipeline(

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,11 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.model_loading import ServeOptions, bundle_paths_by_name, load_models, select_entry_points
-from stagepack.cli.output import count_of, print_json, print_line
+from stagepack.cli.model_loading import ServeOptions, bundle_paths_by_name
+from stagepack.cli.output import count_of, print_json, print_line, progress
 from stagepack.cli.path_options import PathType, digest_option, given_digest, open_argument
 from stagepack.cli.process_options import processes_option
+from stagepack.cli.repository_options import check_sources, load_names, model_control, repository_options
 from stagepack.cli.run_options import (
     batching_text,
     check_runtimes_compile,
@@ -35,6 +37,7 @@ from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_serving.server.served_model import ServedModel
+    from stagepack_serving.server.served_models import ServedModels
     from stagepack_serving.server.server import ServerAddresses
 
 
@@ -44,9 +47,11 @@ if TYPE_CHECKING:
         "stagepack serve net.stagepack",
         "stagepack serve net.stagepack --device cuda:0 --max-batch 64",
         "stagepack serve chat=llama.stagepack embed=bert.stagepack --host 0.0.0.0",
+        "stagepack serve --model-repository models --model-control poll",
     ],
 )
-@click.argument("bundle_arguments", nargs=-1, required=True, metavar="[NAME=]BUNDLE...")
+@click.argument("bundle_arguments", nargs=-1, metavar="[NAME=]BUNDLE...")
+@repository_options
 @digest_option
 @device_option
 @runtime_option
@@ -93,6 +98,14 @@ if TYPE_CHECKING:
     type=click.IntRange(0, 65535),
     metavar="PORT",
     help="Port for gRPC; 0 chooses a free port.",
+)
+@click.option(
+    "--no-check-example",
+    "check_example",
+    flag_value=False,
+    default=True,
+    show_default="checked",
+    help="Serve bundles also if their examples have other results here than those of the model, which are recorded in them.",
 )
 @click.option(
     "--trace",
@@ -186,32 +199,14 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
 
     Answers REST and gRPC requests until SIGTERM, SIGHUP or SIGINT. Clients call each model by its NAME, which defaults to the name of the
     folder without .stagepack. Each entry point of a bundle with several is a model, NAME_ENTRYPOINT; BUNDLE#ENTRYPOINT serves one of them
-    alone. Prometheus metrics are at /metrics on the HTTP port.
+    alone. With --model-repository, bundles are versions of models, and can be replaced while the server runs. Prometheus metrics are at
+    /metrics on the HTTP port.
     """
     limits = ServerLimits(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(ServerLimits)})
     options = ServeOptions(**arguments)
     bundle_paths = bundle_paths_by_name(bundle_arguments)
-    if options.compiled_folder:
-        check_runtimes_compile("--compiled", options.runtimes)
-        if len(bundle_paths) > 1:
-            raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
-    if given_digest() and len(bundle_paths) > 1:
-        raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
-    if is_launched_group() and len(bundle_paths) > 1:
-        raise click.UsageError("under torchrun the processes are those of one bundle: serve that bundle alone")
-    if options.trace_file is not None:
-        if not options.processes and not is_launched_group():
-            raise click.UsageError("--trace requires --processes, or torchrun")
-        if len(bundle_paths) > 1:
-            raise click.UsageError("--trace is of one bundle: serve that bundle alone")
-    _check_device_memory(options)
-    bundles = select_entry_points({model_name: open_argument(path) for model_name, path in bundle_paths.items()})
-    if is_launched_group() and len(bundles) > 1:
-        raise click.UsageError("under torchrun the processes are those of one entry point: give it as BUNDLE#NAME")
-    if options.device_memory is not None and len(bundles) > 1:
-        raise click.UsageError(
-            "--device-memory is that of one model: serve one bundle, or one entry point as BUNDLE#NAME"
-        )
+    check_sources(bundle_paths, options)
+    _check_options(bundle_paths, options)
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
@@ -222,25 +217,27 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
 
     if options.access_log:
         _write_log(ACCESS_LOGGER)
-    metrics = Metrics()
+    models = ServedModels(limits, Metrics())
+    control = model_control(bundle_paths, options, models)
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
     with ExitStack() as closing:
-        models = load_models(bundles, options, limits, metrics, closing)
-        if models is None:  # torchrun has started this process to run stages, and the server has ended
+        closing.callback(control.end_processes)
+        with progress("loading") as next_step:
+            is_front = control.load_at_start(
+                load_names(options), on_step=lambda model_name: next_step(f"loading {model_name}")
+            )
+        if not is_front:
             return
-        served_models = ServedModels(models, limits, metrics)
         is_drained = asyncio.run(
             serve(
-                served_models,
-                addresses,
-                lambda bound_addresses: _print_listening(bound_addresses, models, options.as_json),
+                control, addresses, lambda bound_addresses: _print_listening(bound_addresses, models, options.as_json)
             )
         )
-        _print_stopped(metrics.requests_by_status(), options.as_json)
+        _print_stopped(models.metrics.answer_counts, options.as_json)
         if not is_drained:  # threads that still work on abandoned requests would keep the process alive
             sys.stdout.flush()
-            os._exit(1 if served_models.has_failed or any(model.pending_requests for model in models) else 0)
-    if served_models.has_failed:
+            os._exit(1 if models.has_failed or any(model.pending_requests for model in models) else 0)
+    if models.has_failed:
         fail("; ".join(reason for model in models if (reason := model.unavailable_reason())))
 
 
@@ -252,10 +249,37 @@ def _write_log(logger: logging.Logger) -> None:
     logger.setLevel(logging.INFO)
 
 
+def _check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
+    """Refuse options of one bundle for several, and options that do not go together."""
+    only_path = next(iter(bundle_paths.values())) if len(bundle_paths) == 1 else None
+    if options.compiled_folder:
+        check_runtimes_compile("--compiled", options.runtimes)
+        if only_path is None:
+            raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
+    if given_digest() and only_path is None:
+        raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
+    if is_launched_group():
+        if only_path is None or options.control_mode != "none":
+            raise click.UsageError(
+                "under torchrun the processes are those of one bundle: serve that bundle alone, without --model-control"
+            )
+        if open_argument(only_path).selected is None:
+            raise click.UsageError("under torchrun the processes are those of one entry point: give it as BUNDLE#NAME")
+    if options.trace_file is not None:
+        if not options.processes and not is_launched_group():
+            raise click.UsageError("--trace requires --processes, or torchrun")
+        if only_path is None:
+            raise click.UsageError("--trace is of one bundle: serve that bundle alone")
+    if options.device_memory is not None:
+        _check_device_memory(options)
+        if only_path is None or open_argument(only_path).selected is None:
+            raise click.UsageError(
+                "--device-memory is that of one model: serve one bundle, or one entry point as BUNDLE#NAME"
+            )
+
+
 def _check_device_memory(options: ServeOptions) -> None:
     """Refuse options that do not go with `--device-memory`."""
-    if options.device_memory is None:
-        return
     if options.processes or is_launched_group():
         raise click.UsageError("--device-memory cannot be used with --processes or torchrun")
     copy_source = click.get_current_context().get_parameter_source("copy_weights")
@@ -263,13 +287,13 @@ def _check_device_memory(options: ServeOptions) -> None:
         raise click.UsageError("--device-memory cannot be used with --copy")
 
 
-def _print_listening(addresses: "ServerAddresses", models: "list[ServedModel]", as_json: bool) -> None:
+def _print_listening(addresses: "ServerAddresses", models: "ServedModels", as_json: bool) -> None:
     """Print the models and the addresses, when the server accepts requests."""
     if as_json:
         ports = {"host": addresses.host, "http_port": addresses.http_port, "grpc_port": addresses.grpc_port}
-        print_json(ports | {"models": [_model_facts(model) for model in models]})
+        print_json(ports | {"models": [_model_facts(model) for model in models.serving]})
         return
-    for model in models:
+    for model in models.serving:
         facts = _model_facts(model)
         devices = " ".join(facts["devices"])
         print_line(
@@ -279,7 +303,7 @@ def _print_listening(addresses: "ServerAddresses", models: "list[ServedModel]", 
     print_line(f"REST on http://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}")
 
 
-def _print_stopped(counts: dict[str, int], as_json: bool) -> None:
+def _print_stopped(counts: Mapping[str, int], as_json: bool) -> None:
     """Print how many requests were answered with which status, after the server stopped."""
     if as_json:
         print_json({"answers": counts})
@@ -289,12 +313,14 @@ def _print_stopped(counts: dict[str, int], as_json: bool) -> None:
 
 def _model_facts(model: "ServedModel") -> dict[str, Any]:
     """Return the facts of a model as plain data."""
+    metadata = model.metadata([model.version])
     return {
         "name": model.name,
+        "version": model.version,
         "stages": len(model.bundle.stages),
         "devices": model.devices,
         "batch": model.max_batch_size,
         "alone": model.unbatched_reason,
-        "inputs": model.metadata()["inputs"],
-        "outputs": model.metadata()["outputs"],
+        "inputs": metadata["inputs"],
+        "outputs": metadata["outputs"],
     }

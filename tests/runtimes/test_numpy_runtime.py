@@ -124,7 +124,7 @@ def test_the_server_runs_it(bundle: Path) -> None:
     for runtimes in ("numpy", ["numpy", "torch", "onnxruntime"]):
         pipeline = stagepack.load(bundle, runtime=runtimes)
         interface = Interface(opened.entry_point)
-        runner = StageRunner("m", pipeline, interface, Metrics())
+        runner = StageRunner("m", "1", pipeline, interface, Metrics())
         values = runner.begin({next(iter(interface.inputs)): X})
         for stage_number in range(3):
             runner.run_stage(stage_number, values, None)

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 
 def metrics(server: Server) -> Any:
-    """All samples of the page: (name, labels) -> value."""
+    """All samples of the page: (name, labels but the version) -> value."""
     page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
     return {
-        (sample.name, *sorted(sample.labels.values())): sample.value
+        (sample.name, *sorted(label for name, label in sample.labels.items() if name != "version")): sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
     }
@@ -270,7 +270,7 @@ def test_access_log(bundles: Mapping[str, Path], capfd: pytest.CaptureFixture[st
             ask(server, "http", "skips", {"x": skips(1)["x"]})
     lines = capfd.readouterr().err.splitlines()
     time_pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
-    for line, request in zip(lines, ("rest skips OK", "grpc skips OK", "rest skips BAD_REQUEST"), strict=True):
+    for line, request in zip(lines, ("rest skips 1 OK", "grpc skips 1 OK", "rest skips 1 BAD_REQUEST"), strict=True):
         assert re.fullmatch(rf"{time_pattern} {request} \d+\.\d ms", line), line
 
 

@@ -18,6 +18,7 @@ class RequestStatus(Enum):
     """
 
     BAD_REQUEST = (HTTPStatus.BAD_REQUEST, StatusCode.INVALID_ARGUMENT)
+    FORBIDDEN = (HTTPStatus.FORBIDDEN, StatusCode.PERMISSION_DENIED)
     NOT_FOUND = (HTTPStatus.NOT_FOUND, StatusCode.NOT_FOUND)
     TOO_LARGE = (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, StatusCode.RESOURCE_EXHAUSTED)
     MODEL_FAILED = (HTTPStatus.INTERNAL_SERVER_ERROR, StatusCode.INTERNAL)
@@ -52,6 +53,10 @@ class RequestError(StagepackError):
         """
         super().__init__(message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[:_MAX_MESSAGE_LENGTH]}...")
         self.status = status
+
+
+class ExampleError(StagepackError):
+    """A bundle that should be served gives other results for its recorded example: it is damaged, or the device computes otherwise."""
 
 
 class AddressError(StagepackError):

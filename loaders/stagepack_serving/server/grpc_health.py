@@ -19,7 +19,7 @@ _WATCH_SECONDS: Final = 0.2
 
 
 class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without types
-    """Says whether the server takes requests, as ``/v2/health/ready`` does."""
+    """Says whether the server takes requests, as ``/v2/health/ready`` does, and whether a model does, by its name as the service."""
 
     def __init__(self, models: ServedModels) -> None:
         """Create the service.
@@ -34,7 +34,9 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         status = self._status(request.service)
         if status == HealthCheckResponse.SERVICE_UNKNOWN:
-            message = f"unknown service {request.service!r}: expected {INFERENCE_SERVICE} or an empty name"
+            message = (
+                f"unknown service {request.service!r}: expected {INFERENCE_SERVICE}, a loaded model, or an empty name"
+            )
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
         return HealthCheckResponse(status=status)
 
@@ -48,10 +50,10 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
             await asyncio.sleep(_WATCH_SECONDS)
 
     def _status(self, service: str) -> int:
-        if service not in ("", INFERENCE_SERVICE):
-            status = HealthCheckResponse.SERVICE_UNKNOWN
-        elif self._models.is_ready:
-            status = HealthCheckResponse.SERVING
+        if service in ("", INFERENCE_SERVICE):
+            is_ready = self._models.is_ready
+        elif service in {model.name for model in self._models.serving}:
+            is_ready = self._models.is_model_ready(service)
         else:
-            status = HealthCheckResponse.NOT_SERVING
-        return int(status)
+            return int(HealthCheckResponse.SERVICE_UNKNOWN)
+        return int(HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING)

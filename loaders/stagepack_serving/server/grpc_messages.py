@@ -7,7 +7,6 @@ from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
-from stagepack_serving.server.metadata import MODEL_VERSION
 from stagepack_serving.server.parameters import refuse_shared_memory
 from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_numbers
 
@@ -56,18 +55,19 @@ def decode_request(message: Any) -> InferenceRequest:
     return InferenceRequest(inputs=inputs, output_names=output_names or None, parameters=parameters)
 
 
-def encode_response(model_name: str, request_id: str, outputs: Sequence[InferenceTensor]) -> Any:
+def encode_response(model_name: str, version: str, request_id: str, outputs: Sequence[InferenceTensor]) -> Any:
     """Encode an answer.
 
     Args:
         model_name: the name of the model.
+        version: its version.
         request_id: the id of the request; may be empty.
         outputs: the outputs.
 
     Returns:
         A ``ModelInferResponse``.
     """
-    response = pb.ModelInferResponse(model_name=model_name, model_version=MODEL_VERSION, id=request_id)
+    response = pb.ModelInferResponse(model_name=model_name, model_version=version, id=request_id)
     for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
         response.raw_output_contents.append(tensor.array.tobytes())

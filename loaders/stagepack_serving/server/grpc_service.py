@@ -5,6 +5,7 @@ generated service is that of `tritonclient`.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,20 +16,21 @@ from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.grpc_messages import decode_request, encode_response
 from stagepack_serving.server.metadata import server_metadata
-from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.served_models import ServedModels
+from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.parameters import refuse_load_parameters
 
 
 class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated, without types
     """The supported methods of the service; the others answer UNIMPLEMENTED."""
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, control: ModelControl) -> None:
         """Create the service.
 
         Args:
-            models: the models to serve.
+            control: the models to serve.
         """
-        self._models = models
+        self._control = control
+        self._models = control.models
 
     # The protocol defines the names and the effects of the methods.
 
@@ -42,25 +44,36 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         return pb.ServerMetadataResponse(**server_metadata())
 
     async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        await self._find_model(request, context)
-        return pb.ModelReadyResponse(ready=self._models.is_ready)
+        async with _aborts(context):
+            return pb.ModelReadyResponse(ready=self._models.is_model_ready(request.name, request.version))
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        model = await self._find_model(request, context)
-        return pb.ModelMetadataResponse(**model.metadata())
+        async with _aborts(context):
+            metadata = self._models.find_versions(request.name).metadata(request.version)
+            return pb.ModelMetadataResponse(**metadata)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        model = await self._find_model(request, context)
-        return pb.ModelConfigResponse(config=model.config())
+        async with _aborts(context):
+            return pb.ModelConfigResponse(config=self._models.find(request.name, request.version).config())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        return pb.RepositoryIndexResponse(models=self._models.repository_index(ready_only=request.ready))
+        async with _aborts(context):
+            return pb.RepositoryIndexResponse(models=self._control.index(ready_only=request.ready))
+
+    async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        async with _aborts(context):
+            refuse_load_parameters(request.parameters)
+            await self._control.load(request.model_name)
+            return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        async with _aborts(context):
+            await self._control.unload(request.model_name)
+            return pb.RepositoryModelUnloadResponse()
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        try:
+        async with _aborts(context):
             return await self._infer(request, context.time_remaining())
-        except RequestError as error:
-            await context.abort(error.status.grpc_code, str(error))
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
         responses: asyncio.Queue[Any] = asyncio.Queue()
@@ -98,22 +111,25 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 await unsent_answers.acquire()
                 running.create_task(answer(request))
 
-    async def _find_model(self, request: Any, context: Any) -> ServedModel:
-        try:
-            return self._models.find(request.name, request.version)
-        except RequestError as error:
-            await context.abort(error.status.grpc_code, str(error))
-            raise
-
     async def _infer(self, request: Any, remaining_seconds: float | None) -> Any:
         """Answer a request; `remaining_seconds` is the deadline that the client set, if any."""
-        scope = self._models.request_scope(request.model_name, request.model_version, "grpc")
-        async with scope as (model, deadline):
+        request_scope = self._models.request_scope(request.model_name, request.model_version, "grpc")
+        async with request_scope as scope:
             if remaining_seconds is not None:
-                shorten_deadline(deadline, remaining_seconds)
-            with model.reserve_place():
-                outputs = await model.infer(decode_request(request), deadline)
-            return encode_response(model.name, request.id, outputs)
+                shorten_deadline(scope.deadline, remaining_seconds)
+            inference_request = decode_request(request)
+            with scope.reserve_place(inference_request.parameters) as model:
+                outputs = await model.infer(inference_request, scope.deadline)
+            return encode_response(model.name, model.version, request.id, outputs)
+
+
+@contextlib.asynccontextmanager
+async def _aborts(context: Any) -> AsyncIterator[None]:
+    """End the call with the status of a request that is refused in the block."""
+    try:
+        yield
+    except RequestError as error:
+        await context.abort(error.status.grpc_code, str(error))
 
 
 async def _until_stopping(stopping: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

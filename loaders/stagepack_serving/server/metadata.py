@@ -1,6 +1,7 @@
 """What a server reports about itself and about its models."""
 
-from importlib.metadata import version
+import importlib.metadata
+from collections.abc import Sequence
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -10,8 +11,8 @@ from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.protocol.model_config import build_model_config
 from stagepack_serving.server.limits import ServerLimits
 
-# There is one version of each model.
-MODEL_VERSION: Final = "1"
+# The version of a bundle that is not in a model repository.
+FIRST_VERSION: Final = "1"
 
 _PLATFORM: Final = "stagepack"
 
@@ -24,23 +25,24 @@ def server_metadata() -> dict[str, Any]:
     """
     return {
         "name": "stagepack",
-        "version": version("stagepack"),
+        "version": importlib.metadata.version("stagepack"),
         "extensions": ["binary_tensor_data", "model_configuration", "sequence"],
     }
 
 
-def model_metadata(model_name: str, interface: Interface) -> dict[str, Any]:
+def model_metadata(model_name: str, versions: Sequence[str], interface: Interface) -> dict[str, Any]:
     """Return the metadata of a model as the protocol defines it.
 
     Args:
         model_name: the name of the model.
+        versions: the versions that take requests.
         interface: its inputs and outputs.
 
     Returns:
         Name, versions, platform, inputs and outputs; a dynamic size is -1.
     """
     tensors = {"inputs": interface.inputs, "outputs": interface.outputs}
-    return {"name": model_name, "versions": [MODEL_VERSION], "platform": _PLATFORM} | {
+    return {"name": model_name, "versions": list(versions), "platform": _PLATFORM} | {
         key: [
             {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
             for tensor in tensors_by_name.values()
@@ -50,12 +52,13 @@ def model_metadata(model_name: str, interface: Interface) -> dict[str, Any]:
 
 
 def served_model_config(
-    model_name: str, interface: Interface, limits: ServerLimits, *, max_batch_size: int, has_state: bool
+    model_name: str, version: str, interface: Interface, limits: ServerLimits, *, max_batch_size: int, has_state: bool
 ) -> ModelConfig:
     """Return the configuration of a model in Triton's format.
 
     Args:
         model_name: the name of the model.
+        version: its version.
         interface: its inputs and outputs.
         limits: the limits of the server.
         max_batch_size: the largest batch; 1 if requests run alone.
@@ -68,7 +71,7 @@ def served_model_config(
     inputs, outputs = interface.inputs.values(), interface.outputs.values()
     config = build_model_config(model_name, inputs, outputs, max_batch_size=batch_size)
     config.platform = _PLATFORM
-    config.version_policy.specific.versions.append(int(MODEL_VERSION))
+    config.version_policy.specific.versions.append(int(version))
     if batch_size:
         config.dynamic_batching.max_queue_delay_microseconds = round(limits.batching_delay * 1e6)
     if has_state:

@@ -1,76 +1,93 @@
 """Metrics for Prometheus, named as https://prometheus.io/docs/practices/naming/ recommends. Times are in seconds."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections import Counter as Counts
+
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.metrics import MetricWrapperBase
 
 _SECONDS_BUCKETS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
     *(0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
 _BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_BY_VERSION = ("model", "version")
 
 
 class Metrics:
-    """The metrics of one server.
+    """The metrics of one server. The label ``version`` is the version of the model.
 
     Attributes:
         registry: the registry that holds them.
-        requests: requests by model, protocol and status.
-        request_seconds: time from a request to its answer, by model and protocol.
-        queue_seconds: time from the arrival of a request to the start of its batch, by model.
-        stage_seconds: time of one run of a stage, by model and stage number.
-        pending_requests: requests that are not answered yet, by model.
-        sequences: sequences whose state is kept, by model.
-        batch_sizes: batch size of each run, by model.
-        received_bytes: size of input tensors, by model.
-        sent_bytes: size of output tensors, by model.
+        answer_counts: the number of requests by status, such as ``OK`` or ``BAD_REQUEST``, since the start.
+        requests: requests by model, version, protocol and status; the model and the version are empty if no model was found.
+        request_seconds: time from a request to its answer, by model, version and protocol.
+        queue_seconds: time from the arrival of a request to the start of its batch, by model and version.
+        stage_seconds: time of one run of a stage, by model, version and stage number.
+        batch_sizes: batch size of each run, by model and version.
+        received_bytes: size of input tensors, by model and version.
+        sent_bytes: size of output tensors, by model and version.
     """
 
     def __init__(self) -> None:
         """Create the metrics, all at zero."""
         self.registry = CollectorRegistry()
-        by_model = ("model",)
+        self.answer_counts: Counts[str] = Counts()
         self.requests = Counter(
             "stagepack_requests",
             "Answered and refused requests; the model is empty if its name is unknown.",
-            ("model", "protocol", "status"),
+            (*_BY_VERSION, "protocol", "status"),
             registry=self.registry,
         )
         self.request_seconds = self._seconds(
-            "request", "Time from the head of a request (in gRPC its message) to its answer.", ("model", "protocol")
+            "request",
+            "Time from the head of a request (in gRPC its message) to its answer.",
+            (*_BY_VERSION, "protocol"),
         )
-        self.queue_seconds = self._seconds("queue", "Time that a request waits before it runs.", by_model)
-        self.stage_seconds = self._seconds("stage", "Time of one run of a stage.", ("model", "stage"))
-        self.pending_requests = Gauge(
-            "stagepack_pending_requests", "Requests that are not answered yet.", by_model, registry=self.registry
-        )
-        self.sequences = Gauge(
-            "stagepack_sequences", "Sequences whose state is kept.", by_model, registry=self.registry
-        )
+        self.queue_seconds = self._seconds("queue", "Time that a request waits before it runs.", _BY_VERSION)
+        self.stage_seconds = self._seconds("stage", "Time of one run of a stage.", (*_BY_VERSION, "stage"))
         self.batch_sizes = Histogram(
             "stagepack_batch_rows",
             "Batch size of one run.",
-            by_model,
+            _BY_VERSION,
             buckets=_BATCH_SIZE_BUCKETS,
             registry=self.registry,
         )
         self.received_bytes = Counter(
-            "stagepack_received_bytes", "Bytes of input tensors.", by_model, registry=self.registry
+            "stagepack_received_bytes", "Bytes of input tensors.", _BY_VERSION, registry=self.registry
         )
-        self.sent_bytes = Counter("stagepack_sent_bytes", "Bytes of output tensors.", by_model, registry=self.registry)
+        self.sent_bytes = Counter(
+            "stagepack_sent_bytes", "Bytes of output tensors.", _BY_VERSION, registry=self.registry
+        )
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
 
-    def requests_by_status(self) -> dict[str, int]:
-        """Count the requests of all models.
+    def count_answer(
+        self, model_name: str, version: str, protocol: str, status: str, seconds: float | None = None
+    ) -> None:
+        """Count a request that was answered or refused.
 
-        Returns:
-            The number of requests by status, such as ``OK`` or ``BAD_REQUEST``.
+        Args:
+            model_name: the model; empty if it is unknown.
+            version: its version; empty if none was chosen.
+            protocol: ``rest`` or ``grpc``.
+            status: the name of a `RequestStatus`, ``OK`` or ``BUG``.
+            seconds: the time from the request to its answer; None if the request was not read.
         """
-        counts: dict[str, int] = {}
-        for family in self.requests.collect():
-            for sample in family.samples:
-                if sample.name.endswith("_total"):
-                    status = sample.labels["status"]
-                    counts[status] = counts.get(status, 0) + int(sample.value)
-        return counts
+        self.answer_counts[status] += 1
+        self.requests.labels(model_name, version, protocol, status).inc()
+        if seconds is not None:
+            self.request_seconds.labels(model_name, version, protocol).observe(seconds)
+
+    def remove_version(self, model_name: str, version: str) -> None:
+        """Remove what was measured of a version that is closed, so that a server that loads many versions does not grow.
+
+        Args:
+            model_name: the model.
+            version: the version.
+        """
+        for metric in vars(self).values():
+            if isinstance(metric, MetricWrapperBase):
+                metric.remove_by_labels({"model": model_name, "version": version})
 
     def _seconds(self, topic: str, help_text: str, label_names: tuple[str, ...]) -> Histogram:
         return Histogram(

@@ -49,6 +49,22 @@ def timeout_parameter(parameters: Mapping[str, Any]) -> float:
     return timeout / 1e6 if timeout else math.inf
 
 
+def refuse_load_parameters(parameter_names: Iterable[str]) -> None:
+    """Check that a client who loads a model brings no configuration or files: both come from the repository alone.
+
+    Args:
+        parameter_names: the names of the parameters of the request.
+
+    Raises:
+        RequestError: there are some.
+    """
+    if names := ", ".join(sorted(parameter_names)):
+        raise RequestError(
+            RequestStatus.BAD_REQUEST,
+            f"expected no parameters, found {names}: a model is loaded as it is in the repository",
+        )
+
+
 def refuse_shared_memory(tensor_name: str, parameter_names: Iterable[str]) -> None:
     """Check that a tensor is sent with the request or answer, not through memory that client and server share.
 

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from stagepack.errors import OptionError, StageLostError
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.loaded_bundle import LoadedBundle
 from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.model_repository import FixedBundles
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
 from stagepack_serving.server.server import ServerAddresses, serve
@@ -48,13 +51,15 @@ def serve_pipelines(
             raise OptionError(
                 f"pipelines: expected a pipeline that stagepack.load returns for {name!r}, found {type(pipeline).__name__}"
             )
-    metrics = Metrics()
-    server_limits = limits or ServerLimits()
-    models = ServedModels(
-        [ServedModel(name, pipeline.bundle, pipeline, server_limits, metrics) for name, pipeline in pipelines.items()],
-        server_limits,
-        metrics,
-    )
-    asyncio.run(serve(models, ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port), on_listening))
+    models = ServedModels(limits or ServerLimits(), Metrics())
+
+    def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
+        pipeline = pipelines[model_name]
+        model = ServedModel(model_name, pipeline.bundle, pipeline, models.limits, models.metrics, check_example=False)
+        return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
+
+    control = ModelControl(models, FixedBundles(dict.fromkeys(pipelines, "")), load_bundle)
+    control.load_at_start()
+    asyncio.run(serve(control, ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port), on_listening))
     if models.has_failed:
         raise StageLostError("; ".join(reason for model in models if (reason := model.unavailable_reason())))

@@ -1,44 +1,36 @@
 """Runs a bundle whose stages are in processes of their own, for the scheduler."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from stagepack.errors import StagepackError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.protocol.stage_errors import raises_input_errors
-from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.sequences import RequestSequence
 from stagepack_serving.server.stage_runner import input_values, output_arrays
 
 if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
+    from stagepack_loaders.distributed.status import ProcessStatus
 
 
 class ProcessRunner:
     """Sends batches to the processes of a pipeline. Implements `BatchRunner`: its stage 0 sends a batch, its stage 1 waits for it."""
 
-    def __init__(
-        self, model_name: str, pipeline: "DistributedPipeline", interface: Interface, metrics: Metrics
-    ) -> None:
+    def __init__(self, pipeline: "DistributedPipeline", interface: Interface) -> None:
         """Create the runner of a model.
 
         Args:
-            model_name: the name of the model, for the metrics.
             pipeline: the bundle in its processes.
             interface: the inputs and outputs of the bundle.
-            metrics: the metrics of the server.
         """
         # One lane sends batches, and one waits for their results, while the processes work on those in between.
         self.lanes: Sequence[Sequence[int]] = ((0,), (1,))
         self.batches_ahead = len({facts.rank for facts in pipeline.stage_facts})
         self._pipeline = pipeline
         self._interface = interface
-        metrics.registry.register(ProcessMetrics(model_name, pipeline))
 
     def begin(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
         """See `BatchRunner`."""
@@ -82,6 +74,10 @@ class ProcessRunner:
         """See `BatchRunner`."""
         return self._pipeline.generation
 
+    def process_statuses(self) -> "Mapping[int, ProcessStatus]":
+        """See `BatchRunner`."""
+        return self._pipeline.statuses()
+
     def unavailable_reason(self) -> str:
         """See `BatchRunner`."""
         return "" if self._pipeline.lost is None else str(self._pipeline.lost)
@@ -89,36 +85,3 @@ class ProcessRunner:
     def has_ended(self) -> bool:
         """See `BatchRunner`."""
         return self._pipeline.has_ended
-
-
-class ProcessMetrics(Collector):
-    """What the processes of a pipeline tell with their heartbeats, as metrics for Prometheus."""
-
-    def __init__(self, model_name: str, pipeline: "DistributedPipeline") -> None:
-        """Collect the metrics of one model.
-
-        Args:
-            model_name: the name of the model.
-            pipeline: the bundle in its processes.
-        """
-        self._model_name = model_name
-        self._pipeline = pipeline
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
-        stage_labels, process_labels = ("model", "stage"), ("model", "process")
-        runs = CounterMetricFamily("stagepack_stage_runs", "Runs of a stage.", labels=stage_labels)
-        busy = CounterMetricFamily("stagepack_stage_busy_seconds", "Time that a stage has run.", labels=stage_labels)
-        sent = CounterMetricFamily(
-            "stagepack_process_sent_bytes", "Bytes sent to other processes.", labels=process_labels
-        )
-        pending = GaugeMetricFamily(
-            "stagepack_process_queue", "Requests that wait for a process.", labels=process_labels
-        )
-        for rank, status in self._pipeline.statuses().items():
-            sent.add_metric((self._model_name, str(rank)), status.sent_bytes)
-            pending.add_metric((self._model_name, str(rank)), status.pending_requests)
-            for stage in status.stages:
-                runs.add_metric((self._model_name, str(stage.stage)), stage.runs)
-                busy.add_metric((self._model_name, str(stage.stage)), stage.busy_seconds)
-        yield from (runs, busy, sent, pending)

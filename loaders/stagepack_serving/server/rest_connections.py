@@ -71,7 +71,7 @@ class ConnectionCloser:
         exceeds_limit = "exceeds_limit" in scope["state"]
         exchange = _Exchange(scope, receive, send, self._models, exceeds_limit=exceeds_limit)
         if exceeds_limit and not scope["path"].startswith("/v2/health/"):
-            self._models.metrics.requests.labels("", "rest", RequestStatus.BUSY.name).inc()
+            self._models.metrics.count_answer("", "", "rest", RequestStatus.BUSY.name)
             message = f"{self._models.limits.max_connections} connections are open already: try again later"
             refusal = JSONResponse({"error": message}, RequestStatus.BUSY.http_code)
             await refusal(scope, exchange.receive, exchange.send)

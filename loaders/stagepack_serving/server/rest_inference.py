@@ -49,14 +49,17 @@ class InferenceRoute:
             await send(message)
 
         try:
-            async with self._models.request_scope(*requested_model(request), "rest") as (model, deadline):
+            async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
                 body = await read_body(request, self._models.limits.max_request_bytes)
                 header, inference_request = decode_request(body, request.headers.get(BINARY_HEADER))
-                check_output_parameters(header, model.interface)
                 del body
-                with model.reserve_place():
-                    outputs = await _unless_disconnected(model.infer(inference_request, deadline), receive)
-                    await _send_response(*encode_response(model.name, header, outputs), recording_send)
+                with request_scope.reserve_place(header.parameters) as model:
+                    check_output_parameters(header, model.interface)
+                    outputs = await _unless_disconnected(
+                        model.infer(inference_request, request_scope.deadline), receive
+                    )
+                    answer = encode_response(model.name, model.version, header, outputs)
+                    await _send_response(*answer, recording_send)
         except RequestError:
             if not sent_types:  # Else the client does not read its answer: uvicorn closes the connection.
                 raise

@@ -13,7 +13,6 @@ import numpy
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.messages import InferenceTensor
-from stagepack_serving.server.metadata import MODEL_VERSION
 from stagepack_serving.server.parameters import boolean_parameter, refuse_shared_memory
 from stagepack_serving.server.rest_request import RequestHeader
 
@@ -45,12 +44,13 @@ def check_output_parameters(header: RequestHeader, interface: Interface) -> None
 
 
 def encode_response(
-    model_name: str, header: RequestHeader, outputs: Sequence[InferenceTensor]
+    model_name: str, version: str, header: RequestHeader, outputs: Sequence[InferenceTensor]
 ) -> tuple[bytes, list[memoryview]]:
     """Encode an answer in the form that the request asks for.
 
     Args:
         model_name: the name of the model.
+        version: its version.
         header: the JSON part of the request.
         outputs: the outputs.
 
@@ -70,7 +70,7 @@ def encode_response(
             entry["data"] = tensor.array.reshape(-1).tolist()
             is_finite &= tensor.array.dtype.kind != "f" or bool(numpy.isfinite(tensor.array).all())
         output_entries.append(entry)
-    answer: dict[str, Any] = {"model_name": model_name, "model_version": MODEL_VERSION, "outputs": output_entries}
+    answer: dict[str, Any] = {"model_name": model_name, "model_version": version, "outputs": output_entries}
     if header.id:
         answer["id"] = header.id
     # JSON has no NaN and no infinities. Like Triton, write them as Python's json module does; msgspec would write null.

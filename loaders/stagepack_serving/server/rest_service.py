@@ -4,7 +4,6 @@ Source: https://github.com/kserve/open-inference-protocol/blob/main/specificatio
 binary tensors, sequences and model configuration.
 """
 
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,25 +15,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.metadata import message_fields, server_metadata
-from stagepack_serving.server.rest_body import read_body
+from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.rest_connections import ConnectionCloser
 from stagepack_serving.server.rest_inference import InferenceRoute, requested_model
+from stagepack_serving.server.rest_repository import repository_routes
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.served_models import ServedModels
 
 
 class RestService:
     """The routes of the REST protocol, and ``/metrics`` for Prometheus."""
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, control: ModelControl) -> None:
         """Create the service.
 
         Args:
-            models: the models to serve.
+            control: the models to serve.
         """
-        self._models = models
+        self._models = control.models
+        self._control = control
 
     def application(self) -> ASGIApp:
         """Build the ASGI application.
@@ -46,8 +46,8 @@ class RestService:
             Route("/v2", self._server_metadata),
             Route("/v2/health/live", self._server_live),
             Route("/v2/health/ready", self._server_ready),
-            Route("/v2/repository/index", self._repository_index, methods=["POST"]),
             Route("/metrics", self._metrics),
+            *repository_routes(self._control),
         ]
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             routes += [
@@ -77,38 +77,19 @@ class RestService:
     async def _server_metadata(self, _: Request) -> Response:
         return JSONResponse(server_metadata())
 
-    async def _repository_index(self, request: Request) -> Response:
-        body = await read_body(request, self._models.limits.max_request_bytes)
-        return JSONResponse(self._models.repository_index(ready_only=_asks_for_ready(body)))
-
     async def _model_metadata(self, request: Request) -> Response:
-        return JSONResponse(self._find_model(request).metadata())
+        model_name, version = requested_model(request)
+        return JSONResponse(self._models.find_versions(model_name).metadata(version))
 
     async def _model_ready(self, request: Request) -> Response:
-        self._find_model(request)
-        return await self._server_ready(request)
+        is_ready = self._models.is_model_ready(*requested_model(request))
+        return Response(status_code=200 if is_ready else 503)
 
     async def _model_config(self, request: Request) -> Response:
         return JSONResponse(message_fields(self._find_model(request).config()))
 
     def _find_model(self, request: Request) -> ServedModel:
         return self._models.find(*requested_model(request))
-
-
-def _asks_for_ready(body: bytearray) -> bool:
-    """Whether the body of a request for the index asks for models that are ready only.
-
-    Raises:
-        RequestError: the body is no JSON object, or its field has another type.
-    """
-    try:
-        fields = json.loads(body or b"{}")
-        is_ready = fields.get("ready", False)
-    except (ValueError, AttributeError, RecursionError):
-        is_ready = None
-    if not isinstance(is_ready, bool):
-        raise RequestError(RequestStatus.BAD_REQUEST, 'the body: expected {"ready": true}, {"ready": false} or nothing')
-    return is_ready
 
 
 async def _request_error_response(_: Request, error: RequestError) -> Response:

@@ -103,6 +103,9 @@ class BatchRunner(Protocol):
     def state_generation(self) -> int:
         """Return a number that changes when the state of all sequences is lost."""
 
+    def process_statuses(self) -> Mapping[int, Any]:
+        """Return what the processes of the stages report about themselves, by rank; empty if the stages run in this process."""
+
     def unavailable_reason(self) -> str:
         """Return why no batch can run now; empty if batches can."""
 

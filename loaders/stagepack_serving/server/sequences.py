@@ -57,6 +57,10 @@ class SequenceTable:
         """The number of sequences."""
         return len(self._by_id)
 
+    def __contains__(self, sequence_id: object) -> bool:
+        """Whether there is a sequence of this id."""
+        return isinstance(sequence_id, int | str) and sequence_id in self._by_id
+
     @contextlib.asynccontextmanager
     async def turn(self, parameters: Mapping[str, Any]) -> AsyncIterator[RequestSequence]:
         """Wait until the earlier requests of the sequence are answered.
@@ -76,8 +80,8 @@ class SequenceTable:
         is_start = boolean_parameter(parameters, "sequence_start")
         is_end = boolean_parameter(parameters, "sequence_end")
         if is_start:
-            self._remove(sequence_id)
-            self._evict_idle()
+            self.remove(sequence_id)
+            self._make_place()
             self._by_id[sequence_id] = RequestSequence()
         sequence = self._find(sequence_id)
         sequence.pending_requests += 1
@@ -92,14 +96,19 @@ class SequenceTable:
             sequence.pending_requests -= 1
             sequence.last_use = time.monotonic()
             if ends_now and self._by_id.get(sequence_id) is sequence:
-                self._remove(sequence_id)
+                self.remove(sequence_id)
 
     def clear(self) -> None:
         """Remove all sequences: their state is lost."""
         for sequence_id in list(self._by_id):
-            self._remove(sequence_id)
+            self.remove(sequence_id)
 
-    def _remove(self, sequence_id: int | str) -> None:
+    def remove(self, sequence_id: int | str) -> None:
+        """Remove a sequence, if there is one of this id.
+
+        Args:
+            sequence_id: its id.
+        """
         sequence = self._by_id.pop(sequence_id, None)
         if sequence is not None:
             self._on_end(sequence)
@@ -109,7 +118,14 @@ class SequenceTable:
             raise _unknown_sequence(sequence_id)
         return self._by_id[sequence_id]
 
-    def _evict_idle(self) -> None:
+    def remove_idle(self) -> None:
+        """Remove the sequences that are idle for too long."""
+        now = time.monotonic()
+        for sequence_id, sequence in list(self._by_id.items()):
+            if not sequence.pending_requests and now - sequence.last_use > self._idle_seconds:
+                self.remove(sequence_id)
+
+    def _make_place(self) -> None:
         """Remove idle sequences if the table is full.
 
         Raises:
@@ -117,10 +133,7 @@ class SequenceTable:
         """
         if len(self._by_id) < self._max_sequences:
             return
-        now = time.monotonic()
-        for sequence_id, sequence in list(self._by_id.items()):
-            if not sequence.pending_requests and now - sequence.last_use > self._idle_seconds:
-                self._remove(sequence_id)
+        self.remove_idle()
         if len(self._by_id) >= self._max_sequences:
             raise RequestError(
                 RequestStatus.BUSY,

@@ -1,4 +1,4 @@
-"""A model that is served: checks requests, queues them, and builds the answers."""
+"""A version of a model that is served: checks requests, queues them, and builds the answers."""
 
 import asyncio
 import contextlib
@@ -20,10 +20,10 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.protocol.stage_errors import failure_message
 from stagepack_serving.server.deadlines import shorten_deadline
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import ExampleError, RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
-from stagepack_serving.server.metadata import model_metadata, served_model_config
+from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import timeout_parameter
 from stagepack_serving.server.process_runner import ProcessRunner
@@ -38,20 +38,30 @@ _LOG = logging.getLogger("stagepack.serve")
 
 
 class ServedModel:
-    """A bundle behind the protocol.
+    """A loaded bundle behind the protocol: one version of a model.
 
     Attributes:
         name: the name that clients use.
+        version: the number of the version, as clients write it.
         bundle: the bundle.
         interface: its inputs and outputs.
         devices: the devices of its stages, each once.
         max_batch_size: the largest batch that requests are joined to; 1 if each request runs alone.
+        weight_bytes: bytes of the weights of its stages.
         unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
         pending_requests: the number of requests that are not answered yet.
     """
 
     def __init__(
-        self, name: str, bundle: Bundle, pipeline: CallablePipeline, limits: ServerLimits, metrics: Metrics
+        self,
+        name: str,
+        bundle: Bundle,
+        pipeline: CallablePipeline,
+        limits: ServerLimits,
+        metrics: Metrics,
+        *,
+        version: str = FIRST_VERSION,
+        check_example: bool = True,
     ) -> None:
         """Run the recorded example, so that the first request does not pay for lazy initialization; then start the threads.
 
@@ -61,23 +71,29 @@ class ServedModel:
             pipeline: the bundle, loaded in this process or in processes of its own.
             limits: the limits of the server.
             metrics: the metrics of the server.
+            version: the number of the version, as clients write it.
+            check_example: refuse a bundle whose example has other results than those that are recorded.
+
+        Raises:
+            ExampleError: the example has other results.
+            StagepackError: the model fails on the example.
         """
         self.name = name
+        self.version = version
         self.bundle = bundle
         self.interface = Interface(bundle.entry_point)
         self.pending_requests = 0
         self.devices = list(dict.fromkeys(pipeline.devices))
+        self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
         self._limits = limits
         self._metrics = metrics
         self.max_batch_size, self.unbatched_reason = batch_limit(
             bundle, self.interface.edges, limits.max_batch_size, pipeline
         )
         if bundle.example is not None:
-            inputs, _ = example.read_example(pipeline, bundle)
-            example.run_on_inputs(pipeline, inputs)
-            pipeline.reset_state()
+            _run_example(pipeline, bundle, check=check_example)
         has_state = any(stage.state for stage in bundle.stages)
-        self._runner = _batch_runner(name, pipeline, self.interface, metrics)
+        self._runner = _batch_runner(self, pipeline, metrics)
         self._state_generation = self._runner.state_generation()
         self._sequences = (
             SequenceTable(limits.max_sequences, limits.sequence_idle, self._runner.end_sequence) if has_state else None
@@ -88,8 +104,41 @@ class ServedModel:
             batching_delay=limits.batching_delay,
             on_start=self._record_batch,
         )
-        metrics.pending_requests.labels(name).set_function(lambda: self.pending_requests)
-        metrics.sequences.labels(name).set_function(lambda: len(self._sequences or ()))
+
+    @property
+    def sequence_count(self) -> int:
+        """The number of sequences whose state is kept."""
+        return len(self._sequences or ())
+
+    def has_sequence(self, sequence_id: object) -> bool:
+        """Return whether the state of a sequence is kept here.
+
+        Args:
+            sequence_id: the parameter of a request; another type than an id is no sequence.
+
+        Returns:
+            Whether it is.
+        """
+        return self._sequences is not None and sequence_id in self._sequences
+
+    def end_sequence(self, sequence_id: Any) -> None:
+        """Free the state of a sequence.
+
+        Args:
+            sequence_id: a sequence of this version.
+        """
+        if self._sequences is not None:
+            self._sequences.remove(sequence_id)
+
+    def has_finished(self) -> bool:
+        """Return whether no request and no sequence needs this version any more; sequences that are idle for too long are removed.
+
+        Returns:
+            Whether it may be closed, if it takes no new requests.
+        """
+        if self._sequences is not None:
+            self._sequences.remove_idle()
+        return not self.pending_requests and not self.sequence_count
 
     @contextlib.contextmanager
     def reserve_place(self) -> Iterator[None]:
@@ -112,13 +161,16 @@ class ServedModel:
         finally:
             self.pending_requests -= 1
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """Return the metadata of the model as the protocol defines it; see `model_metadata`.
+
+        Args:
+            versions: all versions of the model that take requests.
 
         Returns:
             The metadata.
         """
-        return model_metadata(self.name, self.interface)
+        return model_metadata(self.name, versions, self.interface)
 
     def config(self) -> ModelConfig:
         """Return the configuration of the model in Triton's format.
@@ -128,6 +180,7 @@ class ServedModel:
         """
         return served_model_config(
             self.name,
+            self.version,
             self.interface,
             self._limits,
             max_batch_size=self.max_batch_size,
@@ -162,8 +215,16 @@ class ServedModel:
             )
             for output_name in output_names
         ]
-        self._metrics.sent_bytes.labels(self.name).inc(sum(tensor.array.nbytes for tensor in outputs))
+        self._metrics.sent_bytes.labels(self.name, self.version).inc(sum(tensor.array.nbytes for tensor in outputs))
         return outputs
+
+    def process_statuses(self) -> Mapping[int, Any]:
+        """Return what the processes of the stages report about themselves.
+
+        Returns:
+            The last report of each process by its rank; empty if the stages run in this process.
+        """
+        return self._runner.process_statuses()
 
     def unavailable_reason(self) -> str:
         """Return why the model answers no requests now; empty if it does.
@@ -217,7 +278,7 @@ class ServedModel:
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         received_bytes = sum(array.nbytes for array in inputs.values())
-        self._metrics.received_bytes.labels(self.name).inc(received_bytes)
+        self._metrics.received_bytes.labels(self.name, self.version).inc(received_bytes)
         if self.max_batch_size == 1:
             return QueuedCall(inputs=inputs)
         batch_key = tuple(sorted((input_name, shape[1:]) for input_name, shape in edge_shapes.items()))
@@ -263,14 +324,31 @@ class ServedModel:
 
     def _record_batch(self, calls: Sequence[QueuedCall]) -> None:
         now = time.monotonic()
-        queue_seconds = self._metrics.queue_seconds.labels(self.name)
+        queue_seconds = self._metrics.queue_seconds.labels(self.name, self.version)
         for call in calls:
             queue_seconds.observe(now - call.arrival)
-        self._metrics.batch_sizes.labels(self.name).observe(sum(call.batch_size for call in calls))
+        self._metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in calls))
 
 
-def _batch_runner(name: str, pipeline: CallablePipeline, interface: Interface, metrics: Metrics) -> BatchRunner:
+def _run_example(pipeline: CallablePipeline, bundle: Bundle, *, check: bool) -> None:
+    """Run the recorded example, and compare its results with the recorded ones.
+
+    Raises:
+        ExampleError: they differ.
+    """
+    inputs, expected_results = example.read_example(pipeline, bundle)
+    results = example.run_on_inputs(pipeline, inputs)
+    difference, is_within = example.compare_results(pipeline, results, expected_results)
+    pipeline.reset_state()
+    if check and not is_within:
+        raise ExampleError(
+            f"{bundle.location}: expected the results that are recorded in its example, found a difference of {difference:g}: "
+            "the bundle is damaged, or this device computes otherwise (--no-check-example serves it nevertheless)"
+        )
+
+
+def _batch_runner(model: ServedModel, pipeline: CallablePipeline, metrics: Metrics) -> BatchRunner:
     """What runs the batches of a model: in this process, or in processes of its own."""
     if isinstance(pipeline, Pipeline):
-        return StageRunner(name, pipeline, interface, metrics)
-    return ProcessRunner(name, cast("DistributedPipeline", pipeline), interface, metrics)
+        return StageRunner(model.name, model.version, pipeline, model.interface, metrics)
+    return ProcessRunner(cast("DistributedPipeline", pipeline), model.interface)

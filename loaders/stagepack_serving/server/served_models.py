@@ -4,21 +4,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.metadata import MODEL_VERSION
 from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_collector import ModelCollector
+from stagepack_serving.server.model_versions import ModelVersions
+from stagepack_serving.server.request_scope import RequestScope
 from stagepack_serving.server.served_model import ServedModel
 
-# A record for each inference at its end, with the fields protocol, model, status and seconds.
+# A record for each inference at its end, with the fields protocol, model, version, status and seconds.
 ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
 
 
 class ServedModels:
-    """The models of a server.
+    """The models of a server. All methods are called in the thread of its event loop.
 
     Attributes:
         limits: the limits of the server.
@@ -28,53 +30,84 @@ class ServedModels:
         stopping: set when the server stops to accept requests.
     """
 
-    def __init__(self, models: list[ServedModel], limits: ServerLimits, metrics: Metrics) -> None:
-        """Collect the models.
+    def __init__(self, limits: ServerLimits, metrics: Metrics) -> None:
+        """Start without models.
 
         Args:
-            models: the models; their names differ.
             limits: the limits of the server.
             metrics: the metrics of the server.
         """
-        self._by_name = {model.name: model for model in models}
+        self._by_name: dict[str, ModelVersions] = {}
         self.limits = limits
         self.metrics = metrics
         self.is_stopping = False
         self.has_failed = False
         self.stopping = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
+        metrics.registry.register(ModelCollector(self))
 
     def __iter__(self) -> Iterator[ServedModel]:
-        """The models."""
-        return iter(self._by_name.values())
+        """All loaded versions of all models."""
+        return (model for versions in list(self._by_name.values()) for model in versions)
+
+    @property
+    def serving(self) -> list[ServedModel]:
+        """The versions that take requests."""
+        return [model for versions in self._by_name.values() for model in versions.serving]
 
     @property
     def is_ready(self) -> bool:
         """Whether load balancers should send requests: the server is not told to stop, and all models answer."""
-        return not self.is_stopping and not any(model.unavailable_reason() for model in self)
+        return not self.is_stopping and not any(model.unavailable_reason() for model in self.serving)
 
-    def repository_index(self, *, ready_only: bool) -> list[dict[str, str]]:
-        """Return the entries of the index of models, as Triton's model repository extension defines it.
+    def is_model_ready(self, model_name: str, version: str = "") -> bool:
+        """Return whether a model answers requests.
 
         Args:
-            ready_only: leave out models that answer no requests now.
+            model_name: the name of the model.
+            version: the version; empty for the newest.
 
         Returns:
-            For each model its name, version and state, and the reason of the state.
+            Whether it does.
+
+        Raises:
+            RequestError: there is no such model or version.
         """
-        entries = []
-        for model in self:
-            reason = "the server is stopping" if self.is_stopping else model.unavailable_reason()
-            if not (ready_only and reason):
-                state = {"state": "UNAVAILABLE", "reason": reason} if reason else {"state": "READY"}
-                entries.append({"name": model.name, "version": MODEL_VERSION, **state})
-        return entries
+        return not self.find(model_name, version).unavailable_reason() and not self.is_stopping
+
+    def serve(self, models: Sequence[ServedModel]) -> None:
+        """Send requests to new versions.
+
+        Args:
+            models: the versions.
+        """
+        for model in models:
+            self._by_name.setdefault(model.name, ModelVersions(model.name)).serve(model)
+
+    def retire(self, models: Sequence[ServedModel]) -> None:
+        """Send no new requests and sequences to versions.
+
+        Args:
+            models: the versions: each takes requests until now.
+        """
+        for model in models:
+            self._by_name[model.name].retire(model)
+
+    def remove(self, models: Sequence[ServedModel]) -> None:
+        """Forget versions that have finished.
+
+        Args:
+            models: the versions: each is retired.
+        """
+        for model in models:
+            versions = self._by_name[model.name]
+            versions.retiring.remove(model)
+            if model.version not in [other.version for other in versions]:
+                self.metrics.remove_version(model.name, model.version)
 
     @contextlib.asynccontextmanager
-    async def request_scope(
-        self, model_name: str, version: str, protocol: str
-    ) -> AsyncIterator[tuple[ServedModel, asyncio.Timeout]]:
-        """Bound a request in time and count it in the metrics; the context lasts from its head to the end of its answer.
+    async def request_scope(self, model_name: str, version: str, protocol: str) -> AsyncIterator[RequestScope]:
+        """Bound a request in time and count it; the context lasts from its head to the end of its answer.
 
         Args:
             model_name: the model that the request names.
@@ -82,20 +115,21 @@ class ServedModels:
             protocol: ``rest`` or ``grpc``, for the metrics.
 
         Yields:
-            The model, and the deadline, which the body may shorten.
+            The request, which reserves a place at a version of the model.
 
         Raises:
             RequestError: the model does not exist, or the deadline passed.
         """
-        start_time, known_name, status = time.monotonic(), "", RequestStatus.HUNG_UP.name
+        start_time, scope, status = time.monotonic(), None, RequestStatus.HUNG_UP.name
         deadline = asyncio.timeout(self.limits.deadline)
         self._deadlines.add(deadline)
         try:
-            model = self.find(model_name, version)
-            known_name = model_name
+            versions = self.find_versions(model_name)
+            scope = RequestScope(versions=versions, requested_version=version, deadline=deadline)
+            versions.check(version)
             try:
                 async with deadline:
-                    yield model, deadline
+                    yield scope
             except TimeoutError:
                 raise RequestError(RequestStatus.TOO_LATE, f"{model_name}: no answer before the deadline") from None
             status = "OK"
@@ -107,11 +141,17 @@ class ServedModels:
             raise
         finally:
             self._deadlines.discard(deadline)
-            seconds = time.monotonic() - start_time
-            self.metrics.requests.labels(known_name, protocol, status).inc()
-            self.metrics.request_seconds.labels(known_name, protocol).observe(seconds)
-            fields = {"protocol": protocol, "model": known_name, "status": status, "seconds": seconds}
-            ACCESS_LOGGER.info("%s %s %s %.1f ms", protocol, known_name or "-", status, 1e3 * seconds, extra=fields)
+            self._record_answer(scope, protocol, status, time.monotonic() - start_time)
+
+    def _record_answer(self, scope: RequestScope | None, protocol: str, status: str, seconds: float) -> None:
+        """Count an answer in the metrics and in the statistics of its version, and write its line of the access log."""
+        model = None if scope is None else scope.model
+        model_name = "" if scope is None else scope.versions.name
+        version = "" if model is None else model.version
+        self.metrics.count_answer(model_name, version, protocol, status, seconds)
+        fields = {"protocol": protocol, "model": model_name, "version": version, "status": status, "seconds": seconds}
+        values = (protocol, model_name or "-", version or "-", status, 1e3 * seconds)
+        ACCESS_LOGGER.info("%s %s %s %s %.1f ms", *values, extra=fields)
 
     def expire_requests(self) -> None:
         """Set the deadline of all requests in progress to now."""
@@ -120,24 +160,35 @@ class ServedModels:
             with contextlib.suppress(RuntimeError):
                 deadline.reschedule(0)
 
-    def find(self, model_name: str, version: str) -> ServedModel:
-        """Return a model.
+    def find_versions(self, model_name: str) -> ModelVersions:
+        """Return the versions of a model.
 
         Args:
             model_name: the name of the model.
-            version: the version; empty for any.
 
         Returns:
-            The model.
+            The versions.
+
+        Raises:
+            RequestError: there is no such model.
+        """
+        versions = self._by_name.get(model_name)
+        if versions is None:
+            served_names = ", ".join(name for name, loaded in self._by_name.items() if loaded.serving) or "none"
+            raise RequestError(RequestStatus.NOT_FOUND, f"unknown model {model_name!r}: this server has {served_names}")
+        return versions
+
+    def find(self, model_name: str, version: str) -> ServedModel:
+        """Return a version of a model that takes requests.
+
+        Args:
+            model_name: the name of the model.
+            version: the version; empty for the newest.
+
+        Returns:
+            The version.
 
         Raises:
             RequestError: there is no such model or version.
         """
-        if model_name not in self._by_name:
-            served_names = ", ".join(self._by_name)
-            raise RequestError(RequestStatus.NOT_FOUND, f"unknown model {model_name!r}: this server has {served_names}")
-        if version not in ("", MODEL_VERSION):
-            raise RequestError(
-                RequestStatus.NOT_FOUND, f"{model_name}: unknown version {version!r}: there is only {MODEL_VERSION}"
-            )
-        return self._by_name[model_name]
+        return self.find_versions(model_name).find(version)

@@ -24,6 +24,7 @@ from stagepack_serving.server.grpc_calls import OpenCalls
 from stagepack_serving.server.grpc_health import INFERENCE_SERVICE, HealthService
 from stagepack_serving.server.grpc_parsing import ParsingInterceptor
 from stagepack_serving.server.grpc_service import GrpcService
+from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.rest_connections import LimitedConnection
 from stagepack_serving.server.rest_service import RestService
 from stagepack_serving.server.served_models import ServedModels
@@ -63,7 +64,7 @@ class _UvicornServer(uvicorn.Server):
 
 
 async def serve(
-    models: ServedModels, addresses: ServerAddresses, on_listening: Callable[[ServerAddresses], None]
+    control: ModelControl, addresses: ServerAddresses, on_listening: Callable[[ServerAddresses], None]
 ) -> bool:
     """Answer requests until SIGTERM, SIGHUP or SIGINT, or until a model has ended; then finish those that were accepted.
 
@@ -71,7 +72,7 @@ async def serve(
     that it is not ready, and closes each HTTP connection with its answer. A second SIGTERM or SIGINT ends the process at once.
 
     Args:
-        models: the models to serve.
+        control: the models to serve, loaded.
         addresses: the addresses to listen at.
         on_listening: called with the addresses, free ports filled in, when the server listens.
 
@@ -81,17 +82,18 @@ async def serve(
     Raises:
         AddressError: the server cannot listen at an address.
     """
-    limits = models.limits
+    models, limits = control.models, control.models.limits
     with _listen(addresses.host, addresses.http_port) as http_socket:
         open_calls = OpenCalls()
-        grpc_server, grpc_port = _create_grpc_server(models, addresses, open_calls)
-        http_server = _create_http_server(models)
+        grpc_server, grpc_port = _create_grpc_server(control, addresses, open_calls)
+        http_server = _create_http_server(control)
         stop_signal = watch_stop_signals()
         await grpc_server.start()
         http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
         http_port = http_socket.getsockname()[1]
         on_listening(ServerAddresses(host=addresses.host, http_port=http_port, grpc_port=grpc_port))
         failure = asyncio.create_task(_wait_for_end(models))
+        watching = asyncio.create_task(control.watch())
         stops: list[asyncio.Future[Any]] = [stop_signal, failure]
         await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():
@@ -100,26 +102,27 @@ async def serve(
             models.is_stopping = True
             await asyncio.sleep(limits.linger)
         models.is_stopping = True
+        watching.cancel()
         models.stopping.set()
         http_server.should_exit = True
         drain_end = time.monotonic() + limits.drain
         expiry = asyncio.get_running_loop().call_later(limits.drain, models.expire_requests)
         await asyncio.gather(open_calls.stop(grpc_server, limits.drain + _REFUSAL_SECONDS), http_task)
         expiry.cancel()
-    return all([model.close(max(0.0, drain_end - time.monotonic())) for model in models])
+    return control.close(max(0.0, drain_end - time.monotonic()))
 
 
 async def _wait_for_end(models: ServedModels) -> None:
     """Wait until a model will answer no requests any more."""
-    while not any(model.has_ended() for model in models):
+    while not any(model.has_ended() for model in models.serving):
         await asyncio.sleep(_WATCH_SECONDS)
 
 
-def _create_http_server(models: ServedModels) -> uvicorn.Server:
+def _create_http_server(control: ModelControl) -> uvicorn.Server:
     """The HTTP server, not started yet."""
-    limits = models.limits
+    limits = control.models.limits
     config = uvicorn.Config(
-        RestService(models).application(),
+        RestService(control).application(),
         # Based on h11, which bounds the size of a request's head. Uvicorn prefers httptools where it is installed, which does not.
         http=functools.partial(LimitedConnection, max_connections=limits.max_connections),  # type: ignore[arg-type]
         log_config=None,
@@ -134,13 +137,14 @@ def _create_http_server(models: ServedModels) -> uvicorn.Server:
 
 
 def _create_grpc_server(
-    models: ServedModels, addresses: ServerAddresses, open_calls: OpenCalls
+    control: ModelControl, addresses: ServerAddresses, open_calls: OpenCalls
 ) -> tuple[grpc.aio.Server, int]:
     """The gRPC server, not started yet, and its port.
 
     Raises:
         AddressError: it cannot listen at the address.
     """
+    models = control.models
     options = [
         ("grpc.max_receive_message_length", models.limits.max_request_bytes),
         ("grpc.max_send_message_length", -1),
@@ -152,7 +156,7 @@ def _create_grpc_server(
         interceptors=[ParsingInterceptor(open_calls)],
         maximum_concurrent_rpcs=models.limits.max_connections,
     )
-    add_GRPCInferenceServiceServicer_to_server(GrpcService(models), server)
+    add_GRPCInferenceServiceServicer_to_server(GrpcService(control), server)
     add_HealthServicer_to_server(HealthService(models), server)
     enable_server_reflection((INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host

@@ -20,11 +20,14 @@ from stagepack_serving.server.sequences import RequestSequence
 class StageRunner:
     """Runs a pipeline stage by stage on the arrays of requests. Implements `BatchRunner`."""
 
-    def __init__(self, model_name: str, pipeline: Pipeline, interface: Interface, metrics: Metrics) -> None:
+    def __init__(
+        self, model_name: str, version: str, pipeline: Pipeline, interface: Interface, metrics: Metrics
+    ) -> None:
         """Create the runner of a model.
 
         Args:
             model_name: the name of the model, for the metrics.
+            version: its version, for the metrics.
             pipeline: the loaded bundle.
             interface: the inputs and outputs of the bundle.
             metrics: the metrics of the server.
@@ -34,7 +37,8 @@ class StageRunner:
         self._pipeline = pipeline
         self._interface = interface
         self._stage_seconds = [
-            metrics.stage_seconds.labels(model_name, str(stage_number)) for stage_number in range(len(pipeline.stages))
+            metrics.stage_seconds.labels(model_name, version, str(stage_number))
+            for stage_number in range(len(pipeline.stages))
         ]
 
     def begin(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
@@ -88,6 +92,10 @@ class StageRunner:
     def state_generation(self) -> int:
         """See `BatchRunner`."""
         return 0
+
+    def process_statuses(self) -> Mapping[int, Any]:
+        """See `BatchRunner`."""
+        return {}
 
     def unavailable_reason(self) -> str:
         """See `BatchRunner`."""

@@ -1,0 +1,339 @@
+"""Loads and unloads bundles while a server runs, without a request that fails.
+
+A new version is loaded beside the old one, and its example is run; then new requests go to it, and the old one finishes what it has begun.
+Source of the modes and states: https://github.com/triton-inference-server/server, docs/user_guide/model_management.md.
+"""
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, Literal
+
+from stagepack.errors import InputError, StagepackError
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.loaded_bundle import BundleLoader, LoadedBundle, run_in_thread
+from stagepack_serving.server.model_repository import BundleSource, folder_state
+from stagepack_serving.server.served_models import ServedModels
+
+ControlMode = Literal["none", "explicit", "poll"]
+
+_LOGGER: Final = logging.getLogger("stagepack.serve")
+_WATCH_SECONDS: Final = 0.2
+# A version without requests may still run one that nobody waits for any more.
+_CLOSE_SECONDS: Final = 86_400.0
+
+
+class ModelControl:
+    """The bundles of a server, loaded or not. All methods are called in the thread of its event loop.
+
+    Attributes:
+        models: the models of the server.
+    """
+
+    def __init__(
+        self,
+        models: ServedModels,
+        source: BundleSource,
+        load_bundle: BundleLoader,
+        *,
+        mode: ControlMode = "none",
+        version_count: int | None = 1,
+        poll_seconds: float = 15.0,
+    ) -> None:
+        """Start without loaded bundles.
+
+        Args:
+            models: the models of the server, none yet.
+            source: where the bundles are.
+            load_bundle: loads a bundle.
+            mode: who decides after the start: ``none``, nobody; ``explicit``, clients; ``poll``, changes of the source.
+            version_count: how many versions of a model take requests, the newest ones; None for all.
+            poll_seconds: with ``poll``, the time between two looks at the source, in seconds.
+        """
+        self.models = models
+        self._source = source
+        self._load_bundle = load_bundle
+        self._mode = mode
+        self._version_count = version_count
+        self._poll_seconds = poll_seconds
+        self._loaded: dict[str, dict[int, LoadedBundle]] = {}
+        self._retiring: list[LoadedBundle] = []
+        # Bundles that are loading, or that were refused or unloaded: their state, and the reason.
+        self._states: dict[tuple[str, int], tuple[str, str]] = {}
+        self._polled_states: Mapping[str, object] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        # One bundle is loaded at a time: two need more memory, and the second would take as much longer.
+        self._changing = asyncio.Lock()
+
+    def load_at_start(
+        self, model_names: Sequence[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
+    ) -> bool:
+        """Load bundles in this thread, before the server listens.
+
+        Args:
+            model_names: the models; None for all.
+            on_step: called with the name of each model before it is loaded.
+
+        Returns:
+            False in a process that torchrun has started to run stages, when the server has ended.
+
+        Raises:
+            StagepackError: there is no such model, or a bundle cannot be loaded.
+        """
+        self._polled_states = self._source_states()
+        paths_by_name = self._source.bundle_paths()
+        for model_name in paths_by_name if model_names is None else model_names:
+            on_step(model_name)
+            for version, path in self._newest_versions(model_name, paths_by_name).items():
+                bundle = self._load_bundle(model_name, version, path, unless_digest=None)
+                if bundle is None:
+                    return False
+                self._check_names(model_name, bundle)
+                self._serve(model_name, bundle)
+        return True
+
+    async def load(self, model_name: str) -> None:
+        """Load the newest versions of a model, as far as they are not loaded or have changed, and send requests to them.
+
+        What cannot be loaded leaves the loaded versions as they are. The load goes on if its caller is cancelled.
+
+        Args:
+            model_name: the name of the model in the source.
+
+        Raises:
+            RequestError: clients may not load, there is no such model, or a version is refused.
+        """
+        self._check_mode()
+        loading = asyncio.ensure_future(self._load(model_name))
+        loading.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # asyncio reports what nobody asks for
+        try:
+            await asyncio.shield(loading)
+        except RequestError:
+            raise
+        except StagepackError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{model_name}: not loaded: {error}") from error
+
+    async def unload(self, model_name: str) -> None:
+        """Send no new requests to a model. Requests and sequences that it has begun go on.
+
+        Args:
+            model_name: the name of the model in the source.
+
+        Raises:
+            RequestError: clients may not unload, or no such model is loaded.
+        """
+        self._check_mode()
+        async with self._changing:
+            if model_name not in self._loaded:
+                raise RequestError(RequestStatus.NOT_FOUND, f"no model {model_name!r} is loaded")
+            self._unload(model_name)
+
+    def index(self, *, ready_only: bool) -> list[dict[str, str]]:
+        """Return the entries of the index of models, as Triton's model repository extension defines it.
+
+        Args:
+            ready_only: leave out what answers no requests now.
+
+        Returns:
+            For each version its model, number and state, and the reason of the state.
+        """
+        entries = []
+        for model in self.models.serving:
+            reason = "the server is stopping" if self.models.is_stopping else model.unavailable_reason()
+            entries.append((model.name, model.version, "UNAVAILABLE" if reason else "READY", reason))
+        for bundle in self._retiring:
+            for model in bundle.models:
+                left = f"{model.pending_requests} requests and {model.sequence_count} sequences are left"
+                entries.append((model.name, model.version, "UNLOADING", left))
+        entries += [(name, str(version), *state) for (name, version), state in self._states.items()]
+        if self._mode == "explicit":
+            known_names = self._loaded.keys() | {name for name, _ in self._states}
+            other_names = [name for name in self._source.bundle_paths() if name not in known_names]
+            entries += [(name, "", "UNAVAILABLE", "not loaded") for name in other_names]
+        return [
+            {"name": name, "version": version, "state": state} | ({"reason": reason} if reason else {})
+            for name, version, state, reason in entries
+            if state == "READY" or not ready_only
+        ]
+
+    async def watch(self) -> None:
+        """Close the versions that have finished, and poll the source where the mode says so, until the task is cancelled."""
+        next_poll = time.monotonic() + self._poll_seconds
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            for bundle in list(self._retiring):
+                if all([model.has_finished() for model in bundle.models]):
+                    self._retiring.remove(bundle)
+                    self.models.remove(bundle.models)
+                    closing = asyncio.create_task(_free(bundle))
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+            if self._mode == "poll" and time.monotonic() >= next_poll:
+                await self._poll()
+                next_poll = time.monotonic() + self._poll_seconds
+
+    def close(self, seconds: float) -> bool:
+        """Finish the queued calls of all models, and end their threads and processes.
+
+        Args:
+            seconds: how long to wait for the threads.
+
+        Returns:
+            Whether all threads ended in time, those that load bundles too.
+        """
+        end_time = time.monotonic() + seconds
+        is_closed = all([bundle.close(max(0.0, end_time - time.monotonic())) for bundle in self._all_bundles()])
+        return is_closed and not self._closing and not self._changing.locked()
+
+    def end_processes(self) -> None:
+        """End the processes of all loaded bundles, also of those that could not be closed."""
+        for bundle in self._all_bundles():
+            bundle.end_processes()
+
+    def _all_bundles(self) -> list[LoadedBundle]:
+        return [bundle for versions in self._loaded.values() for bundle in versions.values()] + self._retiring
+
+    def _check_mode(self) -> None:
+        if self._mode != "explicit":
+            raise RequestError(
+                RequestStatus.FORBIDDEN,
+                "clients may not load and unload models: the operator allows it with --model-control explicit",
+            )
+
+    async def _load(self, model_name: str) -> None:
+        """Load the newest versions of a model; then retire the others, unless one of the newest was refused.
+
+        Raises:
+            RequestError: there is no such model.
+            StagepackError: a version was refused.
+        """
+        async with self._changing:
+            paths = self._newest_versions(model_name, self._source.bundle_paths())
+            for version in [version for name, version in self._states if name == model_name]:
+                del self._states[model_name, version]
+            errors = []
+            for version, path in paths.items():
+                try:
+                    await self._load_version(model_name, version, path)
+                except StagepackError as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+            for version in self._loaded[model_name].keys() - paths.keys():
+                self._retire(model_name, version)
+
+    async def _load_version(self, model_name: str, version: int, path: str) -> None:
+        """Load a version, and send requests to it, unless the same bundle is loaded already.
+
+        Raises:
+            StagepackError: it was refused.
+        """
+        start_time = time.monotonic()
+        loaded = self._loaded.get(model_name, {}).get(version)
+        digest = None if loaded is None else loaded.digest
+        self._states[model_name, version] = ("LOADING", "")
+        try:
+            bundle = await run_in_thread(partial(self._load_bundle, model_name, version, path, unless_digest=digest))
+            if bundle is not None:
+                self._check_names(model_name, bundle)
+        except Exception as error:
+            reason = str(error) if isinstance(error, StagepackError) else f"{type(error).__name__}: {error}"
+            self._states[model_name, version] = ("UNAVAILABLE", f"refused: {reason}")
+            _LOGGER.error("%s: version %d was refused: %s", model_name, version, reason)  # noqa: TRY400 - the reason is enough
+            if isinstance(error, StagepackError):
+                raise
+            raise RequestError(RequestStatus.MODEL_FAILED, reason) from error
+        del self._states[model_name, version]
+        if bundle is not None:
+            self._serve(model_name, bundle)
+            _LOGGER.info("%s: version %d was loaded in %.1f s", model_name, version, time.monotonic() - start_time)
+
+    def _newest_versions(self, model_name: str, paths_by_name: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
+        """The paths of the versions of a model that should take requests.
+
+        Raises:
+            RequestError: there is none.
+        """
+        paths = paths_by_name.get(model_name)
+        if not paths:
+            raise RequestError(RequestStatus.NOT_FOUND, f"{model_name!r}: no bundle of this model was found")
+        versions = sorted(paths)[-(self._version_count or len(paths)) :]
+        return {version: paths[version] for version in versions}
+
+    def _check_names(self, model_name: str, bundle: LoadedBundle) -> None:
+        """Check that no other bundle has a model of the same name.
+
+        Raises:
+            InputError: one has; the new bundle is closed.
+        """
+        other_names = {
+            model.name
+            for other_name, versions in self._loaded.items()
+            if other_name != model_name
+            for other_bundle in versions.values()
+            for model in other_bundle.models
+        }
+        for model in bundle.models:
+            if model.name in other_names:
+                bundle.close(_CLOSE_SECONDS)
+                raise InputError(f"expected distinct names of models, found {model.name!r} in two bundles")
+
+    def _serve(self, model_name: str, bundle: LoadedBundle) -> None:
+        """Send requests to a new version."""
+        self.models.serve(bundle.models)
+        if bundle.version in self._loaded.setdefault(model_name, {}):
+            self._retire(model_name, bundle.version)
+        self._loaded[model_name][bundle.version] = bundle
+
+    def _retire(self, model_name: str, version: int) -> None:
+        bundle = self._loaded[model_name].pop(version)
+        self.models.retire(bundle.models)
+        self._retiring.append(bundle)
+
+    def _unload(self, model_name: str) -> None:
+        for version in list(self._loaded[model_name]):
+            self._retire(model_name, version)
+            self._states[model_name, version] = ("UNAVAILABLE", "unloaded")
+        del self._loaded[model_name]
+        _LOGGER.info("%s was unloaded", model_name)
+
+    async def _poll(self) -> None:
+        """Load and unload what has changed in the source."""
+        try:
+            states = await run_in_thread(self._source_states)
+        except StagepackError as error:
+            _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
+            return
+        changed_names = [name for name, state in states.items() if self._polled_states.get(name) != state]
+        self._polled_states = states
+        for model_name in changed_names:
+            try:
+                await self._load(model_name)
+            except StagepackError as error:
+                # Of a refused version, the log has it already.
+                _LOGGER.debug("%s: %s", model_name, error)
+        for model_name in self._loaded.keys() - states.keys():
+            async with self._changing:
+                self._unload(model_name)
+
+    def _source_states(self) -> Mapping[str, object]:
+        """For each model a value that changes with its bundles."""
+        return {
+            model_name: {version: folder_state(path) for version, path in paths.items()}
+            for model_name, paths in self._source.bundle_paths().items()
+            if paths
+        }
+
+
+async def _free(bundle: LoadedBundle) -> None:
+    """End the threads and processes of a version that has finished, and free its memory."""
+    name, version = bundle.models[0].name, bundle.version
+    await run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
+    del bundle
+    gc.collect()  # graphs, threads and weights refer to each other
+    _LOGGER.info("%s: version %d is closed", name, version)

@@ -1,0 +1,121 @@
+"""The versions of one model, and which of them a request runs on."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.parameters import boolean_parameter
+from stagepack_serving.server.served_model import ServedModel
+
+
+class ModelVersions:
+    """The loaded versions of a model.
+
+    Attributes:
+        name: the name that clients use.
+        serving: the versions that take requests, the newest last.
+        retiring: the versions that only finish requests and sequences which they have begun.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start without versions.
+
+        Args:
+            name: the name that clients use.
+        """
+        self.name = name
+        self.serving: list[ServedModel] = []
+        self.retiring: list[ServedModel] = []
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """All versions."""
+        return iter((*self.serving, *self.retiring))
+
+    def serve(self, model: ServedModel) -> None:
+        """Add a version that takes requests.
+
+        Args:
+            model: the version.
+        """
+        self.serving = sorted((*self.serving, model), key=lambda served: int(served.version))
+
+    def retire(self, model: ServedModel) -> None:
+        """Send no new requests and sequences to a version.
+
+        Args:
+            model: a version in `serving`.
+        """
+        self.serving.remove(model)
+        self.retiring.append(model)
+
+    def find(self, version: str) -> ServedModel:
+        """Return a version that takes requests.
+
+        Args:
+            version: the version; empty for the newest.
+
+        Returns:
+            The version.
+
+        Raises:
+            RequestError: it is not loaded.
+        """
+        for model in reversed(self.serving):
+            if version in ("", model.version):
+                return model
+        loaded_versions = ", ".join(model.version for model in self.serving)
+        if not loaded_versions:
+            raise RequestError(RequestStatus.NOT_FOUND, f"{self.name}: the model is not loaded")
+        raise RequestError(
+            RequestStatus.NOT_FOUND, f"{self.name}: version {version!r} is not loaded: there is {loaded_versions}"
+        )
+
+    def check(self, version: str) -> None:
+        """Check that a request may name a version: it takes requests, or has begun sequences that it still finishes.
+
+        Args:
+            version: the version; empty for any.
+
+        Raises:
+            RequestError: it is not loaded.
+        """
+        if not any(version in ("", model.version) for model in self):
+            self.find(version)
+
+    def metadata(self, version: str) -> dict[str, Any]:
+        """Return the metadata of a version as the protocol defines it.
+
+        Args:
+            version: the version; empty for the newest.
+
+        Returns:
+            The metadata, with all versions that take requests.
+
+        Raises:
+            RequestError: the version is not loaded.
+        """
+        return self.find(version).metadata([model.version for model in self.serving])
+
+    def choose(self, version: str, parameters: Mapping[str, Any]) -> ServedModel:
+        """Return the version that runs a request: the one that has its sequence, or else the one that it asks for.
+
+        A request that starts a sequence ends an older one of the same id on every version.
+
+        Args:
+            version: the version that the request names; may be empty.
+            parameters: the parameters of the request.
+
+        Returns:
+            The version.
+
+        Raises:
+            RequestError: the version is not loaded, or a parameter has the wrong type.
+        """
+        sequence_id = parameters.get("sequence_id")
+        holders = [model for model in self if version in ("", model.version) and model.has_sequence(sequence_id)]
+        if holders and not boolean_parameter(parameters, "sequence_start"):
+            return holders[-1]
+        chosen_model = self.find(version)
+        for model in holders:
+            model.end_sequence(sequence_id)
+        return chosen_model

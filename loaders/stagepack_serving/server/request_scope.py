@@ -1,0 +1,46 @@
+"""One request to a model, from its head to the end of its answer."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stagepack_serving.server.model_versions import ModelVersions
+from stagepack_serving.server.served_model import ServedModel
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestScope:
+    """A request, whose model is known before its body is read, and its version after that.
+
+    Attributes:
+        versions: the model that the request names.
+        requested_version: the version that it names; may be empty.
+        deadline: when it must be answered; the body may shorten it.
+        model: the version that runs it, once it is chosen.
+    """
+
+    versions: ModelVersions
+    requested_version: str
+    deadline: asyncio.Timeout
+    model: ServedModel | None = None
+
+    @contextlib.contextmanager
+    def reserve_place(self, parameters: Mapping[str, Any]) -> Iterator[ServedModel]:
+        """Choose the version that runs the request, and count the request among its pending ones for the duration of the context.
+
+        A version is not closed while it has pending requests.
+
+        Args:
+            parameters: the parameters of the request, which may name a sequence.
+
+        Yields:
+            The version.
+
+        Raises:
+            RequestError: the version is not loaded, or there are `ServerLimits.max_pending_requests` already.
+        """
+        self.model = self.versions.choose(self.requested_version, parameters)
+        with self.model.reserve_place():
+            yield self.model

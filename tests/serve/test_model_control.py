@@ -1,0 +1,290 @@
+"""Versions of a model are loaded, replaced and unloaded while a server runs."""
+
+import contextlib
+import json
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy
+import pytest
+import torch
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from tritonclient.utils import InferenceServerException
+
+import stagepack
+from tests.bundle_editor import BundleEditor
+from tests.serve.servers import Client, Server, post, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+X = numpy.ones((2, 3), "float32")
+
+
+class Scale(torch.nn.Module):
+    """Its answers say which version it is."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": x * self.factor}
+
+
+class Counter(torch.nn.Module):
+    """Adds a step to its state in each call."""
+
+    total: torch.Tensor
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.step = torch.nn.Parameter(torch.tensor(step))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.total.add_(x * self.step)
+        return {"sum": self.total + 0}
+
+
+def export_scale(path: Path, factor: float) -> Path:
+    """A version of the model without state."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {0: torch.export.Dim("rows", min=1, max=64)}
+    stagepack.export(Scale(factor), (torch.ones(2, 3),), out=path, stages=1, dynamic_shapes={"x": rows}, overwrite=True)
+    return path
+
+
+def export_counter(path: Path, step: float) -> Path:
+    """A version of the model with state."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stagepack.export(Counter(step), (torch.ones(3),), out=path, stages=1, overwrite=True)
+    return path
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A server, and the folder of its models. Each test has models of its own."""
+
+    server: Server
+    folder: Path
+
+    def index(self, model_name: str) -> dict[str, dict[str, str]]:
+        """The entries of a model in the index, by version."""
+        _, entries, _ = post(self.server.http, "/v2/repository/index", b"")
+        return {entry["version"]: entry for entry in entries if entry["name"] == model_name}
+
+    def states(self, model_name: str) -> dict[str, str]:
+        """The states of a model, by version."""
+        return {version: entry["state"] for version, entry in self.index(model_name).items()}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+    """A server whose clients load models, and which has loaded none."""
+    folder = tmp_path_factory.mktemp("models")
+    options = ("--model-repository", str(folder), "--model-control", "explicit", "--sequence-idle-s", "1.5")
+    with stagepack_server([], *options) as server:
+        assert server.facts["models"] == []
+        yield Repository(server, folder)
+
+
+@pytest.fixture(params=["http", "grpc"])
+def client(repository: Repository, request: pytest.FixtureRequest) -> Iterator[Client]:
+    with contextlib.closing(Client(request.param, repository.server)) as client:
+        yield client
+
+
+def factor_of(client: Client, model_name: str, **options: Any) -> float:
+    """The factor of the version that answers."""
+    return float(client.ask(model_name, {"x": X}, outputs=["y"], **options)["y"][0, 0])
+
+
+def count(client: Client, model_name: str, sequence_id: int, **options: Any) -> float:
+    """The sum after the next request of a sequence."""
+    inputs = {"x": numpy.ones(3, "float32")}
+    return float(client.ask(model_name, inputs, outputs=["sum"], sequence_id=sequence_id, **options)["sum"][0])
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for something that the server does by itself."""
+    end_time = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_time, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_load_and_unload(repository: Repository, client: Client) -> None:
+    name = f"load_{client.protocol}"
+    export_scale(repository.folder / name / "1", 1.0)
+    (repository.folder / name / "latest").mkdir()
+    assert repository.index(name)[""]["reason"] == "not loaded"
+    assert not client.raw.is_model_ready(name) if client.protocol == "http" else True
+    client.raw.load_model(name)
+    assert client.raw.is_model_ready(name, "1")
+    assert repository.index(name) == {"1": {"name": name, "version": "1", "state": "READY"}}
+
+    export_scale(repository.folder / name / "2", 2.0)
+    assert factor_of(client, name) == 1
+    client.raw.load_model(name)
+    assert factor_of(client, name) == factor_of(client, name, model_version="2") == 2
+    wait_until(lambda: repository.states(name) == {"2": "READY"})
+    with pytest.raises(InferenceServerException, match="version '1' is not loaded: there is 2"):
+        factor_of(client, name, model_version="1")
+    assert client.metadata(name)["versions"] == ["2"]
+
+    client.raw.unload_model(name)
+    with pytest.raises(InferenceServerException, match="the model is not loaded"):
+        factor_of(client, name)
+    assert repository.index(name)["2"]["reason"] == "unloaded"
+    client.raw.load_model(name)
+    assert factor_of(client, name) == 2
+
+
+def test_clients_choose_names_and_nothing_else(repository: Repository, client: Client) -> None:
+    name = f"chosen_{client.protocol}"
+    export_scale(repository.folder / name / "1", 1.0)
+    for other_name in (
+        "other",
+        "..",
+        f"{name}/1",
+        f"../{repository.folder.name}/{name}",
+        str(repository.folder / name),
+    ):
+        with pytest.raises(InferenceServerException) as caught:
+            client.raw.load_model(other_name)
+        assert caught.value.status() in ("404", "StatusCode.NOT_FOUND")
+    with pytest.raises(InferenceServerException, match="no model 'other' is loaded"):
+        client.raw.unload_model("other")
+    with pytest.raises(InferenceServerException, match="expected no parameters, found config"):
+        client.raw.load_model(name, config=json.dumps({"version_policy": {"all": {}}}))
+    for body in (b"[]", b"{", b'{"parameters": 1}'):
+        assert post(repository.server.http, f"/v2/repository/models/{name}/load", body)[0] == 400
+
+
+def _change_weight(bundle: Path) -> None:
+    BundleEditor(bundle).flip_bit("stage-0.safetensors", -4)
+
+
+def _cut_file(bundle: Path) -> None:
+    editor = BundleEditor(bundle)
+    editor.truncate("stage-0.safetensors", (editor / "stage-0.safetensors").stat().st_size - 4)
+
+
+def _other_example(bundle: Path) -> None:
+    """Another weight than that of the recorded example, with digests that fit."""
+    editor = BundleEditor(bundle)
+    content = (editor / "stage-0.safetensors").read_bytes()
+    editor.write_file("stage-0.safetensors", content.replace(struct.pack("<f", 2.0), struct.pack("<f", 7.0)))
+
+
+def _no_manifest(bundle: Path) -> None:
+    (bundle / "manifest.json").unlink()
+
+
+_DAMAGES = [
+    (_change_weight, "the content was changed"),
+    (_cut_file, "bytes"),
+    (_other_example, "example"),
+    (_no_manifest, "manifest"),
+]
+
+
+def test_a_broken_version_is_refused_and_the_old_one_goes_on(repository: Repository, tmp_path: Path) -> None:
+    folder = export_scale(repository.folder / "broken" / "1", 1.0).parent
+    good = export_scale(tmp_path / "good", 2.0)
+    with contextlib.closing(Client("http", repository.server)) as client:
+        client.raw.load_model("broken")
+        for damage, reason in _DAMAGES:
+            damage(shutil.copytree(good, folder / "2"))
+            with pytest.raises(InferenceServerException, match=reason):
+                client.raw.load_model("broken")
+            assert repository.states("broken") == {"1": "READY", "2": "UNAVAILABLE"}
+            assert reason in repository.index("broken")["2"]["reason"]
+            assert factor_of(client, "broken") == 1
+            shutil.rmtree(folder / "2")
+
+
+def test_a_bundle_that_is_overwritten_is_read_when_it_is_loaded_again(repository: Repository) -> None:
+    path = repository.folder / "overwritten" / "1"
+    with contextlib.closing(Client("grpc", repository.server)) as client:
+        for factor in (1.0, 2.0, 3.0):
+            export_scale(path, factor)
+            assert factor == 1 or factor_of(client, "overwritten") == factor - 1
+            client.raw.load_model("overwritten")
+            assert factor_of(client, "overwritten") == factor
+        _change_weight(export_scale(path, 4.0))
+        with pytest.raises(InferenceServerException, match="the content was changed"):
+            client.raw.load_model("overwritten")
+        assert factor_of(client, "overwritten") == 3
+        assert client.raw.is_server_ready()
+
+
+def test_sequences_stay_with_their_version(repository: Repository) -> None:
+    name = "counter"
+    with contextlib.closing(Client("grpc", repository.server)) as client:
+        export_counter(repository.folder / name / "1", 1.0)
+        client.raw.load_model(name)
+        for sequence_id in (1, 2, 3):
+            assert count(client, name, sequence_id, sequence_start=True) == 1
+        export_counter(repository.folder / name / "2", 10.0)
+        client.raw.load_model(name)
+        assert count(client, name, 1) == 2
+        assert count(client, name, 4, sequence_start=True) == 10
+        assert count(client, name, 1, model_version="1") == 3
+        with pytest.raises(InferenceServerException, match="unknown sequence 1"):
+            count(client, name, 1, model_version="2")
+        assert count(client, name, 2, sequence_start=True) == 10  # the older one of that id is over
+        assert count(client, name, 3) == 2
+        assert repository.index(name)["1"]["state"] == "UNLOADING"
+        assert repository.index(name)["1"]["reason"] == "0 requests and 2 sequences are left"
+        assert count(client, name, 1, sequence_end=True) == 4
+        wait_until(lambda: "1" not in repository.states(name))  # sequence 3 is idle
+        assert count(client, name, 4) == 20
+
+
+def test_health_follows_the_models(repository: Repository) -> None:
+    export_scale(repository.folder / "health" / "1", 1.0)
+    with (
+        contextlib.closing(Client("grpc", repository.server)) as client,
+        grpc.insecure_channel(f"127.0.0.1:{repository.server.grpc}") as channel,
+    ):
+        health = HealthStub(channel)
+        assert health.Check(HealthCheckRequest()).status == HealthCheckResponse.SERVING
+        watch = health.Watch(HealthCheckRequest(service="health"))
+        statuses = [next(watch).status]
+        client.raw.load_model("health")
+        statuses.append(next(watch).status)
+        client.raw.unload_model("health")
+        statuses.append(next(watch).status)
+        watch.cancel()
+    unknown, serving = HealthCheckResponse.SERVICE_UNKNOWN, HealthCheckResponse.SERVING
+    assert statuses == [unknown, serving, unknown]
+
+
+def test_poll(tmp_path: Path) -> None:
+    folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
+    options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
+    with (
+        stagepack_server([], *options, "--version-policy", "latest:2") as server,
+        contextlib.closing(Client("http", server)) as client,
+    ):
+        repository = Repository(server, folder.parent)
+        export_scale(folder / "2", 2.0)
+        wait_until(lambda: factor_of(client, "scale") == 2)
+        assert factor_of(client, "scale", model_version="1") == 1
+        export_scale(folder / "3", 3.0)
+        wait_until(lambda: factor_of(client, "scale") == 3)
+        wait_until(lambda: repository.states("scale") == {"2": "READY", "3": "READY"})
+        assert client.metadata("scale")["versions"] == ["2", "3"]
+        with pytest.raises(InferenceServerException, match="--model-control explicit"):
+            client.raw.load_model("scale")
+        shutil.rmtree(folder)
+        wait_until(lambda: "READY" not in repository.states("scale").values())
+        assert client.raw.is_server_ready()
