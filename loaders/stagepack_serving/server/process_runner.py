@@ -13,7 +13,6 @@ from stagepack_serving.server.stage_runner import input_values, output_arrays
 
 if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
-    from stagepack_loaders.distributed.status import ProcessStatus
 
 
 class ProcessRunner:
@@ -74,7 +73,7 @@ class ProcessRunner:
         """See `BatchRunner`."""
         return self._pipeline.generation
 
-    def process_statuses(self) -> "Mapping[int, ProcessStatus]":
+    def process_statuses(self) -> Mapping[int, Any]:
         """See `BatchRunner`."""
         return self._pipeline.statuses()
 
