@@ -10,6 +10,7 @@ import torch
 
 from stagepack.bundle_content import merged_tensors
 from stagepack.bundle_writing import EntryPointContent, ExampleRecorder, ModelOrigin, write_bundle
+from stagepack.capture.assets import NO_ASSETS
 from stagepack.capture.dimension_names import dimension_names
 from stagepack.capture.hugging_face import AnswerDiffersError, answers_alike, are_identical, only_parameters
 from stagepack.capture.model_run import run_model
@@ -42,6 +43,7 @@ def export_capture(
     *,
     out: str | os.PathLike[str],
     cut_options: CutOptions,
+    assets: Mapping[str, bytes] = NO_ASSETS,
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> Bundle:
@@ -51,6 +53,7 @@ def export_capture(
         capture: the captured model.
         out: the folder to write; it must not exist unless `overwrite` is true.
         cut_options: where to cut.
+        assets: see `stagepack.capture.assets.read_assets`.
         overwrite: replace a bundle that exists at `out`.
         progress: called with the name of each step before it begins.
 
@@ -62,12 +65,19 @@ def export_capture(
     """
     try:
         return export_entry_points(
-            {FORWARD: capture}, out=out, cut_options={FORWARD: cut_options}, overwrite=overwrite, progress=progress
+            {FORWARD: capture},
+            out=out,
+            cut_options={FORWARD: cut_options},
+            assets=assets,
+            overwrite=overwrite,
+            progress=progress,
         )
     except AnswerDiffersError:
         assert capture.capture_loaded is not None
         loaded = capture.capture_loaded()
-        return export_capture(loaded, out=out, cut_options=cut_options, overwrite=overwrite, progress=progress)
+        return export_capture(
+            loaded, out=out, cut_options=cut_options, assets=assets, overwrite=overwrite, progress=progress
+        )
 
 
 def export_captures(
@@ -75,6 +85,7 @@ def export_captures(
     *,
     out: str | os.PathLike[str],
     cut_options: CutOptions,
+    assets: Mapping[str, bytes] = NO_ASSETS,
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> Bundle:
@@ -84,6 +95,7 @@ def export_captures(
         captures: the captured functions, by the name of the entry point.
         out: the folder to write; it must not exist unless `overwrite` is true.
         cut_options: where to cut each of them.
+        assets: see `stagepack.capture.assets.read_assets`.
         overwrite: replace a bundle that exists at `out`.
         progress: called with the name of each step before it begins.
 
@@ -95,10 +107,12 @@ def export_captures(
     """
     if len(captures) == 1 and FORWARD in captures:
         return export_capture(
-            captures[FORWARD], out=out, cut_options=cut_options, overwrite=overwrite, progress=progress
+            captures[FORWARD], out=out, cut_options=cut_options, assets=assets, overwrite=overwrite, progress=progress
         )
     options = dict.fromkeys(captures, cut_options)
-    return export_entry_points(captures, out=out, cut_options=options, overwrite=overwrite, progress=progress)
+    return export_entry_points(
+        captures, out=out, cut_options=options, assets=assets, overwrite=overwrite, progress=progress
+    )
 
 
 def export_entry_points(
@@ -106,6 +120,7 @@ def export_entry_points(
     *,
     out: str | os.PathLike[str],
     cut_options: Mapping[str, CutOptions],
+    assets: Mapping[str, bytes] = NO_ASSETS,
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> Bundle:
@@ -115,6 +130,7 @@ def export_entry_points(
         captures: the captured functions, by the name of the entry point. A weight that several of them use has one name in all.
         out: the folder to write; it must not exist unless `overwrite` is true.
         cut_options: where to cut each of them, by name.
+        assets: see `stagepack.capture.assets.read_assets`.
         overwrite: replace a bundle that exists at `out`.
         progress: called with the name of each step before it begins.
 
@@ -156,7 +172,7 @@ def export_entry_points(
             f"expected all entry points on one device, found {', '.join(sorted(devices))}: move the model to one"
         )
     progress("write")
-    origin = _origin(next(iter(captures.values())), devices.pop())
+    origin = _origin(next(iter(captures.values())), devices.pop(), assets)
     write_bundle(out, contents, merged_tensors(sources), origin, overwrite=overwrite)
     return Bundle(out)
 
@@ -208,6 +224,7 @@ def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, 
     Args:
         capture: the captured model.
         cut_options: where to cut.
+        assets: see `stagepack.capture.assets.read_assets`.
 
     Returns:
         The cut with its costs, and the dynamic sizes of the model.
@@ -249,6 +266,6 @@ def _weight_source(capture: Capture, program: LinearizedProgram) -> TensorSource
     return TensorSource(specs={stored_name: spec for stored_name, (spec, _) in stored.items()}, read=read)
 
 
-def _origin(capture: Capture, device: str) -> ModelOrigin:
+def _origin(capture: Capture, device: str, assets: Mapping[str, bytes]) -> ModelOrigin:
     producer = Producer(stagepack=importlib.metadata.version("stagepack"), torch=str(torch.__version__).split("+")[0])
-    return ModelOrigin(producer=producer, device=device, files=model_files(capture.model))
+    return ModelOrigin(producer=producer, device=device, files={**model_files(capture.model), **assets})

@@ -14,6 +14,7 @@ _EXTRAS = {
     "grpc_health": "serve",
     "grpc_reflection": "serve",
     "huggingface_hub": "remote",
+    "jinja2": "serve",
     "ml_dtypes": "onnxruntime",
     "onnx": "onnx",
     "onnx_ir": "onnx",
@@ -26,6 +27,7 @@ _EXTRAS = {
     "sympy": "torch",
     "torch": "torch",
     "transformers": "hf",
+    "tokenizers": "serve",
     "tritonclient": "serve",
     "uvicorn": "serve",
 }

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from stagepack.capture.assets import read_assets
 from stagepack.capture.entry_points import capture_entry_points, capture_modules
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.inputs import Inputs
@@ -50,6 +51,7 @@ def export(
     profile: Profile | DeviceProfile | str | os.PathLike[str] | None = None,
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
+    assets: Sequence[str | os.PathLike[str]] = (),
     onnx: bool = False,
     rtol: float | None = None,
     atol: float | None = None,
@@ -94,6 +96,8 @@ def export(
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
+        assets: further files for the bundle, such as ``tokenizer.json`` and ``chat_template.jinja``: `stagepack serve` reads texts with
+            them. Stagepack itself does not interpret them.
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
         rtol: with `onnx`: the tolerance of the comparison with torch, see `stagepack.add_onnx`.
         atol: likewise.
@@ -140,6 +144,7 @@ def export(
         "profile": profile,
     }
     inputs = example_inputs(args, kwargs, dynamic_shapes)
+    asset_contents = read_assets(assets)
     if onnx:
         # Packages that only this needs are missed before the work begins.
         importlib.import_module("stagepack.onnx")
@@ -151,15 +156,17 @@ def export(
             )
         captures = _captures_of_functions(model, inputs, entry_points, modules, dtype)
         options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
-        bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, overwrite=overwrite)
+        bundle = export_entry_points(
+            captures, out=out, cut_options=options_of_entry_points, assets=asset_contents, overwrite=overwrite
+        )
         return _with_onnx(bundle, rtol, atol) if onnx else bundle
     if isinstance(stages, Mapping) or isinstance(split_at, Mapping):
         raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
     cut_options = CutOptions(stages=stages, split_at=split_at, shared=shared, **further_options)
     if graph_from is not None:
-        if cut_options != CutOptions() or inputs != Inputs() or weights is not None or dtype is not None:
+        if cut_options != CutOptions() or inputs != Inputs() or weights is not None or dtype is not None or assets:
             raise OptionError(
-                "graph_from: the inputs, the dtypes and the cut are those of the bundle: leave out the other options"
+                "graph_from: the inputs, the dtypes, the cut and the assets are those of the bundle: leave out the other options"
             )
         if not isinstance(model, str | os.PathLike):
             raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
@@ -170,7 +177,7 @@ def export(
         if weights is None
         else _capture_with_weights(model, inputs, weights, dtype)
     )
-    bundle = export_capture(capture, out=out, cut_options=cut_options, overwrite=overwrite)
+    bundle = export_capture(capture, out=out, cut_options=cut_options, assets=asset_contents, overwrite=overwrite)
     return _with_onnx(bundle, rtol, atol) if onnx else bundle
 
 

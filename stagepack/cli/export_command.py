@@ -66,6 +66,14 @@ if TYPE_CHECKING:
     help="Export this module of the model, such as text_model, with the inputs that it gets when the model runs its example. Repeatable: "
     "each becomes an entry point.",
 )
+@click.option(
+    "--asset",
+    "assets",
+    multiple=True,
+    type=PathType(),
+    metavar="FILE",
+    help="Further file for the bundle, such as tokenizer.json: 'stagepack serve' reads texts with it. Repeatable.",
+)
 @dtype_option
 @click.option(
     "--allow-ops",
@@ -86,6 +94,7 @@ def command(
     weights: str | None,
     graph_from: str | None,
     parts: tuple[str, ...],
+    assets: tuple[str, ...],
     dtype: str | None,
     allow_ops: tuple[str, ...],
     with_onnx: bool,
@@ -112,9 +121,9 @@ def command(
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.
     """
-    if graph_from is not None and (make_cut_options or inputs_function or weights or dtype or parts):
+    if graph_from is not None and (make_cut_options or inputs_function or weights or dtype or parts or assets):
         raise click.UsageError(
-            "--graph-from takes the inputs, the dtypes and the cut from the bundle: leave out the other options"
+            "--graph-from takes the inputs, the dtypes, the cut and the assets from the bundle: leave out the other options"
         )
     if (rtol, atol) != (None, None) and not with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")
@@ -127,7 +136,8 @@ def command(
         orderly_termination(),
         shown_warnings(),
     ):
-        from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.assets import read_assets  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
         from stagepack.weight_replacement import replace_weights  # noqa: PLC0415 - the same
@@ -142,10 +152,16 @@ def command(
         else:
             cut_options = CutOptions() if make_cut_options is None else make_cut_options()
             next_step("capturing the model")
+            asset_contents = read_assets(assets)
             captures = capture_source_argument(source, inputs_function, weights, dtype, parts)
             method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
             bundle = export_captures(
-                captures, out=out, cut_options=cut_options, overwrite=overwrite, progress=next_step
+                captures,
+                out=out,
+                cut_options=cut_options,
+                assets=asset_contents,
+                overwrite=overwrite,
+                progress=next_step,
             )
         next_step("replaying the example")
         # A bundle that gave its graphs may have no example.

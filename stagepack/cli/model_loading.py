@@ -14,6 +14,7 @@ from stagepack.cli.trace_option import trace_until_closed
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
 from stagepack_loaders.distributed.launch_environment import is_launched_group
+from stagepack_loaders.generation.decoders import generating_entry_point
 
 if TYPE_CHECKING:
     from stagepack_loaders.base import Verify
@@ -84,7 +85,8 @@ class BundleLoading:
 
     def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> "LoadedBundle | None":
         """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
-        from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_serving.server.generation.generator import add_generators  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - the same
         from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
 
         bundle = open_bundle(path, digest=self._digest)
@@ -107,6 +109,7 @@ class BundleLoading:
                 )
                 closing.callback(model.close, 0)
                 models.append(model)
+            add_generators(models)
             end_processes = closing.pop_all().close
         return LoadedBundle(version=version, digest=bundle.digest, models=models, end_processes=end_processes)
 
@@ -150,12 +153,16 @@ def models_of_bundle(model_name: str, bundle: Bundle) -> dict[str, Bundle]:
     """Return the bundle at each entry point that is served, by the names of the models.
 
     Args:
-        model_name: the name of the bundle; that of the model if one entry point is selected.
+        model_name: the name of the bundle; that of the model if one entry point is selected, and that of the decoder if it generates.
         bundle: the bundle.
     """
     if bundle.selected is not None:
         return {model_name: bundle}
-    return {f"{model_name}_{selected.entry_point.name}": selected for selected in each_entry_point(bundle)}
+    decoder_name = generating_entry_point(bundle)
+    names = {entry_point.name: f"{model_name}_{entry_point.name}" for entry_point in bundle.entry_points}
+    if decoder_name is not None:
+        names[decoder_name] = model_name
+    return {names[selected.entry_point.name]: selected for selected in each_entry_point(bundle)}
 
 
 def _load_pipeline(

@@ -61,3 +61,7 @@ class ExampleError(StagepackError):
 
 class AddressError(StagepackError):
     """The server cannot listen at an address: it is in use, or does not belong to this machine. Choose another address."""
+
+
+class AssetError(StagepackError):
+    """The tokenizer or the chat template in a bundle cannot be used. Export the model again with other ones."""

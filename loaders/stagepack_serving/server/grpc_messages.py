@@ -47,11 +47,11 @@ def decode_request(message: Any) -> InferenceRequest:
     for output in message.outputs:
         refuse_shared_memory(output.name, output.parameters)
     inputs = [
-        _decode_input(input_message, raw_contents[position] if raw_contents else None)
+        decode_input(input_message, raw_contents[position] if raw_contents else None)
         for position, input_message in enumerate(message.inputs)
     ]
     output_names = [output.name for output in message.outputs]
-    parameters = {parameter_name: _parameter_value(value) for parameter_name, value in message.parameters.items()}
+    parameters = decode_parameters(message.parameters)
     return InferenceRequest(inputs=inputs, output_names=output_names or None, parameters=parameters)
 
 
@@ -74,7 +74,31 @@ def encode_response(model_name: str, version: str, request_id: str, outputs: Seq
     return response
 
 
-def _decode_input(message: Any, raw_content: bytes | None) -> InferenceTensor:
+def decode_parameters(parameters: Any) -> dict[str, Any]:
+    """Decode the parameters of a request.
+
+    Args:
+        parameters: the map of ``InferParameter`` of a message.
+
+    Returns:
+        The values by name.
+    """
+    return {parameter_name: _parameter_value(value) for parameter_name, value in parameters.items()}
+
+
+def decode_input(message: Any, raw_content: bytes | None) -> InferenceTensor:
+    """Decode an input.
+
+    Args:
+        message: an ``InferInputTensor``.
+        raw_content: its elements, little-endian; None if the message has them.
+
+    Returns:
+        The input.
+
+    Raises:
+        RequestError: the message violates the protocol.
+    """
     refuse_shared_memory(message.name, message.parameters)
     if raw_content is not None:
         if message.HasField("contents"):

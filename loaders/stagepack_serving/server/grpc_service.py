@@ -6,7 +6,7 @@ generated service is that of `tritonclient`.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
@@ -14,7 +14,8 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError
-from stagepack_serving.server.grpc_messages import decode_request, encode_response
+from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
+from stagepack_serving.server.grpc_messages import decode_parameters, decode_request, encode_response
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.parameters import refuse_load_parameters
@@ -72,8 +73,14 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
             return pb.RepositoryModelUnloadResponse()
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        responses: list[Any] = []
+
+        async def keep(response: Any) -> None:
+            responses.append(response)
+
         async with _aborts(context):
-            return await self._infer(request, context.time_remaining())
+            await self._answer(request, context.time_remaining(), keep, streams=False)
+        return responses[0]
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
         responses: asyncio.Queue[Any] = asyncio.Queue()
@@ -99,28 +106,56 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         """Answer the requests of a stream at the same time, so that they can be batched."""
 
         async def answer(request: Any) -> None:
-            response = pb.ModelStreamInferResponse(infer_response=pb.ModelInferResponse(id=request.id))
+            has_place = True  # of the first response: the loop below has waited for it
+
+            async def put(response: Any) -> None:
+                nonlocal has_place
+                if not has_place:
+                    await unsent_answers.acquire()
+                has_place = False
+                responses.put_nowait(pb.ModelStreamInferResponse(infer_response=response))
+
             try:
-                response.infer_response.CopyFrom(await self._infer(request, context.time_remaining()))
+                await self._answer(request, context.time_remaining(), put, streams=True)
             except RequestError as error:
-                response.error_message = str(error)
-            responses.put_nowait(response)
+                if not has_place:
+                    await unsent_answers.acquire()
+                infer_response = pb.ModelInferResponse(id=request.id)
+                responses.put_nowait(
+                    pb.ModelStreamInferResponse(error_message=str(error), infer_response=infer_response)
+                )
 
         async with asyncio.TaskGroup() as running:
             async for request in _until_stopping(self._models.stopping, requests):
                 await unsent_answers.acquire()
                 running.create_task(answer(request))
 
-    async def _infer(self, request: Any, remaining_seconds: float | None) -> Any:
-        """Answer a request; `remaining_seconds` is the deadline that the client set, if any."""
+    async def _answer(
+        self,
+        request: Any,
+        remaining_seconds: float | None,
+        send: Callable[[Any], Awaitable[None]],
+        *,
+        streams: bool,
+    ) -> None:
+        """Answer a request.
+
+        Args:
+            request: the request.
+            remaining_seconds: the time until the deadline that the client set, if any.
+            send: takes each response.
+            streams: whether there may be several.
+        """
         request_scope = self._models.request_scope(request.model_name, request.model_version, "grpc")
         async with request_scope as scope:
             if remaining_seconds is not None:
                 shorten_deadline(scope.deadline, remaining_seconds)
-            inference_request = decode_request(request)
-            with scope.reserve_place(inference_request.parameters) as model:
-                outputs = await model.infer(inference_request, scope.deadline)
-            return encode_response(model.name, model.version, request.id, outputs)
+            with scope.reserve_place(decode_parameters(request.parameters)) as model:
+                if asks_for_generation(model, request):
+                    await generate_responses(model, request, scope.deadline, send, streams=streams)
+                    return
+                outputs = await model.infer(decode_request(request), scope.deadline)
+            await send(encode_response(model.name, model.version, request.id, outputs))
 
 
 @contextlib.asynccontextmanager

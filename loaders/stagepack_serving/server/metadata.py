@@ -26,7 +26,7 @@ def server_metadata() -> dict[str, Any]:
     return {
         "name": "stagepack",
         "version": importlib.metadata.version("stagepack"),
-        "extensions": ["binary_tensor_data", "model_configuration", "sequence"],
+        "extensions": ["binary_tensor_data", "generate", "model_configuration", "sequence"],
     }
 
 

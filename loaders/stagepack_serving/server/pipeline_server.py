@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from stagepack.errors import OptionError, StageLostError
 from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_serving.server.generation.generator import add_generators
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.loaded_bundle import LoadedBundle
 from stagepack_serving.server.metrics import Metrics
@@ -56,6 +57,7 @@ def serve_pipelines(
     def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
         pipeline = pipelines[model_name]
         model = ServedModel(model_name, pipeline.bundle, pipeline, models.limits, models.metrics, check_example=False)
+        add_generators([model])
         return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
 
     control = ModelControl(models, FixedBundles(dict.fromkeys(pipelines, "")), load_bundle)

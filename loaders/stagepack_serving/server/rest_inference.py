@@ -55,9 +55,8 @@ class InferenceRoute:
                 del body
                 with request_scope.reserve_place(header.parameters) as model:
                     check_output_parameters(header, model.interface)
-                    outputs = await _unless_disconnected(
-                        model.infer(inference_request, request_scope.deadline), receive
-                    )
+                    inference = model.infer(inference_request, request_scope.deadline)
+                    outputs = await unless_disconnected(inference, receive)
                     answer = encode_response(model.name, model.version, header, outputs)
                     await _send_response(*answer, recording_send)
         except RequestError:
@@ -77,8 +76,15 @@ def requested_model(request: Request) -> tuple[str, str]:
     return request.path_params["model"], request.path_params.get("version", "")
 
 
-async def _unless_disconnected(answer: Awaitable[Result], receive: Receive) -> Result:
-    """The answer; cancelled if the client closes its connection, as nobody waits for it any more.
+async def unless_disconnected(answer: Awaitable[Result], receive: Receive) -> Result:
+    """Wait for an answer; cancel it if the client closes its connection, as nobody waits for it any more.
+
+    Args:
+        answer: answers the request.
+        receive: the ASGI channel of the request.
+
+    Returns:
+        The answer.
 
     Raises:
         RequestError: the client closed its connection.

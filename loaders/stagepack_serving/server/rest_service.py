@@ -16,6 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.generation.generate_route import GenerateRoute
+from stagepack_serving.server.generation.openai_routes import openai_routes
 from stagepack_serving.server.metadata import message_fields, server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.rest_connections import ConnectionCloser
@@ -48,6 +50,7 @@ class RestService:
             Route("/v2/health/ready", self._server_ready),
             Route("/metrics", self._metrics),
             *repository_routes(self._control),
+            *openai_routes(self._models),
         ]
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             routes += [
@@ -55,6 +58,8 @@ class RestService:
                 Route(f"{path}/ready", self._model_ready),
                 Route(f"{path}/config", self._model_config),
                 Route(f"{path}/infer", InferenceRoute(self._models), methods=["POST"]),
+                Route(f"{path}/generate", GenerateRoute(self._models, streams=False), methods=["POST"]),
+                Route(f"{path}/generate_stream", GenerateRoute(self._models, streams=True), methods=["POST"]),
             ]
         exception_handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
             RequestError: _request_error_response,

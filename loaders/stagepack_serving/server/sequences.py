@@ -10,10 +10,13 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.parameters import boolean_parameter
+
+# How often a request that waits for a place looks for sequences that have become idle for too long.
+_WATCH_SECONDS: Final = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +54,10 @@ class SequenceTable:
         self._on_end = on_end
         self._max_sequences = max_sequences
         self._idle_seconds = idle_seconds
-        self._by_id: dict[int | str, RequestSequence] = {}
+        # A sequence of one request has no id: it is its own key.
+        self._by_id: dict[int | str | RequestSequence, RequestSequence] = {}
+        self._removed = asyncio.Event()
+        self._place_turn = asyncio.Lock()
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -59,7 +65,7 @@ class SequenceTable:
 
     def __contains__(self, sequence_id: object) -> bool:
         """Whether there is a sequence of this id."""
-        return isinstance(sequence_id, int | str) and sequence_id in self._by_id
+        return isinstance(sequence_id, int | str | RequestSequence) and sequence_id in self._by_id
 
     @contextlib.asynccontextmanager
     async def turn(self, parameters: Mapping[str, Any]) -> AsyncIterator[RequestSequence]:
@@ -98,12 +104,32 @@ class SequenceTable:
             if ends_now and self._by_id.get(sequence_id) is sequence:
                 self.remove(sequence_id)
 
+    @contextlib.asynccontextmanager
+    async def reserve(self) -> AsyncIterator[RequestSequence]:
+        """Wait for a place for a sequence that one request calls the model with. First come, first served.
+
+        Yields:
+            The sequence, which ends with the context.
+        """
+        sequence = RequestSequence(pending_requests=1)
+        async with self._place_turn:
+            while not self._has_place():
+                self._removed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_WATCH_SECONDS):
+                        await self._removed.wait()
+            self._by_id[sequence] = sequence
+        try:
+            yield sequence
+        finally:
+            self.remove(sequence)
+
     def clear(self) -> None:
         """Remove all sequences: their state is lost."""
         for sequence_id in list(self._by_id):
             self.remove(sequence_id)
 
-    def remove(self, sequence_id: int | str) -> None:
+    def remove(self, sequence_id: int | str | RequestSequence) -> None:
         """Remove a sequence, if there is one of this id.
 
         Args:
@@ -111,6 +137,7 @@ class SequenceTable:
         """
         sequence = self._by_id.pop(sequence_id, None)
         if sequence is not None:
+            self._removed.set()
             self._on_end(sequence)
 
     def _find(self, sequence_id: int | str) -> RequestSequence:
@@ -131,14 +158,18 @@ class SequenceTable:
         Raises:
             RequestError: it is full, and no sequence is idle for long enough.
         """
-        if len(self._by_id) < self._max_sequences:
-            return
-        self.remove_idle()
-        if len(self._by_id) >= self._max_sequences:
+        if not self._has_place():
             raise RequestError(
                 RequestStatus.BUSY,
                 f"the server keeps the state of {self._max_sequences} sequences already: end one with sequence_end, or try again later",
             )
+
+    def _has_place(self) -> bool:
+        """Whether the table has a place for one more sequence, after idle ones are removed if it is full."""
+        if len(self._by_id) < self._max_sequences:
+            return True
+        self.remove_idle()
+        return len(self._by_id) < self._max_sequences
 
 
 def _sequence_id(parameters: Mapping[str, Any]) -> int | str:

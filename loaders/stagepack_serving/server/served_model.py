@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -12,7 +12,6 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from stagepack.errors import InputError, StageLostError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
-from stagepack_loaders import example
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
@@ -20,7 +19,8 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.protocol.stage_errors import failure_message
 from stagepack_serving.server.deadlines import shorten_deadline
-from stagepack_serving.server.errors import ExampleError, RequestError, RequestStatus
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.example_check import run_example
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
@@ -28,7 +28,7 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import timeout_parameter
 from stagepack_serving.server.process_runner import ProcessRunner
 from stagepack_serving.server.scheduler import BatchRunner, QueuedCall, Scheduler
-from stagepack_serving.server.sequences import SequenceTable
+from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 from stagepack_serving.server.stage_runner import StageRunner
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class ServedModel:
         weight_bytes: bytes of the weights of its stages.
         unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
         pending_requests: the number of requests that are not answered yet.
+        generator: generates texts with the model; None for a model that does not generate.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ServedModel:
         self.bundle = bundle
         self.interface = Interface(bundle.entry_point)
         self.pending_requests = 0
+        self.generator: Any = None
         self.devices = list(dict.fromkeys(pipeline.devices))
         self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
         self._limits = limits
@@ -91,7 +93,7 @@ class ServedModel:
             bundle, self.interface.edges, limits.max_batch_size, pipeline
         )
         if bundle.example is not None:
-            _run_example(pipeline, bundle, check=check_example)
+            run_example(pipeline, bundle, check=check_example)
         has_state = any(stage.state for stage in bundle.stages)
         self._runner = _batch_runner(self, pipeline, metrics)
         self._state_generation = self._runner.state_generation()
@@ -226,6 +228,41 @@ class ServedModel:
         """
         return self._runner.process_statuses()
 
+    @contextlib.asynccontextmanager
+    async def reserve_sequence(self) -> AsyncIterator[RequestSequence | None]:
+        """Wait for a place for a sequence of calls, of a request that makes all of them.
+
+        Yields:
+            The sequence; None for a model without state.
+
+        Raises:
+            RequestError: the model answers no requests now.
+        """
+        self._check_availability()
+        if self._sequences is None:
+            yield None
+        else:
+            async with self._sequences.reserve() as sequence:
+                yield sequence
+
+    async def call(self, inputs: Mapping[str, Array], sequence: RequestSequence | None) -> Mapping[str, Array]:
+        """Run the model on inputs that are known to fit.
+
+        Args:
+            inputs: the input arrays by name.
+            sequence: the sequence whose state the call uses, in a context of `reserve_sequence`.
+
+        Returns:
+            The output arrays by name.
+
+        Raises:
+            RequestError: the model fails, or the state of the sequence is lost.
+        """
+        self._check_state(sequence)
+        outputs = await self._run(QueuedCall(inputs=inputs, sequence=sequence))
+        self._check_state(sequence)
+        return outputs
+
     def unavailable_reason(self) -> str:
         """Return why the model answers no requests now; empty if it does.
 
@@ -255,6 +292,19 @@ class ServedModel:
             if self._sequences is not None:
                 self._sequences.clear()
 
+    def _check_state(self, sequence: RequestSequence | None) -> None:
+        """Check that a sequence still has its state.
+
+        Raises:
+            RequestError: the model answers no requests now, or it has lost all states since the sequence began.
+        """
+        self._check_availability()
+        if sequence is not None and self._sequences is not None and sequence not in self._sequences:
+            raise RequestError(
+                RequestStatus.BUSY,
+                f"{self.name}: the state of the request is lost, since its processes were started again: try again",
+            )
+
     def close(self, seconds: float) -> bool:
         """Finish the queued calls, and end the threads.
 
@@ -264,6 +314,8 @@ class ServedModel:
         Returns:
             Whether all threads ended in time.
         """
+        if self.generator is not None:
+            self.generator.close()
         return self._scheduler.close(seconds)
 
     def _build_call(self, request: InferenceRequest) -> QueuedCall:
@@ -328,23 +380,6 @@ class ServedModel:
         for call in calls:
             queue_seconds.observe(now - call.arrival)
         self._metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in calls))
-
-
-def _run_example(pipeline: CallablePipeline, bundle: Bundle, *, check: bool) -> None:
-    """Run the recorded example, and compare its results with the recorded ones.
-
-    Raises:
-        ExampleError: they differ.
-    """
-    inputs, expected_results = example.read_example(pipeline, bundle)
-    results = example.run_on_inputs(pipeline, inputs)
-    difference, is_within = example.compare_results(pipeline, results, expected_results)
-    pipeline.reset_state()
-    if check and not is_within:
-        raise ExampleError(
-            f"{bundle.location}: expected the results that are recorded in its example, found a difference of {difference:g}: "
-            "the bundle is damaged, or this device computes otherwise (--no-check-example serves it nevertheless)"
-        )
 
 
 def _batch_runner(model: ServedModel, pipeline: CallablePipeline, metrics: Metrics) -> BatchRunner:

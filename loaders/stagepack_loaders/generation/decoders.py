@@ -1,0 +1,88 @@
+"""Which entry points generate: their inputs, and the sizes of their caches.
+
+A decoder takes ``input_ids`` [batch, length], ``cache_position`` [length], the slots of the cache that these tokens take, and
+``attention_mask`` [batch, positions], which is 1 for the slots that hold a token. After an encoder it takes ``encoder_hidden_states``
+[batch, rows, hidden] too, whose rows it keeps, and the ``encoder_attention_mask`` [batch, encoder positions] if the model has one. It
+returns the logits [batch, vocabulary] of the last token. One graph reads a prompt and single tokens, and its state is the cache.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.reader import Bundle
+from stagepack.format.tree import ValueLeaf, tree_leaves
+
+# The entry point whose result a decoder takes as `encoder_hidden_states`.
+ENCODER_NAME: Final = "encode"
+
+_TOKEN_INPUTS: Final = frozenset({"input_ids", "cache_position", "attention_mask"})
+_ENCODER_INPUT: Final = "encoder_hidden_states"
+_ENCODER_MASK: Final = "encoder_attention_mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderFacts:
+    """What generation needs to know of a decoder.
+
+    Attributes:
+        max_positions: the number of tokens that its cache holds.
+        logits: the edge of its result.
+        takes_encoder: whether it reads what an encoder returns.
+        encoder_positions: the size of the mask of the encoder's rows; None if the decoder has no such mask.
+    """
+
+    max_positions: int
+    logits: Edge
+    takes_encoder: bool
+    encoder_positions: int | None
+
+
+def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
+    """Return what generation needs to know of a decoder.
+
+    Args:
+        entry_point: an entry point of a bundle.
+
+    Returns:
+        The facts; None if the entry point has not the inputs and the result of a decoder.
+    """
+    inputs = {edge.name: edge for edge in entry_point.inputs}
+    results = [leaf for leaf in tree_leaves(entry_point.signature.result) if isinstance(leaf, ValueLeaf)]
+    unknown_inputs = inputs.keys() - _TOKEN_INPUTS - {_ENCODER_INPUT, _ENCODER_MASK}
+    if not inputs.keys() >= _TOKEN_INPUTS or unknown_inputs or len(results) != 1:
+        return None
+    max_positions = _mask_size(inputs["attention_mask"])
+    encoder_positions = _mask_size(inputs[_ENCODER_MASK]) if _ENCODER_MASK in inputs else None
+    if max_positions is None:
+        return None
+    [logits] = (edge for edge in entry_point.edges if edge.name == results[0].name)
+    return DecoderFacts(
+        max_positions=max_positions,
+        logits=logits,
+        takes_encoder=_ENCODER_INPUT in inputs,
+        encoder_positions=encoder_positions,
+    )
+
+
+def generating_entry_point(bundle: Bundle) -> str | None:
+    """Return the entry point of a bundle that generates: a decoder, with the encoder that it needs beside it.
+
+    Args:
+        bundle: the bundle.
+
+    Returns:
+        The name of the entry point; None if the bundle does not generate.
+    """
+    names = {entry_point.name for entry_point in bundle.entry_points}
+    for entry_point in bundle.entry_points:
+        facts = decoder_facts(entry_point)
+        if facts is not None and (ENCODER_NAME in names or not facts.takes_encoder):
+            return entry_point.name
+    return None
+
+
+def _mask_size(mask: Edge) -> int | None:
+    """The number of slots that a mask [batch, slots] has; None if it varies."""
+    size = mask.shape[1] if len(mask.shape) == 2 else None
+    return size if isinstance(size, int) else None

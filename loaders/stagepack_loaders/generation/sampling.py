@@ -1,0 +1,120 @@
+"""The choice of the next token by its logits, as transformers makes it.
+
+The order of the steps is that of ``GenerationMixin._get_logits_processor``. With torch, seeded draws are those of torch's generator, and so
+transformers' own; without it, they are numpy's.
+"""
+
+import importlib
+import importlib.util
+from typing import Any, Protocol
+
+import numpy
+
+from stagepack_loaders.elements import Array
+from stagepack_loaders.generation.settings import GenerationSettings
+
+
+class TokenSampler:
+    """Chooses tokens for a batch of texts."""
+
+    def __init__(self, settings: GenerationSettings, is_padding: Array) -> None:
+        """Start the generator that draws.
+
+        Args:
+            settings: how tokens are chosen.
+            is_padding: which of the tokens before the first new one are padding, [batch, length].
+        """
+        self._settings = settings
+        self._is_padding = is_padding
+        self._draw = _drawing(settings.seed) if settings.do_sample else None
+
+    def choose(self, tokens: Array, logits: Array) -> Array:
+        """Choose the next tokens.
+
+        Args:
+            tokens: the tokens so far, [batch, length].
+            logits: the logits of the next token, [batch, vocabulary].
+
+        Returns:
+            The tokens, [batch].
+        """
+        settings = self._settings
+        scores = logits.astype(numpy.float32)
+        if settings.repetition_penalty != 1.0:
+            scores = self._penalize_repetition(tokens, scores)
+        scores[:, list(settings.suppress_tokens)] = -numpy.inf
+        if tokens.shape[1] == self._is_padding.shape[1]:
+            scores[:, list(settings.begin_suppress_tokens)] = -numpy.inf
+        if self._draw is None:
+            likeliest: Array = scores.argmax(1)
+            return likeliest
+        return self._draw(_softmax(self._limit(scores)))
+
+    def _penalize_repetition(self, tokens: Array, scores: Array) -> Array:
+        """Make the tokens so far less likely, but for padding and those that have no logits."""
+        vocabulary_size = scores.shape[1]
+        columns = numpy.minimum(tokens, vocabulary_size)
+        columns[:, : self._is_padding.shape[1]][self._is_padding] = vocabulary_size
+        wider_scores = numpy.pad(scores, ((0, 0), (0, 1)))
+        used = numpy.take_along_axis(wider_scores, columns, 1)
+        penalty = numpy.float32(self._settings.repetition_penalty)
+        numpy.put_along_axis(wider_scores, columns, numpy.where(used < 0, used * penalty, used / penalty), 1)
+        return wider_scores[:, :vocabulary_size]
+
+    def _limit(self, scores: Array) -> Array:
+        """Leave out the tokens that must not be drawn."""
+        settings = self._settings
+        scores = scores / numpy.float32(settings.temperature)
+        if 0 < settings.top_k < scores.shape[1]:
+            lowest = numpy.partition(scores, -settings.top_k, 1)[:, -settings.top_k, None]
+            scores = numpy.where(scores < lowest, -numpy.inf, scores)
+        if settings.top_p < 1.0:
+            order = scores.argsort(1, kind="stable")
+            ascending = numpy.take_along_axis(scores, order, 1)
+            is_removed = _softmax(ascending).cumsum(1) <= 1 - settings.top_p
+            is_removed[:, -1] = False
+            numpy.put_along_axis(scores, order, numpy.where(is_removed, -numpy.inf, ascending), 1)
+        if settings.min_p is not None:
+            probabilities = _softmax(scores)
+            scores = numpy.where(
+                probabilities < settings.min_p * probabilities.max(1, keepdims=True), -numpy.inf, scores
+            )
+        return scores
+
+
+class Drawing(Protocol):
+    """Draws a token of each text by probabilities, [batch, vocabulary]."""
+
+    def __call__(self, probabilities: Array) -> Array:
+        """Draw the tokens, [batch]."""
+
+
+def _drawing(seed: int | None) -> Drawing:
+    if importlib.util.find_spec("torch") is None:
+        generator = numpy.random.default_rng(seed)
+
+        def draw(probabilities: Array) -> Array:
+            limits = probabilities.cumsum(1)
+            drawn: Array = (limits < generator.random((len(limits), 1)) * limits[:, -1:]).sum(1)
+            return drawn
+
+        return draw
+    # By name: servers with another runtime work without it.
+    torch: Any = importlib.import_module("torch")
+    torch_generator = torch.Generator()
+    if seed is None:
+        torch_generator.seed()
+    else:
+        torch_generator.manual_seed(seed)
+
+    def draw_in_torch(probabilities: Array) -> Array:
+        drawn: Array = torch.multinomial(torch.from_numpy(probabilities), 1, generator=torch_generator).numpy()
+        return drawn[:, 0]
+
+    return draw_in_torch
+
+
+def _softmax(scores: Array) -> Array:
+    exponentials: Array = numpy.exp(scores - scores.max(1, keepdims=True))
+    exponentials /= exponentials.sum(1, keepdims=True)
+    return exponentials

@@ -1,0 +1,117 @@
+"""How tokens are chosen: the settings of transformers' ``generate`` that change what is generated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy
+
+from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.elements import Array
+
+_FILE_NAME: Final = "generation_config.json"
+# A single token is written without a list.
+_TOKEN_LISTS: Final = frozenset({"suppress_tokens", "begin_suppress_tokens", "eos_token_id", "decoder_input_ids"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSettings:
+    """How tokens are chosen. Names and defaults are those of transformers' ``GenerationConfig``.
+
+    Attributes:
+        max_new_tokens: the largest number of new tokens; None if `max_length` bounds them.
+        max_length: the largest number of tokens of the prompt, or of the decoder's beginning, and of the new ones together.
+        do_sample: draw tokens; otherwise the likeliest one is taken.
+        temperature: divides the logits.
+        top_k: draw among so many tokens; 0 is all.
+        top_p: draw among the likeliest tokens that have this probability together.
+        min_p: draw among tokens of this probability in relation to the likeliest one.
+        repetition_penalty: more than 1 makes tokens of the text less likely.
+        suppress_tokens: tokens that are never generated.
+        begin_suppress_tokens: tokens that are not generated first.
+        eos_token_id: tokens that end a text.
+        pad_token_id: what follows a text that ends before others of its batch; None for the first token that ends a text.
+        decoder_start_token_id: the token that a decoder after an encoder begins with.
+        decoder_input_ids: the tokens that it begins with, in the place of that one.
+        seed: the seed of the generator that draws; None for any.
+    """
+
+    max_new_tokens: int | None = None
+    max_length: int = 20
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    eos_token_id: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    decoder_start_token_id: int = 0
+    decoder_input_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def first_tokens(self, batch_size: int) -> Array:
+        """Return what a decoder after an encoder begins with.
+
+        Args:
+            batch_size: the number of texts.
+
+        Returns:
+            The tokens, [batch, length].
+        """
+        tokens = self.decoder_input_ids or (self.decoder_start_token_id,)
+        return numpy.tile(numpy.array(tokens, numpy.int64), (batch_size, 1))
+
+    def override(self, settings: Mapping[str, Any]) -> "GenerationSettings":
+        """Return these settings with others in their place.
+
+        Args:
+            settings: the others by name; None leaves one as it is.
+
+        Returns:
+            The settings.
+
+        Raises:
+            InputError: a setting is unknown, or has another type.
+        """
+        known_names = self.__dataclass_fields__.keys()
+        if unknown := settings.keys() - known_names:
+            raise InputError(f"unknown setting {sorted(unknown)[0]!r}: expected one of {', '.join(known_names)}")
+        given = {name: value for name, value in settings.items() if value is not None}
+        for name in _TOKEN_LISTS & given.keys():
+            given[name] = [given[name]] if isinstance(given[name], int) else list(given[name])
+        try:
+            return msgspec.convert(_as_fields(self) | given, GenerationSettings)
+        except msgspec.ValidationError as error:
+            raise InputError(f"the settings of generation: {error}") from None
+
+
+def read_settings(bundle: Bundle) -> GenerationSettings:
+    """Read the settings in the file generation_config.json of a bundle.
+
+    Args:
+        bundle: the bundle.
+
+    Returns:
+        The settings; the default ones where the bundle has none.
+
+    Raises:
+        InputError: the file is damaged, or a setting has another type.
+        DigestError: the file is not the one that the manifest lists.
+    """
+    if _FILE_NAME not in bundle.files:
+        return GenerationSettings()
+    try:
+        stored: Any = msgspec.json.decode(bundle.read(_FILE_NAME), type=dict[str, Any])
+        known = {name: value for name, value in stored.items() if name in GenerationSettings.__dataclass_fields__}
+        return GenerationSettings().override(known)
+    except (msgspec.DecodeError, InputError) as error:
+        raise InputError(f"{bundle.location}: {_FILE_NAME}: {error}") from None
+
+
+def _as_fields(settings: GenerationSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}

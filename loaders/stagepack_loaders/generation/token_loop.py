@@ -1,0 +1,124 @@
+"""One generation: the inputs of each call of a decoder, and what its logits make of them.
+
+It does no calls itself, so that a caller in one thread, many threads and an event loop can drive it.
+"""
+
+from typing import Literal
+
+import numpy
+
+from stagepack.errors import InputError
+from stagepack_loaders.elements import Array
+from stagepack_loaders.generation.decoders import DecoderFacts
+from stagepack_loaders.generation.sampling import TokenSampler
+from stagepack_loaders.generation.settings import GenerationSettings
+
+# Why a text ends: a token that ends it, or the largest number of tokens.
+FinishReason = Literal["stop", "length"]
+
+
+class TokenLoop:
+    """Continues the texts of a batch.
+
+    Attributes:
+        tokens: the tokens so far, [batch, length]: those that the decoder began with, and the new ones. A text that ends before others is
+            followed by the padding token.
+        finish_reasons: why each text ends; None for one that goes on.
+    """
+
+    def __init__(
+        self,
+        facts: DecoderFacts,
+        settings: GenerationSettings,
+        tokens: Array,
+        attention_mask: Array | None = None,
+        encoder_hidden_states: Array | None = None,
+        encoder_attention_mask: Array | None = None,
+    ) -> None:
+        """Start a generation.
+
+        Args:
+            facts: the decoder.
+            settings: how tokens are chosen.
+            tokens: what the decoder begins with, [batch, length]; shorter texts are padded on the left.
+            attention_mask: 1 for tokens, 0 for padding, [batch, length]; None if there is no padding.
+            encoder_hidden_states: what the encoder has returned, [batch, rows, hidden].
+            encoder_attention_mask: 1 for rows that are read, [batch, rows]; None for all.
+
+        Raises:
+            InputError: the cache has not enough positions.
+        """
+        batch, length = tokens.shape
+        last_length = settings.max_length if settings.max_new_tokens is None else length + settings.max_new_tokens
+        # The last token takes no position: it is not read.
+        if not 0 < length < last_length <= facts.max_positions + 1:
+            raise InputError(
+                f"expected at least 1 new token, and up to {facts.max_positions + 1} tokens in all (the cache has {facts.max_positions} "
+                f"positions), found {length} tokens to begin with and a length of {last_length} at most"
+            )
+        self.tokens = tokens.astype(numpy.int64)
+        self.finish_reasons: list[FinishReason | None] = [None] * batch
+        self._settings = settings
+        self._last_length = last_length
+        end_tokens = settings.eos_token_id or (0,)
+        self._padding_token = end_tokens[0] if settings.pad_token_id is None else settings.pad_token_id
+        self._read_length = 0
+        self._mask = numpy.zeros((batch, facts.max_positions), numpy.int64)
+        self._mask[:, :length] = 1 if attention_mask is None else attention_mask
+        self._sampler = TokenSampler(settings, self._mask[:, :length] == 0)
+        self._encoder_rows = encoder_hidden_states
+        self._encoder_mask: Array | None = None
+        if facts.encoder_positions is not None and encoder_hidden_states is not None:
+            row_count = encoder_hidden_states.shape[1]
+            self._encoder_mask = numpy.zeros((batch, facts.encoder_positions), numpy.int64)
+            self._encoder_mask[:, :row_count] = 1 if encoder_attention_mask is None else encoder_attention_mask
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all texts have ended."""
+        return None not in self.finish_reasons
+
+    def next_inputs(self) -> dict[str, Array]:
+        """Return the inputs of the next call.
+
+        Returns:
+            The arrays by name. The first call reads all tokens, later ones the last token.
+        """
+        start, end = self._read_length, self.tokens.shape[1]
+        self._read_length = end
+        if start:
+            self._mask[:, start:end] = 1
+        inputs = {
+            "input_ids": self.tokens[:, start:end],
+            "cache_position": numpy.arange(start, end),
+            "attention_mask": self._mask.copy(),
+        }
+        if self._encoder_rows is not None:
+            inputs["encoder_hidden_states"] = self._encoder_rows
+            # The decoder has kept all rows: one of them is written again, with what it holds.
+            self._encoder_rows = self._encoder_rows[:, :1]
+        if self._encoder_mask is not None:
+            inputs["encoder_attention_mask"] = self._encoder_mask
+        return inputs
+
+    def take(self, logits: Array) -> Array:
+        """Choose the next token of each text.
+
+        Args:
+            logits: what the call has returned, [batch, vocabulary].
+
+        Returns:
+            The tokens, [batch]; the padding token for a text that has ended.
+        """
+        has_ended = numpy.array([reason is not None for reason in self.finish_reasons])
+        chosen = self._sampler.choose(self.tokens, logits)
+        chosen = numpy.where(has_ended, self._padding_token, chosen).astype(numpy.int64)
+        self.tokens = numpy.concatenate([self.tokens, chosen[:, None]], 1)
+        is_last = self.tokens.shape[1] >= self._last_length
+        for row, token in enumerate(chosen.tolist()):
+            if self.finish_reasons[row] is None:
+                if token in self._settings.eos_token_id:
+                    self.finish_reasons[row] = "stop"
+                elif is_last:
+                    self.finish_reasons[row] = "length"
+        return chosen

@@ -1,0 +1,104 @@
+"""Conversations as the text that a model continues."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+
+_PROCESS_MODULE: Final = "stagepack_serving.server.generation.template_process"
+_MAX_SECONDS: Final = 10.0
+
+
+class ChatTemplate:
+    """The template of a bundle, which is filled in by a process of its own; see `template_process`.
+
+    The process starts with the first conversation, and again after one that it did not survive.
+    """
+
+    def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
+        """Keep the template.
+
+        Args:
+            template: the text of the template.
+            special_tokens: the texts of the special tokens by the names that the template has for them, such as ``bos_token``.
+        """
+        self._template = template
+        self._special_tokens = dict(special_tokens)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
+
+    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Write a conversation as a text, which ends where the answer of the assistant begins.
+
+        Args:
+            messages: the messages, each with a role and a content.
+
+        Returns:
+            The text.
+
+        Raises:
+            RequestError: the template refuses the messages, or takes too much time or memory.
+        """
+        variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
+        request = json.dumps({"template": self._template, "variables": variables}).encode() + b"\n"
+        answer_line = await asyncio.to_thread(self._exchange, request)
+        if not answer_line:
+            message = f"the chat template of the bundle took more than {_MAX_SECONDS:g} s, or too much memory"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+        answer = json.loads(answer_line)
+        if "error" in answer:
+            raise RequestError(
+                RequestStatus.BAD_REQUEST, f"the chat template of the bundle refuses the messages: {answer['error']}"
+            )
+        text: str = answer["text"]
+        return text
+
+    def close(self) -> None:
+        """End the process."""
+        with self._turn:
+            self._end_process()
+
+    def _exchange(self, line: bytes) -> bytes:
+        """Send a line to the process, and return its answer; empty if it does not survive it."""
+        with self._turn:
+            self._process = process = self._process or _start_process()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            timer = threading.Timer(_MAX_SECONDS, process.kill)
+            timer.start()
+            answer_line = b""
+            try:
+                with contextlib.suppress(OSError):
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                    answer_line = process.stdout.readline()
+            finally:
+                timer.cancel()
+                if not answer_line.endswith(b"\n"):
+                    answer_line = b""
+                    self._end_process()
+            return answer_line
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(OSError):  # of a line that it has not read
+                self._process.communicate()
+            self._process = None
+
+
+def _start_process() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", _PROCESS_MODULE]
+    return subprocess.Popen(  # noqa: S603 - our own module
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal is for the server
+    )

@@ -1,0 +1,238 @@
+"""Generation with a served decoder, token by token."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy
+
+from stagepack.errors import InputError
+from stagepack.format.manifest import Edge
+from stagepack_loaders.elements import Array
+from stagepack_loaders.generation.decoders import ENCODER_NAME, DecoderFacts, decoder_facts
+from stagepack_loaders.generation.settings import read_settings
+from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.generated_text import GeneratedPart, GeneratedText
+from stagepack_serving.server.generation.text_format import TextFormat, read_text_format
+from stagepack_serving.server.served_model import ServedModel
+
+# The input of a model that holds tokens.
+_IDS_INPUT: Final = "input_ids"
+# The input of an encoder that is 1 for tokens.
+_MASK_INPUT: Final = "attention_mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A request for a text.
+
+    Attributes:
+        prompt: the prompt, as `Generator.prompt_array` returns it.
+        settings: how tokens are chosen; the other settings are as the bundle has them.
+        stop_strings: strings that end the text.
+    """
+
+    prompt: Array
+    settings: Mapping[str, Any]
+    stop_strings: Sequence[str] = ()
+
+
+class Generator:
+    """Generates texts with a decoder, and with its encoder if it has one.
+
+    Each generation is a sequence of calls of the decoder with a state of its own, so that generations at the same time fill the stages.
+
+    Attributes:
+        text_format: the tokenizer and the chat template; None for a bundle without a tokenizer.
+        prompt_name: the input that holds the prompt: of the encoder, or of a decoder without one.
+    """
+
+    def __init__(self, facts: DecoderFacts, decoder: ServedModel, encoder: ServedModel | None) -> None:
+        """Read the assets of the bundle.
+
+        Args:
+            facts: the inputs of the decoder.
+            decoder: the decoder.
+            encoder: the encoder of the same bundle; None for a model that is a decoder alone.
+
+        Raises:
+            AssetError: an asset of the bundle cannot be used.
+            InputError: its generation_config.json cannot be used.
+        """
+        self._facts = facts
+        self._settings = read_settings(decoder.bundle)
+        self._decoder = decoder
+        self._encoder = encoder
+        self._prompt_interface = (encoder or decoder).interface
+        self.text_format: TextFormat | None = read_text_format(decoder.bundle)
+        self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
+        [self._logits_output] = decoder.interface.outputs
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a prompt may be a text."""
+        return self.text_format is not None and self.prompt_name == _IDS_INPUT
+
+    async def encode_text(self, text: str, *, adds_special_tokens: bool = True) -> Array:
+        """Convert a text to a prompt.
+
+        Args:
+            text: the text.
+            adds_special_tokens: see `TextFormat.encode`.
+
+        Returns:
+            The prompt, [1, length].
+
+        Raises:
+            RequestError: the model takes no text, or the bundle has no tokenizer.
+        """
+        if self.text_format is None or not self.reads_text:
+            message = f"{self._decoder.name}: the model takes no text: send {self.prompt_name}"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+        # In a thread: a long text takes as long as other requests must not wait for.
+        tokens = await asyncio.to_thread(self.text_format.encode, text, adds_special_tokens=adds_special_tokens)
+        return self.prompt_array(tokens)
+
+    def prompt_array(self, values: Any) -> Array:
+        """Check a prompt.
+
+        Args:
+            values: an array, or nested lists of numbers; the batch dimension, which is 1, may be missing.
+
+        Returns:
+            The prompt with the batch dimension.
+
+        Raises:
+            RequestError: the values do not fit the input `prompt_name`.
+        """
+        tensor = self._prompt_interface.inputs[self.prompt_name]
+        dtype = NUMPY_DTYPES[tensor.datatype]
+        try:
+            array = numpy.asarray(values)
+            if array.dtype != dtype:
+                array = array.astype(dtype, casting="same_kind")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.prompt_name}: {error}") from None
+        if array.ndim == len(tensor.shape) - 1:
+            array = array[None]
+        try:
+            shape = self._prompt_interface.check_input(self.prompt_name, tensor.datatype, array.shape)
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
+        if len(shape) != len(tensor.shape) or shape[0] != 1 or not array.size:
+            expected = f"expected one prompt, the shape {[1, *tensor.shape[1:]]}"
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.prompt_name}: {expected}, found {list(shape)}")
+        return array
+
+    def chat_settings(self, prompt: Array) -> dict[str, int]:
+        """Return the settings of an answer in a conversation: it may take all positions that are left, unless the bundle says otherwise.
+
+        Args:
+            prompt: the prompt.
+
+        Returns:
+            The settings.
+        """
+        if self._settings.max_new_tokens is not None:
+            return {}
+        first_tokens = prompt if self._encoder is None else self._settings.first_tokens(1)
+        return {"max_new_tokens": max(1, self._facts.max_positions + 1 - first_tokens.shape[1])}
+
+    def close(self) -> None:
+        """End the process that fills in the chat template."""
+        if self.text_format is not None and self.text_format.chat_template is not None:
+            self.text_format.chat_template.close()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedPart, None]:
+        """Generate a text.
+
+        Args:
+            request: the request.
+
+        Yields:
+            What each token adds to the text. The last part has a reason why the text ends.
+
+        Raises:
+            RequestError: the request does not fit the model, or the model fails.
+        """
+        if request.stop_strings and self.text_format is None:
+            raise RequestError(RequestStatus.BAD_REQUEST, "stop: the bundle has no tokenizer.json, so there is no text")
+        async with self._decoder.reserve_sequence() as sequence:
+            loop = await self._start_loop(request)
+            text = GeneratedText(self.text_format, request.stop_strings)
+
+            def take(logits: Array) -> GeneratedPart:
+                token = int(loop.take(_as_floats(logits, self._facts.logits))[0])
+                return text.add(token, loop.finish_reasons[0])
+
+            is_finished = False
+            while not is_finished:
+                outputs = await self._decoder.call(loop.next_inputs(), sequence)
+                # In a thread: to draw one of many tokens takes longer than other requests should wait.
+                part = await asyncio.to_thread(take, outputs[self._logits_output])
+                is_finished = part.finish_reason is not None
+                yield part
+
+    async def _start_loop(self, request: GenerationRequest) -> TokenLoop:
+        """Run the encoder, if there is one.
+
+        Raises:
+            RequestError: the encoder fails, or the cache has not enough positions.
+        """
+        try:
+            settings = self._settings.override(request.settings)
+            if self._encoder is None:
+                return TokenLoop(self._facts, settings, request.prompt)
+            inputs = {self.prompt_name: request.prompt}
+            if _MASK_INPUT in self._encoder.interface.inputs:
+                inputs[_MASK_INPUT] = numpy.ones(request.prompt.shape, numpy.int64)
+            [rows] = (await self._encoder.call(inputs, None)).values()
+            return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
+
+
+def _as_floats(array: Array, edge: Edge) -> Array:
+    """The numbers of an array; one of bfloat16 has their 16 bits."""
+    if edge.dtype != "bfloat16":
+        return array
+    return (array.astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def generator_of(model: ServedModel) -> Generator:
+    """Return what generates texts with a model.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The generator.
+
+    Raises:
+        RequestError: the model does not generate.
+    """
+    generator: Generator | None = model.generator
+    if generator is None:
+        message = f"{model.name}: the model does not generate: its bundle has no decoder with the inputs of generation"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    return generator
+
+
+def add_generators(models: Sequence[ServedModel]) -> None:
+    """Make the decoders of a bundle generate.
+
+    Args:
+        models: the models of one bundle.
+
+    Raises:
+        AssetError: an asset of the bundle cannot be used.
+    """
+    by_entry_point = {model.bundle.entry_point.name: model for model in models}
+    for model in models:
+        facts = decoder_facts(model.bundle.entry_point)
+        encoder = by_entry_point.get(ENCODER_NAME)
+        if facts is not None and (encoder is not None or not facts.takes_encoder):
+            model.generator = Generator(facts, model, encoder if facts.takes_encoder else None)

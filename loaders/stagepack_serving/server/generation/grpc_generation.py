@@ -1,0 +1,134 @@
+"""Generation over gRPC: several responses to one request, as Triton's decoupled models give them.
+
+Source: https://github.com/triton-inference-server/server/blob/main/docs/user_guide/decoupled_models.md.
+"""
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+from tritonclient.grpc import service_pb2 as pb
+
+from stagepack_loaders.elements import Array
+from stagepack_serving.server.deadlines import shorten_deadline
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.generator import generator_of
+from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
+from stagepack_serving.server.grpc_messages import decode_input, decode_parameters
+from stagepack_serving.server.parameters import timeout_parameter
+from stagepack_serving.server.served_model import ServedModel
+
+# A call of the decoder has this input; a prompt has not.
+_CALL_INPUT: Final = "cache_position"
+# Parameters of a response and of a request that Triton defines.
+_FINAL_RESPONSE: Final = "triton_final_response"
+_LENGTH: Final = struct.Struct("<I")
+
+
+def asks_for_generation(model: ServedModel, message: Any) -> bool:
+    """Return whether a request has a prompt, and not the inputs of one call of the model.
+
+    Args:
+        model: the model that the request names.
+        message: a ``ModelInferRequest``.
+
+    Returns:
+        Whether it has.
+    """
+    return model.generator is not None and _CALL_INPUT not in [tensor.name for tensor in message.inputs]
+
+
+async def generate_responses(
+    model: ServedModel,
+    message: Any,
+    deadline: asyncio.Timeout,
+    send: Callable[[Any], Awaitable[None]],
+    *,
+    streams: bool,
+) -> None:
+    """Answer a request that has a prompt.
+
+    Args:
+        model: the model that the request names.
+        message: a ``ModelInferRequest``.
+        deadline: the deadline of the request; it is shortened to the parameter ``timeout``.
+        send: takes each ``ModelInferResponse``.
+        streams: send a response for each token; otherwise one for all of them.
+
+    Raises:
+        RequestError: the request does not fit the model, or the model fails.
+    """
+    generator = generator_of(model)
+    parameters = decode_parameters(message.parameters)
+    shorten_deadline(deadline, timeout_parameter(parameters))
+    request, fields = await read_request(generator, _decode_prompts(message), parameters)
+    has_text = generator.text_format is not None
+    ends_empty = streams and fields.triton_enable_empty_final_response
+    text = ""
+    tokens: list[int] = []
+    async with aclosing(generator.generate(request)) as parts:
+        async for part in parts:
+            text += part.text
+            tokens.append(part.token)
+            if not streams and part.finish_reason is None:
+                continue
+            response = _encode_part(model, message.id, text if has_text else None, tokens)
+            if part.finish_reason is not None:
+                response.parameters["finish_reason"].string_param = part.finish_reason
+            if streams:
+                is_final = part.finish_reason is not None and not ends_empty
+                response.parameters[_FINAL_RESPONSE].bool_param = is_final
+            await send(response)
+            text, tokens = "", []
+    if ends_empty:
+        response = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=message.id)
+        response.parameters[_FINAL_RESPONSE].bool_param = True
+        await send(response)
+
+
+def _encode_part(model: ServedModel, request_id: str, text: str | None, tokens: list[int]) -> Any:
+    """A response with generated tokens, and with their text if there is one."""
+    response = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=request_id)
+    if text is not None:
+        content = text.encode()
+        response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+        response.raw_output_contents.append(_LENGTH.pack(len(content)) + content)
+    response.outputs.add(name="output_ids", datatype="INT64", shape=[len(tokens)])
+    response.raw_output_contents.append(struct.pack(f"<{len(tokens)}q", *tokens))
+    return response
+
+
+def _decode_prompts(message: Any) -> dict[str, str | Array]:
+    """The inputs of a request by name.
+
+    Raises:
+        RequestError: an input violates the protocol.
+    """
+    prompts: dict[str, str | Array] = {}
+    raw_contents = list(message.raw_input_contents) or [None] * len(message.inputs)
+    if len(raw_contents) != len(message.inputs):
+        expected = f"expected raw contents for all {len(message.inputs)} inputs or none"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{expected}, found {len(raw_contents)}")
+    for tensor, raw_content in zip(message.inputs, raw_contents, strict=True):
+        if tensor.name == TEXT_INPUT:
+            prompts[tensor.name] = _decode_text(tensor, raw_content)
+        else:
+            prompts[tensor.name] = decode_input(tensor, raw_content).array
+    return prompts
+
+
+def _decode_text(tensor: Any, raw_content: bytes | None) -> str:
+    """The text of a tensor that is one string: in raw contents, its length precedes it."""
+    strings = list(tensor.contents.bytes_contents)
+    if raw_content is not None and len(raw_content) == _LENGTH.size + int.from_bytes(
+        raw_content[: _LENGTH.size], "little"
+    ):
+        strings = [raw_content[_LENGTH.size :]]
+    if tensor.datatype != "BYTES" or len(strings) != 1:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor.name}: expected one string of the datatype BYTES")
+    try:
+        return bytes(strings[0]).decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor.name}: expected UTF-8: {error}") from None

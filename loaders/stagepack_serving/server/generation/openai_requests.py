@@ -1,0 +1,190 @@
+"""Requests of OpenAI's API for completions and chat completions.
+
+Source: https://platform.openai.com/docs/api-reference. Fields that change nothing of the answer are ignored; fields that would, and that
+this server does not support, are refused.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.sampling_fields import SamplingFields, convert_fields
+
+# OpenAI's default of `max_tokens` for completions. A chat may take all positions that are left.
+_COMPLETION_TOKENS: Final = 16
+
+# Fields that say nothing of the answer.
+_IGNORED_FIELDS: Final = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+# Fields that ask for what this server does not have, unless they have one of these values.
+_NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+
+
+class StreamOptions(Struct, kw_only=True):
+    """Options of an answer that is a stream."""
+
+    include_usage: bool = False
+
+
+class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields that both kinds of requests have.
+
+    Attributes:
+        model: the name of the model.
+        stream: send each part of the text when it is generated.
+        stream_options: options of such an answer.
+    """
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
+    """A request for the continuation of a text.
+
+    Attributes:
+        prompt: a string or tokens, also as the only item of a list.
+    """
+
+    prompt: str | list[Any]
+
+    def single_prompt(self) -> str | list[int]:
+        """Return the prompt.
+
+        Returns:
+            A string, or tokens.
+
+        Raises:
+            RequestError: there are several prompts or none, or something else than strings and tokens.
+        """
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return prompt
+        tokens = [token for token in prompt if type(token) is int]
+        if not tokens or len(tokens) < len(prompt):
+            raise RequestError(RequestStatus.BAD_REQUEST, "prompt: expected one string, or the tokens of one prompt")
+        return tokens
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of a generation; see `SamplingFields.settings`.
+
+        Returns:
+            The settings.
+        """
+        return {"max_new_tokens": _COMPLETION_TOKENS} | super().settings()
+
+
+class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
+    """A request for the next message of a conversation.
+
+    Attributes:
+        messages: the messages, whose fields are those that the chat template knows.
+        max_completion_tokens: the newer name of `max_tokens`.
+    """
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Return the messages as templates expect them: each content is one string.
+
+        Returns:
+            The messages.
+
+        Raises:
+            RequestError: a message has no role, or a content that is no text.
+        """
+        return [message | {"content": _content_text(message)} for message in self.messages]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of a generation; see `SamplingFields.settings`.
+
+        Returns:
+            The settings.
+        """
+        renamed = {} if self.max_completion_tokens is None else {"max_new_tokens": self.max_completion_tokens}
+        return super().settings() | renamed
+
+
+def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields]) -> Any:
+    """Decode the body of a request.
+
+    Args:
+        body: the body.
+        fields_type: `CompletionFields` or `ChatFields`.
+
+    Returns:
+        The fields.
+
+    Raises:
+        RequestError: the body is no JSON object, or a field is wrong, unknown or not supported.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"the request is no valid JSON object: {error}") from None
+    for field_name in fields.keys() & _NEUTRAL_VALUES.keys():
+        if fields[field_name] not in (None, *_NEUTRAL_VALUES[field_name]):
+            message = f"{field_name}: this server does not support it: leave it out"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+    passed_fields = {
+        field_name: value
+        for field_name, value in fields.items()
+        if field_name not in _IGNORED_FIELDS and field_name not in _NEUTRAL_VALUES
+    }
+    return convert_fields(passed_fields, fields_type)
+
+
+def _content_text(message: dict[str, Any]) -> str | None:
+    """The content of a message, which may be in parts, as one text."""
+    content = message.get("content")
+    if isinstance(message.get("role"), str):
+        if content is None or isinstance(content, str):
+            return content
+        if isinstance(content, list):
+            text_parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts = [part["text"] for part in text_parts if isinstance(part.get("text"), str)]
+            if len(texts) == len(content):
+                return "\n".join(texts)
+    expected = "a role, and a content that is a string or parts of the type text"
+    raise RequestError(RequestStatus.BAD_REQUEST, f"messages: expected {expected}, found {str(message)[:200]}")

@@ -1,0 +1,172 @@
+"""Routes of OpenAI's API: ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``.
+
+Source: https://platform.openai.com/docs/api-reference.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from stagepack_loaders.elements import Array
+from stagepack_serving.server.deadlines import shorten_deadline
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.answer_channel import AnswerChannel
+from stagepack_serving.server.generation.generator import GenerationRequest, Generator, generator_of
+from stagepack_serving.server.generation.openai_answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    OpenAIAnswer,
+    error_fields,
+    usage_counts,
+)
+from stagepack_serving.server.generation.openai_requests import (
+    ChatFields,
+    CompletionFields,
+    OpenAIFields,
+    decode_openai_request,
+)
+from stagepack_serving.server.rest_body import read_body
+from stagepack_serving.server.rest_inference import unless_disconnected
+from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.served_models import ServedModels
+
+# The last event of a stream.
+_DONE = "[DONE]"
+
+
+def openai_routes(models: ServedModels) -> list[BaseRoute]:
+    """Return the routes.
+
+    Args:
+        models: the models of the server.
+
+    Returns:
+        The routes, for an application of starlette.
+    """
+
+    async def list_models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model_fields(model) for model in _text_models(models)]})
+
+    async def show_model(request: Request) -> Response:
+        model_name = request.path_params["model"]
+        for model in _text_models(models):
+            if model.name == model_name:
+                return JSONResponse(_model_fields(model))
+        error = RequestError(RequestStatus.NOT_FOUND, f"the model {model_name!r} does not exist")
+        return JSONResponse(error_fields(error), error.status.http_code)
+
+    return [
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model}", show_model),
+        Route("/v1/completions", OpenAIRoute(models, CompletionFields, CompletionAnswer), methods=["POST"]),
+        Route("/v1/chat/completions", OpenAIRoute(models, ChatFields, ChatAnswer), methods=["POST"]),
+    ]
+
+
+class OpenAIRoute:
+    """An ASGI application that generates texts."""
+
+    def __init__(
+        self, models: ServedModels, fields_type: type[OpenAIFields], answer_type: Callable[..., OpenAIAnswer]
+    ) -> None:
+        """Create the route.
+
+        Args:
+            models: the models of the server.
+            fields_type: the fields of a request.
+            answer_type: makes the answer.
+        """
+        self._models = models
+        self._fields_type = fields_type
+        self._answer_type = answer_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request.
+
+        Args:
+            scope: the ASGI scope.
+            receive: the ASGI channel of the request.
+            send: the ASGI channel of the answer.
+        """
+        start_time, channel = time.monotonic(), AnswerChannel(scope, receive, send)
+        deadline_seconds = self._models.limits.deadline
+        try:
+            fields = await self._read_fields(Request(scope, receive))
+            async with self._models.request_scope(fields.model, "", "openai") as request_scope:
+                shorten_deadline(request_scope.deadline, start_time + deadline_seconds - time.monotonic())
+                with request_scope.reserve_place({}) as model:
+                    await unless_disconnected(self._answer(model, fields, channel), receive)
+        except RequestError as error:
+            if channel.has_events:
+                await channel.send_event(error_fields(error))
+                await channel.end_events()
+            elif not channel.is_started:
+                await channel.send_json(error_fields(error), error.status.http_code)
+
+    async def _read_fields(self, request: Request) -> Any:
+        limits = self._models.limits
+        try:
+            async with asyncio.timeout(limits.deadline):
+                body = await read_body(request, limits.max_request_bytes)
+        except TimeoutError:
+            raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
+        return decode_openai_request(body, self._fields_type)
+
+    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel) -> None:
+        generator = generator_of(model)
+        prompt = await _read_prompt(generator, fields)
+        settings = (generator.chat_settings(prompt) if isinstance(fields, ChatFields) else {}) | fields.settings()
+        request = GenerationRequest(prompt=prompt, settings=settings, stop_strings=fields.stop_strings())
+        answer = self._answer_type(fields.model, includes_usage=fields.includes_usage)
+        text, token_count, finish_reason = "", 0, ""
+        async with aclosing(generator.generate(request)) as parts:
+            async for part in parts:
+                token_count += 1
+                finish_reason = part.finish_reason or ""
+                if not fields.stream:
+                    text += part.text
+                elif part.text or part.finish_reason or token_count == 1:
+                    await channel.send_event(answer.part(part.text, part.finish_reason))
+        usage = usage_counts(prompt.size, token_count)
+        if not fields.stream:
+            await channel.send_json(answer.whole(text, finish_reason, usage))
+            return
+        if fields.includes_usage:
+            await channel.send_event(answer.usage_event(usage))
+        await channel.send_event(_DONE)
+        await channel.end_events()
+
+
+async def _read_prompt(generator: Generator, fields: Any) -> Array:
+    """The prompt of a request.
+
+    Raises:
+        RequestError: the bundle has no tokenizer or no chat template, or the template refuses the messages.
+    """
+    if isinstance(fields, ChatFields):
+        messages = fields.template_messages()
+        if generator.text_format is None or generator.text_format.chat_template is None:
+            message = f"{fields.model}: the bundle has no chat template: ask for a completion"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+        text = await generator.text_format.chat_template.render(messages)
+        return await generator.encode_text(text, adds_special_tokens=False)
+    prompt = fields.single_prompt()
+    return await generator.encode_text(prompt) if isinstance(prompt, str) else generator.prompt_array(prompt)
+
+
+def _text_models(models: ServedModels) -> list[ServedModel]:
+    """The models that generate texts."""
+    return [
+        model for model in models.serving if model.generator is not None and model.generator.text_format is not None
+    ]
+
+
+def _model_fields(model: ServedModel) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "stagepack"}

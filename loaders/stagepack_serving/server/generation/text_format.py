@@ -1,0 +1,119 @@
+"""The tokenizer and the chat template that a bundle carries as assets."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+from stagepack.format.reader import Bundle
+from stagepack_serving.server.errors import AssetError
+from stagepack_serving.server.generation.chat_template import ChatTemplate
+from stagepack_serving.server.generation.text_stream import TextStream
+
+_TOKENIZER: Final = "tokenizer.json"
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_SPECIAL_TOKENS: Final = "special_tokens_map.json"
+_TEMPLATE: Final = "chat_template.jinja"
+
+
+class TextFormat:
+    """Texts as tokens, and conversations as texts.
+
+    Attributes:
+        chat_template: the chat template; None if the bundle has none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
+        """Keep the tokenizer and the template.
+
+        Args:
+            tokenizer: the tokenizer.
+            chat_template: the chat template, if there is one.
+        """
+        self._tokenizer = tokenizer
+        added_tokens = tokenizer.get_added_tokens_decoder()
+        self._special_tokens = frozenset(token for token, added in added_tokens.items() if added.special)
+        self.chat_template = chat_template
+
+    def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+        """Convert a text to tokens.
+
+        Args:
+            text: the text.
+            adds_special_tokens: add the tokens that begin and end a text for this model; a filled in chat template has them already.
+
+        Returns:
+            The tokens.
+        """
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids
+        return tokens
+
+    def start_text(self) -> TextStream:
+        """Start to decode a text.
+
+        Returns:
+            What decodes its tokens.
+        """
+        return TextStream(self._tokenizer, self._special_tokens)
+
+
+def read_text_format(bundle: Bundle) -> TextFormat | None:
+    """Read the tokenizer and the chat template of a bundle.
+
+    Args:
+        bundle: the bundle.
+
+    Returns:
+        The tokenizer and the template; None if the bundle has no tokenizer.
+
+    Raises:
+        AssetError: an asset cannot be used.
+        DigestError: a file is not the one that the manifest lists.
+    """
+    if _TOKENIZER not in bundle.files:
+        return None
+    try:
+        tokenizer = Tokenizer.from_buffer(bundle.read(_TOKENIZER))
+    except Exception as error:  # noqa: BLE001 - the library has no class of its own
+        raise AssetError(
+            f"{bundle.location}: {_TOKENIZER}: expected a tokenizer of the package tokenizers: {error}"
+        ) from None
+    # What cut and padded the texts of the training may be stored with a tokenizer.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _read_fields(bundle, _TOKENIZER_CONFIG)
+    template = bundle.read(_TEMPLATE).decode(errors="replace") if _TEMPLATE in bundle.files else _template_in(config)
+    if template is None:
+        return TextFormat(tokenizer, None)
+    special_tokens = _special_token_texts(_read_fields(bundle, _SPECIAL_TOKENS) | config)
+    return TextFormat(tokenizer, ChatTemplate(template, special_tokens))
+
+
+def _read_fields(bundle: Bundle, asset_name: str) -> dict[str, Any]:
+    """The fields of an asset that is a JSON object; none if the bundle does not have it."""
+    if asset_name not in bundle.files:
+        return {}
+    try:
+        return msgspec.json.decode(bundle.read(asset_name), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise AssetError(f"{bundle.location}: {asset_name}: expected a JSON object: {error}") from None
+
+
+def _template_in(config: Mapping[str, Any]) -> str | None:
+    """The chat template in the configuration of a tokenizer, which may have several by name."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named_templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named_templates.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_token_texts(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of the special tokens by name, such as ``bos_token``: each is a string, or an object with more facts."""
+    texts = {}
+    for field_name, value in fields.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if field_name.endswith("_token") and isinstance(text, str):
+            texts[field_name] = text
+    return texts

@@ -1,0 +1,121 @@
+"""Texts that grow by tokens, strings that end them, and chat templates of strangers."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.generation.chat_template import ChatTemplate
+from stagepack_serving.server.generation.text_format import TextFormat
+from stagepack_serving.server.generation.text_stream import StopStrings
+from tests.serve.generating_model import tokenizer
+
+TEXT = "Hällo, 你好 😀!"
+
+
+def llama_tokenizer() -> Tokenizer:
+    """Words, and bytes where there is no word, as in the tokenizers of Llama 2 and Gemma."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "好", "▁wor", "ld"]
+    vocabulary = {word: token for token, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=words[0], byte_fallback=True))
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+def t5_tokenizer() -> Tokenizer:
+    """Words, as in the tokenizer of T5."""
+    words = ["<pad>", "</s>", "<unk>", "▁", "▁a", "b", "好", "▁wor", "ld", "é"]
+    made = Tokenizer(models.Unigram([(word, -float(rank)) for rank, word in enumerate(words)], 2))
+    made.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    made.decoder = decoders.Metaspace()
+    return made
+
+
+@pytest.mark.parametrize("make_tokenizer", [tokenizer, llama_tokenizer, t5_tokenizer])
+def test_parts_of_a_text_are_the_text_decoded_at_once(make_tokenizer: Any) -> None:
+    made = make_tokenizer()
+    text_format, text_tokens = TextFormat(made, None), made.encode(TEXT).ids
+    draw = random.Random(0)  # noqa: S311 - reproducible
+    for round_number in range(300):
+        noise = [draw.randrange(made.get_vocab_size() + 2) for _ in range(draw.randrange(20))]
+        tokens = [*text_tokens, *noise, *text_tokens] if round_number % 2 else noise
+        stream = text_format.start_text()
+        parts = [stream.add(token) for token in tokens] + [stream.finish()]
+        assert "".join(parts) == made.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_character_is_sent_when_its_last_byte_has_come() -> None:
+    made = tokenizer()
+    stream = TextFormat(made, None).start_text()
+    parts = [stream.add(token) for token in made.encode("a😀b").ids]
+    assert parts == ["a", "", "", "", "😀", "b"]
+
+
+@pytest.mark.parametrize("stops", [["END"], ["END", "N"], ["😀 END"], ["DE", "EE"], ["absent"]])
+@pytest.mark.parametrize("part_length", [1, 2, 5, 100])
+def test_a_stop_string_ends_a_text_wherever_it_is_torn(stops: Sequence[str], part_length: int) -> None:
+    text = "EEN ENE 😀 END END"
+    found, sent = StopStrings(stops), ""
+    for start in range(0, len(text), part_length):
+        sent += found.add(text[start : start + part_length])
+        if found.is_found:
+            break
+    sent += found.finish()
+    positions = [text.find(stop) for stop in stops if stop in text]
+    # Of two strings that end in the same part, the one that begins first counts.
+    expected = text[: min(positions)] if positions else text
+    assert sent == expected or (part_length < 100 and expected.startswith(sent))
+    assert found.is_found == bool(positions)
+
+
+def render(template: str, messages: list[dict[str, Any]]) -> str:
+    async def run() -> str:
+        with contextlib.closing(ChatTemplate(template, {"bos_token": "<s>"})) as chat_template:
+            return await chat_template.render(messages)
+
+    return asyncio.run(run())
+
+
+def test_a_template_has_what_transformers_gives_it() -> None:
+    template = (
+        "{{ bos_token }}{%- for message in messages %}\n  {% if loop.first %}{% continue %}{% endif %}"
+        "{{ message.content | tojson }}{% generation %}g{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    assert render(template, [{"role": "user", "content": "no"}, {"role": "user", "content": "<ä>"}]) == '<s>"<ä>"g4'
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses the messages: TemplateError: roles must alternate"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ 'a'.center(10 ** 10) }}", "MemoryError"),
+        ("{% for i in range(90000) %}{{ 'a' * 90000 }}{% endfor %}", "at most 1000000 characters"),
+    ],
+)
+def test_a_template_of_a_stranger_is_bounded(template: str, says: str) -> None:
+    with pytest.raises(RequestError, match="the chat template of the bundle") as raised:
+        render(template, [{"role": "user", "content": "hi"}])
+    assert says in str(raised.value)
+
+
+def test_a_template_answers_again_after_one_that_did_not_survive() -> None:
+    async def run() -> list[str]:
+        endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+        template = "{% if messages[0].content == 'loop' %}" + endless + "{% endif %}ok"
+        with contextlib.closing(ChatTemplate(template, {})) as chat_template:
+            texts = [await chat_template.render([{"content": "a"}])]
+            with pytest.raises(RequestError, match="took more than 10 s, or too much memory"):
+                await chat_template.render([{"content": "loop"}])
+            return [*texts, await chat_template.render([{"content": "b"}])]
+
+    assert asyncio.run(run()) == ["ok", "ok"]

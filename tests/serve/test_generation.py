@@ -1,0 +1,279 @@
+"""Texts over the server: Triton's generate extension, decoupled gRPC, and OpenAI's API, each with its own client."""
+
+import contextlib
+import json
+import queue
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import numpy
+import openai
+import pytest
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.serve.generating_model import POSITIONS, VOCABULARY, continue_tokens, export_decoder, tokenizer
+from tests.serve.servers import Server, grpc_client, post, stagepack_server
+from tests.serve.test_serve import metrics
+
+pytestmark = pytest.mark.xdist_group("serve")
+GENERATE = "/v2/models/writer/generate"
+PROMPT = "Once upon"
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_decoder(tmp_path_factory.mktemp("writer"))
+
+
+@pytest.fixture(scope="module")
+def server(writer: Path) -> Iterator[Server]:
+    with stagepack_server([writer], "--max-sequences", "3") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    address = f"http://127.0.0.1:{server.http}/v1"
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def expected_text(prompt: str, count: int) -> str:
+    """The likeliest continuation, decoded at once."""
+    made = tokenizer()
+    return made.decode(continue_tokens(made.encode(prompt).ids, count))
+
+
+def events(port: int, path: str, body: Mapping[str, Any]) -> list[Any]:
+    """The events of an answer that is a stream."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", path, json.dumps(body))
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert answer.getheader("content-type") == "text/event-stream; charset=utf-8"
+        lines = answer.read().decode().split("\n\n")
+    assert lines.pop() == ""
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_generate_answers_with_the_whole_text_or_with_its_parts(server: Server) -> None:
+    body = {"text_input": PROMPT, "parameters": {"max_tokens": 20}, "id": "7"}
+    status, whole, _ = post(server.http, GENERATE, json.dumps(body))
+    tokens = continue_tokens(tokenizer().encode(PROMPT).ids, 20)
+    assert (status, whole) == (
+        200,
+        {
+            "model_name": "writer",
+            "model_version": "1",
+            "id": "7",
+            "text_output": expected_text(PROMPT, 20),
+            "output_ids": tokens,
+            "finish_reason": "length",
+        },
+    )
+    parts = events(server.http, f"{GENERATE}_stream", {"text_input": PROMPT, "max_tokens": 20})
+    assert [token for part in parts for token in part["output_ids"]] == tokens
+    assert "".join(part["text_output"] for part in parts) == whole["text_output"]
+    assert [part.get("finish_reason") for part in parts] == [None] * 19 + ["length"]
+    prompt_tokens = tokenizer().encode(PROMPT).ids
+    assert post(server.http, GENERATE, json.dumps({"input_ids": prompt_tokens, "max_tokens": 20}))[1] == {
+        name: value for name, value in whole.items() if name != "id"
+    }
+
+
+def test_a_text_ends_before_a_stop_string(server: Server) -> None:
+    text = expected_text(PROMPT, 20)
+    stop = text[4:6]
+    body = {"text_input": PROMPT, "parameters": {"max_tokens": 20, "stop": ["never", stop]}}
+    _, whole, _ = post(server.http, GENERATE, json.dumps(body))
+    assert (whole["text_output"], whole["finish_reason"]) == (text[: text.index(stop)], "stop")
+    parts = events(server.http, f"{GENERATE}_stream", body)
+    assert "".join(part["text_output"] for part in parts) == whole["text_output"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "expected one prompt, text_input or input_ids, found none"),
+        ({"text_input": "a", "input_ids": [1]}, "expected one prompt"),
+        ({"text_input": 1}, "text_input: expected a string, found int"),
+        ({"input_ids": [[1], [2]]}, "expected one prompt, the shape [1, -1], found [2, 1]"),
+        ({"input_ids": []}, "input_ids: "),
+        ({"input_ids": ["a"]}, "input_ids: "),
+        ({"input_ids": [1, VOCABULARY]}, "index out of range"),
+        ({"text_input": "a" * (POSITIONS + 1)}, f"the cache has {POSITIONS} positions"),
+        ({"text_input": "a", "parameters": {"max_tokens": POSITIONS + 1}}, f"the cache has {POSITIONS} positions"),
+        ({"text_input": "a", "parameters": 3}, "parameters: expected an object"),
+        ({"text_input": "a", "parameters": {"temperatur": 3}}, "unknown field `temperatur`"),
+        ({"text_input": "a", "max_tokens": "3"}, "max_tokens"),
+        ({"text_input": "a", "stop": [""]}, "stop"),
+    ],
+)
+def test_a_wrong_request_is_refused(server: Server, body: Mapping[str, Any], says: str) -> None:
+    for path in (GENERATE, f"{GENERATE}_stream"):
+        status, answer, _ = post(server.http, path, json.dumps(body))
+        assert (status, says in answer["error"]) == (400, True), answer
+
+
+def stream_responses(client: Any, inputs: Any, **options: Any) -> list[Any]:
+    """The responses to one request of a stream, up to the final one."""
+    answers: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put(error or result.get_response()))
+    client.async_stream_infer("writer", inputs, request_id="7", **options)
+    responses = []
+    while True:
+        response = answers.get(timeout=60)
+        if isinstance(response, InferenceServerException):
+            client.stop_stream()
+            raise response
+        responses.append(response)
+        if response.parameters["triton_final_response"].bool_param:
+            client.stop_stream()
+            return responses
+
+
+def text_input(text: str) -> Any:
+    """A prompt for gRPC."""
+    tensor = tritonclient.grpc.InferInput("text_input", [1], "BYTES")
+    return tensor.set_data_from_numpy(numpy.array([text.encode()], dtype=object))
+
+
+@pytest.mark.parametrize("ends_empty", [False, True])
+def test_grpc_streams_a_response_for_each_token(server: Server, ends_empty: bool) -> None:
+    tokens = continue_tokens(tokenizer().encode(PROMPT).ids, 12)
+    with contextlib.closing(grpc_client(server.grpc)) as client:
+        whole = client.infer("writer", [text_input(PROMPT)], parameters={"max_tokens": 12})
+        assert whole.as_numpy("text_output")[0].decode() == expected_text(PROMPT, 12)
+        responses = stream_responses(
+            client, [text_input(PROMPT)], parameters={"max_tokens": 12}, enable_empty_final_response=ends_empty
+        )
+        parts = responses[:-1] if ends_empty else responses
+        assert (len(responses), {response.id for response in responses}) == (12 + ends_empty, {"7"})
+        assert [int.from_bytes(part.raw_output_contents[1], "little") for part in parts] == tokens
+        assert b"".join(part.raw_output_contents[0][4:] for part in parts).decode() == expected_text(PROMPT, 12)
+        assert [part.parameters["finish_reason"].string_param for part in parts] == [""] * 11 + ["length"]
+        with pytest.raises(InferenceServerException, match="unknown field"):
+            stream_responses(client, [text_input(PROMPT)], parameters={"tokens": 12})
+
+
+def test_openai_completes_a_text(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["writer"]
+    assert client.models.retrieve("writer").owned_by == "stagepack"
+    whole = client.completions.create(model="writer", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected_text(PROMPT, 20), "length")
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(PROMPT), 20)
+    parts = client.completions.create(model="writer", prompt=PROMPT, max_tokens=20, temperature=0, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    tokens = client.completions.create(model="writer", prompt=[tokenizer().encode(PROMPT).ids], temperature=0)
+    assert tokens.choices[0].text == expected_text(PROMPT, 16)
+
+
+def test_openai_answers_in_a_conversation(client: openai.OpenAI) -> None:
+    rendered = "<user>Hi 😀<assistant>"
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "Hi 😀"}]}]
+    request: Any = {"model": "writer", "messages": messages, "temperature": 0}
+    whole = client.chat.completions.create(**request, max_completion_tokens=9)
+    assert whole.choices[0].message.content == expected_text(rendered, 9)
+    parts = list(
+        client.chat.completions.create(**request, max_tokens=9, stream=True, stream_options={"include_usage": True})
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == expected_text(rendered, 9)
+    assert parts[-2].choices[0].finish_reason == "length"
+    assert parts[-1].usage == whole.usage
+    everything = client.chat.completions.create(**request)
+    assert everything.usage is not None
+    assert everything.usage.total_tokens == POSITIONS + 1
+    with pytest.raises(openai.BadRequestError, match="unknown role system"):
+        client.chat.completions.create(model="writer", messages=[{"role": "system", "content": "Be brief"}])
+
+
+def test_openai_draws_the_same_text_for_a_seed(client: openai.OpenAI) -> None:
+    texts = [
+        client.completions.create(model="writer", prompt=PROMPT, max_tokens=20, temperature=1, seed=seed)
+        .choices[0]
+        .text
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error_type", "says"),
+    [
+        ({"model": "reader"}, openai.NotFoundError, "unknown model 'reader'"),
+        ({"n": 2}, openai.BadRequestError, "n: this server does not support it"),
+        ({"logprobs": 3}, openai.BadRequestError, "logprobs: this server does not support it"),
+        ({"prompt": ["a", "b"]}, openai.BadRequestError, "prompt: expected one string"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"extra_body": {"temp": 1}}, openai.BadRequestError, "unknown field `temp`"),
+        ({"extra_body": {"top_k": 3}, "user": "me", "n": 1}, None, ""),
+    ],
+)
+def test_openai_requests_that_cannot_be_answered(
+    client: openai.OpenAI, fields: Any, error_type: Any, says: str
+) -> None:
+    request: Any = {"model": "writer", "prompt": PROMPT, "max_tokens": 2} | fields
+    expected = contextlib.nullcontext() if error_type is None else pytest.raises(error_type, match=re.escape(says))
+    with expected:
+        client.completions.create(**request)
+
+
+def test_generations_wait_for_a_place_and_do_not_mix(server: Server) -> None:
+    prompts = [PROMPT[: 2 + number] for number in range(7)]  # more than --max-sequences
+
+    def generate(prompt: str) -> Any:
+        return post(server.http, GENERATE, json.dumps({"text_input": prompt, "max_tokens": 40}))[1]["text_output"]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(generate, prompts)) == [expected_text(prompt, 40) for prompt in prompts]
+
+
+def test_a_client_that_goes_away_frees_its_place(server: Server) -> None:
+    body = json.dumps({"text_input": "a", "max_tokens": POSITIONS}).encode()
+    for _ in range(4):
+        with socket.create_connection(("127.0.0.1", server.http)) as connection:
+            head = f"POST {GENERATE}_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    end_time = time.monotonic() + 10
+    while metrics(server)["stagepack_sequences", "writer"] and time.monotonic() < end_time:
+        time.sleep(0.05)
+    assert metrics(server)["stagepack_sequences", "writer"] == 0
+    assert metrics(server)["stagepack_pending_requests", "writer"] == 0
+
+
+def test_a_deadline_ends_a_stream_with_an_error(server: Server) -> None:
+    body = {"text_input": "a", "max_tokens": POSITIONS, "timeout": 30_000}
+    connection = HTTPConnection("127.0.0.1", server.http, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", f"{GENERATE}_stream", json.dumps(body))
+        answer = connection.getresponse()
+        last_line = answer.read().decode().split("data: ")[-1]
+    assert answer.status in (200, 504)  # 504 if no token came in time
+    assert json.loads(last_line) == {"error": "writer: no answer before the deadline"}
+
+
+def test_the_decoder_itself_still_answers_sequences(server: Server) -> None:
+    tokens = tokenizer().encode(PROMPT).ids
+    with contextlib.closing(grpc_client(server.grpc)) as client:
+        arrays = {
+            "input_ids": numpy.array([tokens]),
+            "cache_position": numpy.arange(len(tokens)),
+            "attention_mask": (numpy.arange(POSITIONS) < len(tokens)).astype("int64")[None],
+        }
+        inputs = [
+            tritonclient.grpc.InferInput(name, array.shape, "INT64").set_data_from_numpy(array)
+            for name, array in arrays.items()
+        ]
+        answer = client.infer("writer", inputs, sequence_id=3, sequence_start=True, sequence_end=True)
+        assert answer.as_numpy("output").argmax() == continue_tokens(tokens, 1)[0]

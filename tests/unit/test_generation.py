@@ -1,0 +1,87 @@
+"""The choice of tokens, compared with transformers' own."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stagepack.errors import InputError
+from stagepack_loaders.generation.decoders import DecoderFacts
+from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.token_loop import TokenLoop
+
+POSITIONS = 64
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model: Any = LlamaForCausalLM(config).eval()
+    # Logits that differ as those of trained models do.
+    model.lm_head.weight.data *= 30
+    return model
+
+
+def run_loop(model: Any, tokens: Any, mask: Any, settings: GenerationSettings) -> tuple[Any, list[Any]]:
+    """The tokens of a loop whose calls read the whole texts: without a cache, all inputs but the mask come from the loop."""
+    facts = DecoderFacts(max_positions=POSITIONS, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
+    loop = TokenLoop(facts, settings, tokens.numpy(), mask.numpy())
+    while not loop.is_finished:
+        inputs = loop.next_inputs()
+        read = torch.from_numpy(inputs["attention_mask"][:, : loop.tokens.shape[1]])
+        assert inputs["cache_position"].tolist() == list(range(loop.tokens.shape[1]))[-inputs["input_ids"].shape[1] :]
+        with torch.no_grad():
+            logits = model(
+                input_ids=torch.from_numpy(loop.tokens),
+                attention_mask=read,
+                position_ids=(read.cumsum(-1) - 1).clamp(min=0),
+            ).logits
+        loop.take(logits[:, -1].numpy())
+    return torch.from_numpy(loop.tokens), loop.finish_reasons
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"suppress_tokens": [3, 17], "begin_suppress_tokens": [5]},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.7, "top_k": 0},
+        {"do_sample": True, "top_p": 0.8, "top_k": 20},
+        {"do_sample": True, "min_p": 0.1, "top_k": 0, "repetition_penalty": 1.2, "temperature": 1.4},
+    ],
+)
+def test_tokens_are_those_of_transformers(llama: Any, options: dict[str, Any]) -> None:
+    tokens = torch.randint(0, 99, (4, 7), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(7) >= torch.tensor([[0], [2], [6], [3]])).long()
+    options = {"max_new_tokens": 30, "eos_token_id": [9, 41], "pad_token_id": 0} | options
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = llama.generate(tokens, attention_mask=mask, **options)
+        settings = GenerationSettings().override(options | {"seed": seed})
+        generated, reasons = run_loop(llama, tokens, mask, settings)
+        assert torch.equal(generated, expected)
+        assert all(
+            (reason == "length") != bool({9, 41} & set(row[7:]))
+            for reason, row in zip(reasons, expected.tolist(), strict=True)
+        )
+
+
+def test_a_cache_that_is_too_small_is_named() -> None:
+    facts = DecoderFacts(max_positions=8, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
+    tokens = numpy.ones((1, 5), "int64")
+    TokenLoop(facts, GenerationSettings(max_new_tokens=4), tokens)
+    with pytest.raises(InputError, match=r"up to 9 tokens in all \(the cache has 8 positions\), found 5 tokens"):
+        TokenLoop(facts, GenerationSettings(max_new_tokens=5), tokens)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": "3"}, {"num_beams": 3}, {"eos_token_id": ["a"]}])
+def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"settings? "):
+        GenerationSettings().override(settings)
