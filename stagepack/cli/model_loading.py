@@ -49,6 +49,8 @@ class ServeOptions:
     http_port: int
     grpc_port: int
     access_log: bool
+    log_level: str
+    threads: int | None
     as_json: bool
 
 

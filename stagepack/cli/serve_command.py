@@ -122,6 +122,22 @@ if TYPE_CHECKING:
     show_default=True,
     help="Write a line for each inference to standard error: time, protocol, model, status and duration.",
 )
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    metavar="LEVEL",
+    default="info",
+    show_default=True,
+    help="What is written to standard error: debug, info (versions that are loaded and closed), warning (requests on which a model fails), "
+    "or error (versions that are refused).",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 4096),
+    metavar="N",
+    show_default="OMP_NUM_THREADS, or one for each processor",
+    help="Threads of torch and of ONNX Runtime for one operator on the CPU; with --processes, of each process.",
+)
 @limit_option(
     "--max-batch",
     "max_batch_size",
@@ -211,12 +227,16 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
+    if options.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(
+            options.threads
+        )  # before torch is imported, and for processes that are started
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.served_models import ACCESS_LOGGER, ServedModels  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, serve  # noqa: PLC0415 - the same
 
-    if options.access_log:
-        _write_log(ACCESS_LOGGER)
+    _write_log(logging.getLogger("stagepack"), "%(asctime)s %(levelname)s %(message)s", options.log_level.upper())
+    _write_log(ACCESS_LOGGER, "%(asctime)s %(message)s", "INFO" if options.access_log else "CRITICAL")
     models = ServedModels(limits, Metrics())
     control = model_control(bundle_paths, options, models)
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
@@ -241,12 +261,13 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
         fail("; ".join(reason for model in models if (reason := model.unavailable_reason())))
 
 
-def _write_log(logger: logging.Logger) -> None:
-    """Write the records of a logger to standard error."""
+def _write_log(logger: logging.Logger, line_format: str, level: str) -> None:
+    """Write the records of a logger to standard error, and nowhere else."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(logging.Formatter(line_format))
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level)
+    logger.propagate = False
 
 
 def _check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:

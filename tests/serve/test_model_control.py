@@ -4,120 +4,42 @@ import contextlib
 import json
 import shutil
 import struct
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
-import numpy
 import pytest
-import torch
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from tritonclient.utils import InferenceServerException
 
-import stagepack
 from tests.bundle_editor import BundleEditor
-from tests.serve.servers import Client, Server, post, stagepack_server
+from tests.serve.servers import Client, post, stagepack_server
+from tests.serve.version_models import (
+    Repository,
+    count,
+    export_counter,
+    export_scale,
+    factor_of,
+    repository_server,
+    wait_until,
+)
 
 pytestmark = pytest.mark.xdist_group("serve")
-
-X = numpy.ones((2, 3), "float32")
-
-
-class Scale(torch.nn.Module):
-    """Its answers say which version it is."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = torch.nn.Parameter(torch.tensor(factor))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"y": x * self.factor}
-
-
-class Counter(torch.nn.Module):
-    """Adds a step to its state in each call."""
-
-    total: torch.Tensor
-
-    def __init__(self, step: float) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(3))
-        self.step = torch.nn.Parameter(torch.tensor(step))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.total.add_(x * self.step)
-        return {"sum": self.total + 0}
-
-
-def export_scale(path: Path, factor: float) -> Path:
-    """A version of the model without state."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {0: torch.export.Dim("rows", min=1, max=64)}
-    stagepack.export(Scale(factor), (torch.ones(2, 3),), out=path, stages=1, dynamic_shapes={"x": rows}, overwrite=True)
-    return path
-
-
-def export_counter(path: Path, step: float) -> Path:
-    """A version of the model with state."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stagepack.export(Counter(step), (torch.ones(3),), out=path, stages=1, overwrite=True)
-    return path
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A server, and the folder of its models. Each test has models of its own."""
-
-    server: Server
-    folder: Path
-
-    def index(self, model_name: str) -> dict[str, dict[str, str]]:
-        """The entries of a model in the index, by version."""
-        _, entries, _ = post(self.server.http, "/v2/repository/index", b"")
-        return {entry["version"]: entry for entry in entries if entry["name"] == model_name}
-
-    def states(self, model_name: str) -> dict[str, str]:
-        """The states of a model, by version."""
-        return {version: entry["state"] for version, entry in self.index(model_name).items()}
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    """A server whose clients load models, and which has loaded none."""
-    folder = tmp_path_factory.mktemp("models")
-    options = ("--model-repository", str(folder), "--model-control", "explicit", "--sequence-idle-s", "1.5")
-    with stagepack_server([], *options) as server:
-        assert server.facts["models"] == []
-        yield Repository(server, folder)
+    """A server that has loaded no models at its start."""
+    with repository_server(tmp_path_factory.mktemp("models"), "--sequence-idle-s", "1.5") as repository:
+        assert repository.server.facts["models"] == []
+        yield repository
 
 
 @pytest.fixture(params=["http", "grpc"])
 def client(repository: Repository, request: pytest.FixtureRequest) -> Iterator[Client]:
     with contextlib.closing(Client(request.param, repository.server)) as client:
         yield client
-
-
-def factor_of(client: Client, model_name: str, **options: Any) -> float:
-    """The factor of the version that answers."""
-    return float(client.ask(model_name, {"x": X}, outputs=["y"], **options)["y"][0, 0])
-
-
-def count(client: Client, model_name: str, sequence_id: int, **options: Any) -> float:
-    """The sum after the next request of a sequence."""
-    inputs = {"x": numpy.ones(3, "float32")}
-    return float(client.ask(model_name, inputs, outputs=["sum"], sequence_id=sequence_id, **options)["sum"][0])
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for something that the server does by itself."""
-    end_time = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_time, "it did not happen"
-        time.sleep(0.05)
 
 
 def test_load_and_unload(repository: Repository, client: Client) -> None:

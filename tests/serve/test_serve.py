@@ -297,12 +297,12 @@ def test_grpc_health_and_reflection(bundles: Mapping[str, Path]) -> None:
 def test_what_is_not_there(torch_server: Server) -> None:
     with contextlib.closing(Client("grpc", torch_server)) as client:
         with pytest.raises(InferenceServerException) as caught:
-            client.raw.get_inference_statistics()
+            client.raw.get_trace_settings()
         assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
-        assert "ModelStatistics" in caught.value.message()
+        assert "TraceSetting" in caught.value.message()
     with contextlib.closing(Client("http", torch_server)) as client:
         with pytest.raises(InferenceServerException) as caught:
-            client.raw.get_inference_statistics()
+            client.raw.get_trace_settings()
         assert caught.value.status() == "404"
 
 

@@ -1,5 +1,6 @@
 """Check the ONNX files of stages, then make sessions of them."""
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,7 @@ class PreparedOnnxRuntimeStage:
             providers.insert(0, (PROVIDERS[self.device.type], {"device_id": self.device.index}))
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # errors are raised
+        options.intra_op_num_threads = _thread_count()
         if not self.spins:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         folder = str(self.bundle.path.absolute())
@@ -113,6 +115,12 @@ class PreparedOnnxRuntimeStage:
             raise OperatorError(
                 f"stage {self.stage_number}: ONNX Runtime {version} cannot run it: {error_message}"
             ) from None
+
+
+def _thread_count() -> int:
+    """The threads of a session: as many as torch and other libraries take by ``OMP_NUM_THREADS``; 0 is the default of ONNX Runtime."""
+    first_level = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first_level) if first_level.isdecimal() else 0
 
 
 def finish_stages(

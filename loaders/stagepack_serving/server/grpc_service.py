@@ -16,6 +16,7 @@ from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
 from stagepack_serving.server.grpc_messages import decode_parameters, decode_request, encode_response
+from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.parameters import refuse_load_parameters
@@ -71,6 +72,16 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         async with _aborts(context):
             await self._control.unload(request.model_name)
             return pb.RepositoryModelUnloadResponse()
+
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        async with _aborts(context):
+            return pb.ModelStatisticsResponse(**self._models.statistics(request.name, request.version))
+
+    async def LogSettings(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        async with _aborts(context):
+            changes = {name: _setting_value(value) for name, value in request.settings.items()}
+            settings = update_log_settings(changes)
+            return pb.LogSettingsResponse(settings={name: _setting_message(value) for name, value in settings.items()})
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         responses: list[Any] = []
@@ -156,6 +167,16 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                     return
                 outputs = await model.infer(decode_request(request), scope.deadline)
             await send(encode_response(model.name, model.version, request.id, outputs))
+
+
+def _setting_value(message: Any) -> Any:
+    field_name = message.WhichOneof("parameter_choice")
+    return None if field_name is None else getattr(message, field_name)
+
+
+def _setting_message(value: Any) -> Any:
+    field_name = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
+    return pb.LogSettingsResponse.SettingValue(**{field_name: value})
 
 
 @contextlib.asynccontextmanager

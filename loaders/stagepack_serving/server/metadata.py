@@ -26,7 +26,15 @@ def server_metadata() -> dict[str, Any]:
     return {
         "name": "stagepack",
         "version": importlib.metadata.version("stagepack"),
-        "extensions": ["binary_tensor_data", "generate", "model_configuration", "sequence"],
+        "extensions": [
+            "binary_tensor_data",
+            "generate",
+            "logging",
+            "model_configuration",
+            "model_repository",
+            "sequence",
+            "statistics",
+        ],
     }
 
 

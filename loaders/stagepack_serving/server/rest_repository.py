@@ -3,23 +3,16 @@
 Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 """
 
-from typing import Any, Final, TypeVar
+from typing import Any
 
-import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.parameters import refuse_load_parameters
-from stagepack_serving.server.rest_body import read_body
-
-# Far more than a request to the repository needs.
-_MAX_BODY_BYTES: Final = 65_536
-
-Fields = TypeVar("Fields", bound=Struct)
+from stagepack_serving.server.rest_body import read_fields
 
 
 class IndexRequest(Struct, kw_only=True):
@@ -51,17 +44,17 @@ def repository_routes(control: ModelControl) -> list[Route]:
     """
 
     async def index(request: Request) -> Response:
-        fields = await _read_fields(request, IndexRequest)
+        fields = await read_fields(request, IndexRequest)
         return JSONResponse(control.index(ready_only=fields.ready))
 
     async def load(request: Request) -> Response:
-        fields = await _read_fields(request, LoadRequest)
+        fields = await read_fields(request, LoadRequest)
         refuse_load_parameters(fields.parameters)
         await control.load(request.path_params["model"])
         return JSONResponse({})
 
     async def unload(request: Request) -> Response:
-        await _read_fields(request, UnloadRequest)
+        await read_fields(request, UnloadRequest)
         await control.unload(request.path_params["model"])
         return JSONResponse({})
 
@@ -70,16 +63,3 @@ def repository_routes(control: ModelControl) -> list[Route]:
         Route("/v2/repository/models/{model}/load", load, methods=["POST"]),
         Route("/v2/repository/models/{model}/unload", unload, methods=["POST"]),
     ]
-
-
-async def _read_fields(request: Request, fields_type: type[Fields]) -> Fields:
-    """The body of a request; the default of each field if it is empty.
-
-    Raises:
-        RequestError: it is too large, no JSON object, or a field has another type.
-    """
-    body = await read_body(request, _MAX_BODY_BYTES)
-    try:
-        return msgspec.json.decode(body or b"{}", type=fields_type)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the body violates the protocol: {error}") from None

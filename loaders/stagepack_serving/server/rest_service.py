@@ -18,8 +18,11 @@ from starlette.types import ASGIApp
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.generation.generate_route import GenerateRoute
 from stagepack_serving.server.generation.openai_routes import openai_routes
+from stagepack_serving.server.log_settings import log_settings, update_log_settings
 from stagepack_serving.server.metadata import message_fields, server_metadata
 from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.openapi import openapi_document
+from stagepack_serving.server.rest_body import read_fields
 from stagepack_serving.server.rest_connections import ConnectionCloser
 from stagepack_serving.server.rest_inference import InferenceRoute, requested_model
 from stagepack_serving.server.rest_repository import repository_routes
@@ -49,6 +52,10 @@ class RestService:
             Route("/v2/health/live", self._server_live),
             Route("/v2/health/ready", self._server_ready),
             Route("/metrics", self._metrics),
+            Route("/openapi.json", self._openapi),
+            Route("/v2/logging", self._log_settings),
+            Route("/v2/logging", self._update_log_settings, methods=["POST"]),
+            Route("/v2/models/stats", self._statistics),
             *repository_routes(self._control),
             *openai_routes(self._models),
         ]
@@ -57,6 +64,7 @@ class RestService:
                 Route(path, self._model_metadata),
                 Route(f"{path}/ready", self._model_ready),
                 Route(f"{path}/config", self._model_config),
+                Route(f"{path}/stats", self._statistics),
                 Route(f"{path}/infer", InferenceRoute(self._models), methods=["POST"]),
                 Route(f"{path}/generate", GenerateRoute(self._models, streams=False), methods=["POST"]),
                 Route(f"{path}/generate_stream", GenerateRoute(self._models, streams=True), methods=["POST"]),
@@ -79,6 +87,15 @@ class RestService:
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def _openapi(self, _: Request) -> Response:
+        return JSONResponse(openapi_document())
+
+    async def _log_settings(self, _: Request) -> Response:
+        return JSONResponse(log_settings())
+
+    async def _update_log_settings(self, request: Request) -> Response:
+        return JSONResponse(update_log_settings(await read_fields(request, dict[str, Any])))
+
     async def _server_metadata(self, _: Request) -> Response:
         return JSONResponse(server_metadata())
 
@@ -92,6 +109,11 @@ class RestService:
 
     async def _model_config(self, request: Request) -> Response:
         return JSONResponse(message_fields(self._find_model(request).config()))
+
+    async def _statistics(self, request: Request) -> Response:
+        # The path of all models has no parameters.
+        model_name, version = requested_model(request) if request.path_params else ("", "")
+        return JSONResponse(self._models.statistics(model_name, version))
 
     def _find_model(self, request: Request) -> ServedModel:
         return self._models.find(*requested_model(request))

@@ -45,10 +45,18 @@ class CallBatch:
     Attributes:
         calls: the calls, in the order in which their inputs are concatenated.
         values: the values that the stages so far have produced, for the runner.
+        start_time: when its run began, in seconds of `time.monotonic`.
+        begin_time: when its inputs were converted.
+        run_time: when its stages had run.
+        end_time: when its outputs were converted.
     """
 
     calls: Sequence[QueuedCall]
     values: Any = None
+    start_time: float = 0.0
+    begin_time: float = 0.0
+    run_time: float = 0.0
+    end_time: float = 0.0
 
 
 class BatchRunner(Protocol):
@@ -125,7 +133,8 @@ class Scheduler:
         *,
         max_batch_size: int,
         batching_delay: float,
-        on_start: Callable[[Sequence[QueuedCall]], None],
+        on_start: Callable[[CallBatch], None],
+        on_end: Callable[[CallBatch], None],
     ) -> None:
         """Start the threads.
 
@@ -133,13 +142,15 @@ class Scheduler:
             runner: runs the stages.
             max_batch_size: the largest batch that calls are joined to; a larger call runs alone.
             batching_delay: the time that a call waits for others to join it, in seconds.
-            on_start: called with the calls of each batch when its run starts.
+            on_start: called with each batch when its run starts.
+            on_end: called with each batch that has run, before its answers are set.
         """
         self._runner = runner
         self._lanes = lanes = runner.lanes
         self._max_batch_size = max_batch_size
         self._batching_delay = batching_delay
         self._on_start = on_start
+        self._on_end = on_end
         self._waiting: deque[QueuedCall] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -229,20 +240,25 @@ class Scheduler:
             return
         try:
             if lane_number == 0:
-                self._on_start(calls)
+                batch.start_time = time.monotonic()
+                self._on_start(batch)
                 batch.values = self._runner.begin(_concatenate([call.inputs for call in calls]))
+                batch.begin_time = time.monotonic()
             for stage_number in self._lanes[lane_number]:
                 self._runner.run_stage(stage_number, batch.values, calls[0].sequence)
             if lane_number < len(self._lane_inputs):
                 self._lane_inputs[lane_number].put(batch)
                 return
+            batch.run_time = time.monotonic()
             outputs = self._runner.finish(batch.values, calls[0].sequence)
+            batch.end_time = time.monotonic()
         except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
             if len(calls) == 1:
                 calls[0].answer.set_exception(error)
             else:
                 self._retry_alone(calls)
             return
+        self._on_end(batch)
         _set_answers(calls, outputs)
 
     def _retry_alone(self, calls: Sequence[QueuedCall]) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,9 +26,10 @@ from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, ser
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import timeout_parameter
 from stagepack_serving.server.process_runner import ProcessRunner
-from stagepack_serving.server.scheduler import BatchRunner, QueuedCall, Scheduler
+from stagepack_serving.server.scheduler import BatchRunner, CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 from stagepack_serving.server.stage_runner import StageRunner
+from stagepack_serving.server.statistics import VersionStatistics
 
 if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
@@ -51,6 +51,7 @@ class ServedModel:
         unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
         pending_requests: the number of requests that are not answered yet.
         generator: generates texts with the model; None for a model that does not generate.
+        statistics: what the version has done.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ServedModel:
         )
         if bundle.example is not None:
             run_example(pipeline, bundle, check=check_example)
+        self.statistics = VersionStatistics(self.max_batch_size)
         has_state = any(stage.state for stage in bundle.stages)
         self._runner = _batch_runner(self, pipeline, metrics)
         self._state_generation = self._runner.state_generation()
@@ -105,6 +107,7 @@ class ServedModel:
             max_batch_size=self.max_batch_size,
             batching_delay=limits.batching_delay,
             on_start=self._record_batch,
+            on_end=self.statistics.count_batch,
         )
 
     @property
@@ -374,12 +377,11 @@ class ServedModel:
             message = f"{self.name}: {failure_message(error)}"
             raise RequestError(RequestStatus.MODEL_FAILED, message) from error
 
-    def _record_batch(self, calls: Sequence[QueuedCall]) -> None:
-        now = time.monotonic()
+    def _record_batch(self, batch: CallBatch) -> None:
         queue_seconds = self._metrics.queue_seconds.labels(self.name, self.version)
-        for call in calls:
-            queue_seconds.observe(now - call.arrival)
-        self._metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in calls))
+        for call in batch.calls:
+            queue_seconds.observe(batch.start_time - call.arrival)
+        self._metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in batch.calls))
 
 
 def _batch_runner(model: ServedModel, pipeline: CallablePipeline, metrics: Metrics) -> BatchRunner:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
@@ -148,6 +148,8 @@ class ServedModels:
         model = None if scope is None else scope.model
         model_name = "" if scope is None else scope.versions.name
         version = "" if model is None else model.version
+        if model is not None:
+            model.statistics.count_answer(seconds, is_success=status == "OK")
         self.metrics.count_answer(model_name, version, protocol, status, seconds)
         fields = {"protocol": protocol, "model": model_name, "version": version, "status": status, "seconds": seconds}
         values = (protocol, model_name or "-", version or "-", status, 1e3 * seconds)
@@ -159,6 +161,29 @@ class ServedModels:
             # Raised for a request that is over.
             with contextlib.suppress(RuntimeError):
                 deadline.reschedule(0)
+
+    def statistics(self, model_name: str = "", version: str = "") -> dict[str, Any]:
+        """Return what loaded versions have done, as Triton's statistics extension defines it.
+
+        Args:
+            model_name: the name of the model; empty for all.
+            version: the version; empty for all.
+
+        Returns:
+            The statistics.
+
+        Raises:
+            RequestError: there is no such model or version.
+        """
+        if model_name:
+            self.find_versions(model_name).check(version)
+        return {
+            "model_stats": [
+                {"name": model.name, "version": model.version, **model.statistics.fields()}
+                for model in self
+                if model_name in ("", model.name) and version in ("", model.version)
+            ]
+        }
 
     def find_versions(self, model_name: str) -> ModelVersions:
         """Return the versions of a model.
