@@ -12,7 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.model_repository import FixedBundles
 from stagepack_serving.server.openapi import OPERATIONS
+from stagepack_serving.server.rest_service import RestService
+from stagepack_serving.server.served_models import ServedModels
 from tests.serve.servers import Client, post
 from tests.serve.version_models import (
     Repository,
@@ -62,6 +68,13 @@ def value_of(samples: Samples, metric_name: str, **labels: str) -> float:
     return samples[metric_name, frozenset(labels.items())]
 
 
+def test_the_openapi_document_has_every_path() -> None:
+    models = ServedModels(ServerLimits(), Metrics())
+    application = RestService(ModelControl(models, FixedBundles({}), lambda *_, **__: None)).application()
+    starlette = application._application  # type: ignore[attr-defined]
+    assert {route.path for route in starlette.routes} == OPERATIONS.keys()
+
+
 def test_the_openapi_document_describes_the_answers(repository: Repository) -> None:
     document = json.loads(get(repository, "/openapi.json"))
     assert document["paths"].keys() == OPERATIONS.keys()
@@ -70,6 +83,8 @@ def test_the_openapi_document_describes_the_answers(repository: Repository) -> N
     checked_count = 0
     for path, operations in document["paths"].items():
         for method in operations.keys() & {"get", "post"}:
+            if method == "post" and ("/generate" in path or path.startswith("/v1/")):
+                continue  # of models that generate
             operation = operations[method]
             for model_name, expected_status in (("scale", 200), ("nothing", 404)):
                 concrete_path = path.format(model=model_name, version="1")
@@ -80,6 +95,8 @@ def test_the_openapi_document_describes_the_answers(repository: Repository) -> N
                     _check(document, operation["requestBody"], body)
                     status, answer, _ = post(repository.server.http, concrete_path, json.dumps(body))
                     post(repository.server.http, "/v2/repository/models/scale/load", b"")
+                if path == "/v1/models/{model}":
+                    continue  # neither model generates
                 assert status == (expected_status if "{model}" in path else 200), concrete_path
                 content = operation["responses"][str(status)].get("content")
                 assert content is None or "application/json" not in content or answer is not None

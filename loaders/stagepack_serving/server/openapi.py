@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from stagepack_serving.server import openapi_schemas as answers
+from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields
 from stagepack_serving.server.rest_repository import IndexRequest, LoadRequest, UnloadRequest
 from stagepack_serving.server.rest_request import RequestHeader
 
@@ -31,6 +32,7 @@ class Operation:
     refusals: tuple[int, ...] = ()
 
 
+_INFERENCE_REFUSALS: Final = (400, 404, 413, 500, 503, 504)
 _MODEL_OPERATIONS: Final = {
     "": Operation(summary="Names, types and shapes of a model", answer=answers.ModelMetadata, refusals=(404,)),
     "/ready": Operation(summary="Whether a model takes requests", refusals=(404,)),
@@ -41,8 +43,42 @@ _MODEL_OPERATIONS: Final = {
         method="post",
         request=RequestHeader,
         answer=answers.InferenceAnswer,
-        refusals=(400, 404, 413, 500, 503, 504),
+        refusals=_INFERENCE_REFUSALS,
     ),
+    "/generate": Operation(
+        summary="The text after a prompt: Triton's generate extension",
+        method="post",
+        request=dict[str, Any],
+        answer=dict[str, Any],
+        refusals=_INFERENCE_REFUSALS,
+    ),
+    "/generate_stream": Operation(
+        summary="The text after a prompt, as server-sent events",
+        method="post",
+        request=dict[str, Any],
+        answer="text/event-stream",
+        refusals=_INFERENCE_REFUSALS,
+    ),
+}
+_OPENAI_OPERATIONS: Final = {
+    "/v1/models": [Operation(summary="Models that write texts", answer=dict[str, Any])],
+    "/v1/models/{model}": [Operation(summary="A model that writes texts", answer=dict[str, Any])],
+    "/v1/completions": [
+        Operation(
+            summary="The text after a prompt, whole or as server-sent events: OpenAI's API",
+            method="post",
+            request=CompletionFields,
+            answer=dict[str, Any],
+        )
+    ],
+    "/v1/chat/completions": [
+        Operation(
+            summary="The answer of a conversation, whole or as server-sent events: OpenAI's API",
+            method="post",
+            request=ChatFields,
+            answer=dict[str, Any],
+        )
+    ],
 }
 # The operations by path. Those of a model exist for each of its versions too.
 OPERATIONS: Final[Mapping[str, list[Operation]]] = {
@@ -92,6 +128,7 @@ OPERATIONS: Final[Mapping[str, list[Operation]]] = {
             refusals=(400,),
         ),
     ],
+    **_OPENAI_OPERATIONS,
     "/metrics": [Operation(summary="Metrics for Prometheus", answer="text/plain")],
     "/openapi.json": [Operation(summary="This document", answer=dict[str, Any])],
 }

@@ -163,8 +163,11 @@ async def _read_prompt(generator: Generator, fields: Any) -> Array:
 
 def _text_models(models: ServedModels) -> list[ServedModel]:
     """The models that generate texts."""
+    newest_by_name = {model.name: model for model in models.serving}
     return [
-        model for model in models.serving if model.generator is not None and model.generator.text_format is not None
+        model
+        for model in newest_by_name.values()
+        if model.generator is not None and model.generator.text_format is not None
     ]
 
 
