@@ -86,6 +86,12 @@ def batch_norm_decompositions() -> dict[Any, Callable[..., Any]]:
     return decompositions
 
 
+def shape_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions by which torch finds the shapes of results, a table that callers may patch."""
+    table: dict[Any, Callable[..., Any]] = torch._decomp.decomposition_table
+    return table
+
+
 # Tensors.
 
 
@@ -197,6 +203,15 @@ TRANSFORMERS_IMPLIED_KINDS: Final = ("dtype", "device", "layout", "type")
 def transformers_exporter() -> Any:
     """Return the module with transformers' exporter: `DynamoExporter` and `DynamoConfig`, which it calls experimental."""
     return importlib.import_module("transformers.exporters.exporter_dynamo")
+
+
+def register_transformers_caches(model: torch.nn.Module) -> None:
+    """Register the caches of a model of transformers as containers, so that programs take and return them.
+
+    Versions of transformers without an exporter register none.
+    """
+    with contextlib.suppress(ImportError):
+        transformers_exporter().register_cache_pytrees_for_model(model)
 
 
 @contextlib.contextmanager

@@ -13,10 +13,10 @@ from stagepack.capture.example_inputs import example_inputs, smallest_inputs, wi
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
-from stagepack.capture.pretrained_model import load_pretrained
+from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CaptureError
-from stagepack.torch_internals import tree_leaves
+from stagepack.torch_internals import register_transformers_caches, tree_leaves
 
 
 class AnswerDiffersError(Exception):
@@ -97,6 +97,21 @@ def capture_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
         return _capture_exactly(capture_patched, model, inputs)
     except CaptureError as error:
         raise CaptureError(f"{reason}; {PATCHED_EXPORT}: {error}") from error
+
+
+def capture_around_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
+    """Capture a module that may have models of transformers inside, such as an adapter of PEFT: it may return their caches.
+
+    Args:
+        model: any module.
+        inputs: the example inputs to call it with.
+
+    Raises:
+        CaptureError: ``torch.export`` cannot capture the module; the message has torch's reason.
+    """
+    for module in filter(is_transformers_model, model.modules()):
+        register_transformers_caches(module)
+    return capture_module(model, inputs)
 
 
 def _capture_exactly(

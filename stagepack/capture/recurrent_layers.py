@@ -5,21 +5,22 @@ sequence, which fixes the length. Here they are found from the shapes of the arg
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
+from unittest import mock
 
 import torch
 
-from stagepack.torch_internals import FakeTensor, OperatorOverload
+from stagepack.torch_internals import FakeTensor, OperatorOverload, shape_decompositions
 
-_LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @contextlib.contextmanager
-def sequences_of_any_length() -> Iterator[None]:
+def sequences_of_any_length(layers: Iterable[str] = LAYERS) -> Iterator[None]:
     """Trace recurrent layers, within the ``with`` block, without a loop over the steps of their sequences."""
     with contextlib.ExitStack() as stack:
-        for layer in _LAYERS:
+        for layer in layers:
             stack.enter_context(_shapes_from_arguments(getattr(torch.ops.aten, layer).input))
         yield
 
@@ -28,11 +29,13 @@ def sequences_of_any_length() -> Iterator[None]:
 def _shapes_from_arguments(operator: OperatorOverload) -> Iterator[None]:
     """Use `_fake_results` for the fake tensors of an operator; other tensors go to the kernels that torch registered."""
     kernels = dict(operator.py_kernels)
+    decompositions = {operator: _kernel_for_fake_tensors(shape_decompositions()[operator])}
     try:
         for key, kernel in kernels.items():
             del operator.py_kernels[key]
             operator.py_impl(key)(_kernel_for_fake_tensors(kernel))
-        yield
+        with mock.patch.dict(shape_decompositions(), decompositions):
+            yield
     finally:
         for key, kernel in kernels.items():
             operator.py_kernels.pop(key, None)

@@ -5,10 +5,10 @@ import os
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.capture.hugging_face import capture_pretrained, capture_transformers
+from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model
-from stagepack.capture.programs import Capture, capture_module, capture_program, load_program
+from stagepack.capture.programs import Capture, capture_program, load_program
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -38,7 +38,7 @@ def capture_source(
         )
     if isinstance(model, torch.nn.Module):
         module = uncompiled_module(model)
-        capture = capture_transformers if is_transformers_model(module) else capture_module
+        capture = capture_transformers if is_transformers_model(module) else capture_around_transformers
         return capture(module, inputs)
     if isinstance(model, ExportedProgram):
         return capture_program(model, inputs)

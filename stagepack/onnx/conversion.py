@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from stagepack.capture.recurrent_layers import sequences_of_any_length
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Stage
@@ -22,6 +23,8 @@ from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.weights import WeightCache
 
 _CPU = torch.device("cpu")
+# The others are decomposed into the steps of the example, so that their stages are refused where the length is dynamic.
+_LAYERS_IN_ONNX = ("lstm", "gru")
 _EXPORTER_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")
 
 
@@ -57,7 +60,7 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
         own_weight_file=own_weight_file(bundle.stages[stage_number]),
     )
     program = None
-    with _exporter_silenced():
+    with _exporter_silenced(), sequences_of_any_length(_LAYERS_IN_ONNX):
         try:
             program = trace_stage(module, graph, targets, tensors, writes)
             converted = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)

@@ -106,6 +106,36 @@ class Named(torch.nn.Module):
         return (x * self.w3 + relu).relu() * self.w0 + linear * self.linear
 
 
+class Recurrent(torch.nn.Module):
+    """A recurrent layer and a projection of its results."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.project = torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = self.project(self.layer(x)[0])
+        return projected
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_takes_sequences_of_any_length_or_stays_in_torch(
+    layer: type[torch.nn.RNNBase], tmp_path: Path
+) -> None:
+    """The exporter unrolls an RNN to the steps of the example, as it would all of them."""
+    net = Recurrent(layer(4, 6, batch_first=True))
+    length = torch.export.Dim("length", min=2, max=64)
+    bundle = stagepack.export(net, (torch.randn(2, 5, 4),), dynamic_shapes=({1: length},), out=tmp_path / "m.stagepack")
+    added = stagepack.add_onnx(bundle)
+    assert list(added.torch_only) == ([0] if layer is torch.nn.RNN else [])
+    if not added.torch_only:
+        x = torch.randn(2, 11, 4)
+        answer = stagepack.load(added.bundle, runtime="onnxruntime")(x.numpy())
+        numpy.testing.assert_allclose(answer, net(x).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_names_do_not_meet(tmp_path: Path) -> None:
     x = torch.randn(2, 3)
     net = Named()

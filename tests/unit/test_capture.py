@@ -116,3 +116,27 @@ def test_an_error_in_a_library_has_its_package_and_its_line(x: torch.Tensor, tmp
     line = r"transformers [\d.]+, transformers/activations.py, line \d+, in get_activation: raise KeyError"
     with pytest.raises(CaptureError, match=line):
         stagepack.export(Calls(), (x,), out=tmp_path / "m.stagepack")
+
+
+def test_a_module_around_a_model_of_transformers_returns_its_cache(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=16
+    )
+
+    class Around(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.LlamaForCausalLM(config).eval()
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return self.model(input_ids=tokens, use_cache=True)
+
+    around, tokens = Around(), torch.tensor([[1, 2, 3]])
+    bundle = stagepack.export(around, (tokens,), out=tmp_path / "m.stagepack", stages=1)
+    answer = stagepack.load(bundle)(tokens)
+    with torch.no_grad():
+        expected = around(tokens)
+    (cache,) = expected.past_key_values.layers
+    assert torch.equal(answer["logits"], expected.logits)
+    assert torch.equal(answer["past_key_values"]["layers"][0]["keys"], cache.keys)

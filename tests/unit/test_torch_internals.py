@@ -188,12 +188,11 @@ def test_containers_are_flattened_and_described() -> None:
 
 
 def test_caches_of_transformers_describe_themselves() -> None:
-    exporter = torch_internals.transformers_exporter()
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=16)
     with canary("models that take or return a cache of transformers cannot be exported"):
-        exporter.register_cache_pytrees_for_model(LlamaForCausalLM(config))
+        torch_internals.register_transformers_caches(LlamaForCausalLM(config))
         cache = DynamicCache(config=config)
         cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
         leaves, spec = torch_internals.tree_flatten(cache)

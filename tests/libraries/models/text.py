@@ -111,6 +111,10 @@ CASES = [
                 _other_adapter("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
                 _CHAT_OF_ONE_LENGTH,
             ),
+            "prefix-tuning": (
+                _other_adapter("PrefixTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
+                _CHAT_OF_ONE_LENGTH,
+            ),
         },
     ),
     *table("sentence-transformers", {"bert": (_sentence_transformer, _features)}, libraries=("sentence_transformers",)),
