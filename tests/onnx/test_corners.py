@@ -1,6 +1,7 @@
 """What stands at the edges of what ONNX can say, and bundles that others change, stop or share meanwhile."""
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class Recurrent(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_a_recurrent_layer_takes_sequences_of_any_length_or_stays_in_torch(
-    layer: type[torch.nn.RNNBase], tmp_path: Path
+    layer: Callable[..., torch.nn.Module], tmp_path: Path
 ) -> None:
     """The exporter unrolls an RNN to the steps of the example, as it would all of them."""
     net = Recurrent(layer(4, 6, batch_first=True))
