@@ -19,6 +19,13 @@ _ADVICE: Final = (
         ),
     ),
     (
+        (".numpy() is not supported",),
+        (
+            "the line computes with a tensor's data in NumPy: replace the function by operators of torch in the factory of the model; a "
+            "mixture of experts may compute all experts, with weights of zero for those that were not chosen"
+        ),
+    ),
+    (
         ("Specializations unexpectedly required", "your code specialized it to be a constant"),
         "the model fixes a size that dynamic_shapes lets change: leave it out, or replace int(...) and numbers of Python in the line",
     ),

@@ -5,6 +5,7 @@ sequence, which fixes the length. Here they are found from the shapes of the arg
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 from unittest import mock
@@ -13,13 +14,19 @@ import torch
 
 from stagepack.torch_internals import FakeTensor, OperatorOverload, shape_decompositions
 
+_LIST_OF_WEIGHTS: Final = r"self[\w.]*\._flat_weights\[\d+\]"
 LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 @contextlib.contextmanager
 def sequences_of_any_length(layers: Iterable[str] = LAYERS) -> Iterator[None]:
-    """Trace recurrent layers, within the ``with`` block, without a loop over the steps of their sequences."""
+    """Trace recurrent layers, within the ``with`` block, without a loop over the steps of their sequences.
+
+    torch warns that they assign tensors to attributes, which it would lose: the list of their weights, in which it puts its own.
+    """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", rf"The tensor attributes? ({_LIST_OF_WEIGHTS}(, )?)+ w(as|ere) assigned")
         for layer in layers:
             stack.enter_context(_shapes_from_arguments(getattr(torch.ops.aten, layer).input))
         yield

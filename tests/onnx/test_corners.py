@@ -120,7 +120,6 @@ class Recurrent(torch.nn.Module):
         return projected
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_a_recurrent_layer_takes_sequences_of_any_length_or_stays_in_torch(
     layer: Callable[..., torch.nn.Module], tmp_path: Path

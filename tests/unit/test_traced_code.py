@@ -40,6 +40,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.filterwarnings("error:The tensor attributes:UserWarning")
 @pytest.mark.parametrize(
     "layer",
     [

@@ -7,7 +7,7 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs
-from tests.libraries.case import batched, table
+from tests.libraries.case import batched, fixed, table
 from tests.libraries.models.diffusion import diffusers_model
 from tests.zoo.architectures.build import BATCH
 
@@ -83,6 +83,44 @@ def _lumina2_of_full_captions() -> torch.nn.Module:
     embed = embedder.forward
     embedder.forward = lambda latents, mask: embed(latents, _FullMask(mask))
     return model
+
+
+def _all_experts(self: Any, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mixture of experts of HiDream without the question how many tokens chose each expert: all compute all tokens."""
+    count = tokens.shape[0]
+    scores = tokens.new_zeros(count, len(self.experts)).scatter(1, chosen.view(count, -1), weights.view(count, -1))
+    results = [scores[:, [number]] * expert(tokens) for number, expert in enumerate(self.experts)]
+    return torch.stack(results).sum(0)
+
+
+def _hidream() -> torch.nn.Module:
+    from diffusers.models.transformers import transformer_hidream_image
+
+    transformer_hidream_image.MOEFeedForwardSwiGLU.moe_infer = _all_experts
+    model: torch.nn.Module = diffusers_model(
+        "HiDreamImageTransformer2DModel",
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_channels=[32, 16],
+        text_emb_dim=64,
+        num_routed_experts=4,
+        num_activated_experts=2,
+        axes_dims_rope=(4, 2, 2),
+        max_resolution=(32, 32),
+        llama_layers=(0, 1),
+        force_inference_output=True,
+    )()
+    return model
+
+
+def _latents_and_texts() -> tuple[torch.Tensor, ...]:
+    texts = torch.randn(2, 8, 32), torch.randn(2, 2, 8, 16), torch.randn(2, 64)
+    return torch.randn(2, 4, 16, 16), torch.tensor([3.0, 7.0]), *texts
 
 
 def _captions() -> dict[str, Any]:
@@ -296,6 +334,7 @@ CASES = [
                 batched(_latents(4, 8, 8, text=(8, 8))),
             ),
             "lumina2": (diffusers_model("Lumina2Transformer2DModel", **_LUMINA2), batched(_captions)),
+            "hidream-of-all-experts": (_hidream, fixed(_latents_and_texts)),
             "lumina2-of-full-captions": (_lumina2_of_full_captions, lambda: Inputs(kwargs=_captions())),
         },
     ),
