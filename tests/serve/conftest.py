@@ -11,6 +11,7 @@ import stagepack
 from stagepack.cli import main
 from tests.serve.bundles import Slow, export_all
 from tests.serve.servers import Client, Server, stagepack_server, triton_server, why_no_triton
+from tests.serve.version_models import Repository, export_counter, export_scale, repository_server
 
 # Bundles that the servers of the compatibility suite serve.
 SERVED = ("minilm", "skips", "half", "kinds", "strided", "counting")
@@ -82,3 +83,13 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("slow") / "slow.stagepack"
     stagepack.export(Slow(), (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
     return path
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
+    """A server of a model repository, whose clients load models. Each test has models of its own, beside two that are always there."""
+    folder = tmp_path_factory.mktemp("models")
+    export_scale(folder / "scale" / "1", 1.0)
+    export_counter(folder / "counter" / "1", 1.0)
+    with repository_server(folder, "--load-model", "*", "--sequence-idle-s", "1.5") as repository:
+        yield repository

@@ -100,7 +100,7 @@ def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] 
         shutil.copy(stub, scratch / "python")
         for backend_name, folder in (backends or {}).items():
             shutil.copytree(folder, scratch / backend_name)
-    http, grpc = _free_ports(2)
+    http, grpc = free_ports(2)
     command = [
         str(triton / "bin" / "tritonserver"),
         f"--model-repository={repository}",
@@ -139,7 +139,8 @@ def _wait(process: subprocess.Popen[str], port: int, log: Path) -> None:
     raise AssertionError(f"tritonserver does not get ready:\n{log.read_text()}")
 
 
-def _free_ports(port_count: int) -> list[int]:
+def free_ports(port_count: int) -> list[int]:
+    """Ports that nothing listens at."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(port_count)]
         for listener in sockets:

@@ -21,19 +21,10 @@ from tests.serve.version_models import (
     export_counter,
     export_scale,
     factor_of,
-    repository_server,
     wait_until,
 )
 
 pytestmark = pytest.mark.xdist_group("serve")
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    """A server that has loaded no models at its start."""
-    with repository_server(tmp_path_factory.mktemp("models"), "--sequence-idle-s", "1.5") as repository:
-        assert repository.server.facts["models"] == []
-        yield repository
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -149,7 +140,7 @@ def test_a_bundle_that_is_overwritten_is_read_when_it_is_loaded_again(repository
 
 
 def test_sequences_stay_with_their_version(repository: Repository) -> None:
-    name = "counter"
+    name = "sums"
     with contextlib.closing(Client("grpc", repository.server)) as client:
         export_counter(repository.folder / name / "1", 1.0)
         client.raw.load_model(name)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -27,21 +26,10 @@ from tests.serve.version_models import (
     export_counter,
     export_scale,
     factor_of,
-    repository_server,
     wait_until,
 )
 
 pytestmark = pytest.mark.xdist_group("serve")
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    """A server of two models."""
-    folder = tmp_path_factory.mktemp("models")
-    export_scale(folder / "scale" / "1", 1.0)
-    export_counter(folder / "counter" / "1", 1.0)
-    with repository_server(folder, "--load-model", "*") as repository:
-        yield repository
 
 
 def get(repository: Repository, path: str) -> bytes:
