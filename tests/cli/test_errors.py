@@ -87,6 +87,7 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path
         (["report", "BUNDLE", "-o", "out", "--trace", "nowhere"], "nowhere: the trace cannot be read: No such file"),
         (["report", "BUNDLE", "-o", "empty", "--overwrite"], "empty: cannot be written: Is a directory"),
         (["serve", "BUNDLE", "BUNDLE"], "expected a distinct name for each model, found 'tiny': pass NAME=BUNDLE"),
+        (["serve", "--model-repository", "nothing"], "nothing: the model repository cannot be read: No such file"),
         (["serve", "=BUNDLE"], "expected a distinct name for each model, found ''"),
         (["serve", "x=nowhere"], "nowhere: not a stagepack bundle"),
         (["serve", "BUNDLE", "--import", "no_such_module"], "--import no_such_module: .*No module named"),

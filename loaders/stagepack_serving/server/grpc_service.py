@@ -60,7 +60,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         async with _aborts(context):
-            return pb.RepositoryIndexResponse(models=self._control.index(ready_only=request.ready))
+            return pb.RepositoryIndexResponse(models=await self._control.index(ready_only=request.ready))
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         async with _aborts(context):

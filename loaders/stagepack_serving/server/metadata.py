@@ -32,7 +32,9 @@ def server_metadata() -> dict[str, Any]:
             "logging",
             "model_configuration",
             "model_repository",
+            "parameters",
             "sequence",
+            "sequence(string_id)",
             "statistics",
         ],
     }

@@ -133,7 +133,7 @@ class ModelControl:
                 raise RequestError(RequestStatus.NOT_FOUND, f"no model {model_name!r} is loaded")
             self._unload(model_name)
 
-    def index(self, *, ready_only: bool) -> list[dict[str, str]]:
+    async def index(self, *, ready_only: bool) -> list[dict[str, str]]:
         """Return the entries of the index of models, as Triton's model repository extension defines it.
 
         Args:
@@ -141,6 +141,9 @@ class ModelControl:
 
         Returns:
             For each version its model, number and state, and the reason of the state.
+
+        Raises:
+            RequestError: the model repository cannot be read.
         """
         entries = []
         for model in self.models.serving:
@@ -153,8 +156,11 @@ class ModelControl:
         entries += [(name, str(version), *state) for (name, version), state in self._states.items()]
         if self._mode == "explicit":
             known_names = self._loaded.keys() | {name for name, _ in self._states}
-            other_names = [name for name in self._source.bundle_paths() if name not in known_names]
-            entries += [(name, "", "UNAVAILABLE", "not loaded") for name in other_names]
+            try:
+                paths_by_name = await run_in_thread(self._source.bundle_paths)
+            except InputError as error:
+                raise RequestError(RequestStatus.MODEL_FAILED, str(error)) from error
+            entries += [(name, "", "UNAVAILABLE", "not loaded") for name in paths_by_name if name not in known_names]
         return [
             {"name": name, "version": version, "state": state} | ({"reason": reason} if reason else {})
             for name, version, state, reason in entries
@@ -213,7 +219,7 @@ class ModelControl:
             StagepackError: a version was refused.
         """
         async with self._changing:
-            paths = self._newest_versions(model_name, self._source.bundle_paths())
+            paths = self._newest_versions(model_name, await run_in_thread(self._source.bundle_paths))
             for version in [version for name, version in self._states if name == model_name]:
                 del self._states[model_name, version]
             errors = []

@@ -97,7 +97,7 @@ OPERATIONS: Final[Mapping[str, list[Operation]]] = {
             method="post",
             request=IndexRequest,
             answer=list[answers.IndexEntry],
-            refusals=(400,),
+            refusals=(400, 500),
         )
     ],
     "/v2/repository/models/{model}/load": [

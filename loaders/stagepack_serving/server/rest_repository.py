@@ -45,7 +45,7 @@ def repository_routes(control: ModelControl) -> list[Route]:
 
     async def index(request: Request) -> Response:
         fields = await read_fields(request, IndexRequest)
-        return JSONResponse(control.index(ready_only=fields.ready))
+        return JSONResponse(await control.index(ready_only=fields.ready))
 
     async def load(request: Request) -> Response:
         fields = await read_fields(request, LoadRequest)
