@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from stagepack.capture.assets import read_assets
 from stagepack.capture.entry_points import capture_entry_points, capture_modules
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
+from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.programs import Capture
@@ -51,6 +52,8 @@ def export(
     profile: Profile | DeviceProfile | str | os.PathLike[str] | None = None,
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
+    generate: int | None = None,
+    generate_batch: int = 1,
     assets: Sequence[str | os.PathLike[str]] = (),
     onnx: bool = False,
     rtol: float | None = None,
@@ -96,6 +99,9 @@ def export(
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
+        generate: of a language or speech model of transformers: the number of positions of its key-value cache. The cache becomes state of
+            the stages, and the bundle generates; its inputs are then made here. `stagepack_loaders.generation.decoders` says which.
+        generate_batch: the number of texts that the cache holds.
         assets: further files for the bundle, such as ``tokenizer.json`` and ``chat_template.jinja``: `stagepack serve` reads texts with
             them. Stagepack itself does not interpret them.
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
@@ -145,6 +151,14 @@ def export(
     }
     inputs = example_inputs(args, kwargs, dynamic_shapes)
     asset_contents = read_assets(assets)
+    if generate is not None:
+        if inputs != Inputs() or entry_points or modules or weights is not None or graph_from is not None:
+            raise OptionError(
+                "generate: the inputs are made by the export: leave out inputs, entry_points, modules and other weights"
+            )
+        made = generating_model(_loaded_module(model, dtype), generate, generate_batch, _folder_of(model))
+        model, dtype, asset_contents = made.module, None, {**made.files, **asset_contents}
+        inputs, entry_points = made.inputs or inputs, made.entry_points or None
     if onnx:
         # Packages that only this needs are missed before the work begins.
         importlib.import_module("stagepack.onnx")
@@ -197,6 +211,11 @@ def _captures_of_functions(
     if inputs != Inputs() or modules:
         raise OptionError("entry_points: each has its own inputs: leave out args, kwargs, dynamic_shapes and modules")
     return capture_entry_points(_loaded_module(model, dtype), entry_points)
+
+
+def _folder_of(model: object) -> str | None:
+    """The Hugging Face folder of a model, if it is one on this machine."""
+    return os.fspath(model) if isinstance(model, str | os.PathLike) and os.path.isdir(model) else None
 
 
 def _loaded_module(model: object, dtype: str | torch.dtype | None) -> torch.nn.Module:

@@ -143,8 +143,9 @@ def _module_of(model: torch.nn.Module, function: Callable[..., Any]) -> torch.nn
     for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[name] = model.__dict__[name]
     module.__dict__["training"] = model.training
-    # The attributes that the function assigns are those of the model, which `preserve_module` finds here.
-    module.__dict__["model"] = (model,)
+    # The attributes that the function assigns are those of the model, which `preserve_module` finds here. No attribute of the model
+    # has this name: one of its modules may be called `model`.
+    module.__dict__["(model)"] = (model,)
 
     @functools.wraps(forward)
     def call_function(*args: Any, **kwargs: Any) -> Any:

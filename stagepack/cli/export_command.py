@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export ./llama -o llama.stagepack --dtype bfloat16",
+        "stagepack export ./llama -o llama.stagepack --stages 4 --generate 2048",
         "stagepack export ./clip -o clip.stagepack --part text_model",
         "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
         "stagepack export ./tuned --graph-from old.stagepack -o new.stagepack",
@@ -67,6 +68,20 @@ if TYPE_CHECKING:
     "each becomes an entry point.",
 )
 @click.option(
+    "--generate",
+    type=click.IntRange(6),
+    metavar="POSITIONS",
+    help="Of a language or speech model of transformers: a key-value cache of so many positions becomes state, and the bundle generates.",
+)
+@click.option(
+    "--generate-batch",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --generate: the number of texts that the cache holds.",
+)
+@click.option(
     "--asset",
     "assets",
     multiple=True,
@@ -94,6 +109,8 @@ def command(
     weights: str | None,
     graph_from: str | None,
     parts: tuple[str, ...],
+    generate: int | None,
+    generate_batch: int,
     assets: tuple[str, ...],
     dtype: str | None,
     allow_ops: tuple[str, ...],
@@ -125,6 +142,10 @@ def command(
         raise click.UsageError(
             "--graph-from takes the inputs, the dtypes, the cut and the assets from the bundle: leave out the other options"
         )
+    if generate is not None and (graph_from or inputs_function or weights or parts):
+        raise click.UsageError(
+            "--generate makes the inputs itself: leave out --inputs, --weights, --part and --graph-from"
+        )
     if (rtol, atol) != (None, None) and not with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")
     check_output_path(out, overwrite=overwrite)
@@ -137,6 +158,7 @@ def command(
         shown_warnings(),
     ):
         from stagepack.capture.assets import read_assets  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.generation import capture_generating  # noqa: PLC0415 - the same
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
@@ -153,7 +175,11 @@ def command(
             cut_options = CutOptions() if make_cut_options is None else make_cut_options()
             next_step("capturing the model")
             asset_contents = read_assets(assets)
-            captures = capture_source_argument(source, inputs_function, weights, dtype, parts)
+            if generate is None:
+                captures = capture_source_argument(source, inputs_function, weights, dtype, parts)
+            else:
+                captures, files = capture_generating(source, generate, generate_batch, dtype)
+                asset_contents = {**files, **asset_contents}
             method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
             bundle = export_captures(
                 captures,

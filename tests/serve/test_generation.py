@@ -123,11 +123,11 @@ def test_a_wrong_request_is_refused(server: Server, body: Mapping[str, Any], say
         assert (status, says in answer["error"]) == (400, True), answer
 
 
-def stream_responses(client: Any, inputs: Any, **options: Any) -> list[Any]:
+def stream_responses(client: Any, inputs: Any, model: str = "writer", **options: Any) -> list[Any]:
     """The responses to one request of a stream, up to the final one."""
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put(error or result.get_response()))
-    client.async_stream_infer("writer", inputs, request_id="7", **options)
+    client.async_stream_infer(model, inputs, request_id="7", **options)
     responses = []
     while True:
         response = answers.get(timeout=60)

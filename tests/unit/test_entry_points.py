@@ -348,3 +348,20 @@ def test_a_module_that_is_no_part(modules: list[str], error: type[Exception], me
     with pytest.raises(error, match=message):
         stagepack.export(Painter(), (torch.arange(3),), out=tmp_path / "m.stagepack", modules=modules)
     assert not (tmp_path / "m.stagepack").exists()
+
+
+class Outer(torch.nn.Module):
+    """Its module has the name ``model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(3, 3)
+
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) * 2
+
+
+def test_a_module_may_be_called_model(tmp_path: Path) -> None:
+    inputs = {"double": stagepack.Inputs(args=(torch.ones(1, 3),))}
+    bundle = stagepack.export(Outer(), entry_points=inputs, out=tmp_path / "m.stagepack")
+    assert [entry_point.name for entry_point in bundle.entry_points] == ["double"]

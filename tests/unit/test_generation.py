@@ -1,14 +1,16 @@
 """The choice of tokens, compared with transformers' own."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from stagepack.errors import InputError
-from stagepack_loaders.generation.decoders import DecoderFacts
+import stagepack
+from stagepack.errors import InputError, OptionError, UnsupportedError
+from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_loop import TokenLoop
 
@@ -71,6 +73,45 @@ def test_tokens_are_those_of_transformers(llama: Any, options: dict[str, Any]) -
             (reason == "length") != bool({9, 41} & set(row[7:]))
             for reason, row in zip(reasons, expected.tolist(), strict=True)
         )
+
+
+def test_an_exported_model_has_the_tokens_of_transformers(llama: Any, tmp_path: Path) -> None:
+    bundle = stagepack.export(llama, out=tmp_path / "llama.stagepack", stages=2, generate=POSITIONS, generate_batch=3)
+    assert {"config.json", "generation_config.json"} <= bundle.files.keys()
+    facts, pipe = decoder_facts(bundle.entry_point), stagepack.load(bundle)
+    assert facts is not None
+    tokens = torch.randint(1, 99, (3, 6), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(6) >= torch.tensor([[0], [5], [2]])).long()
+    options = {"max_new_tokens": 20, "eos_token_id": [9, 41], "pad_token_id": 0, "do_sample": True}
+    torch.manual_seed(2)
+    expected = llama.generate(tokens, attention_mask=mask, **options)
+    loop = TokenLoop(facts, GenerationSettings().override(options | {"seed": 2}), tokens.numpy(), mask.numpy())
+    while not loop.is_finished:
+        with torch.no_grad():
+            loop.take(pipe(**{name: torch.from_numpy(array) for name, array in loop.next_inputs().items()}).numpy())
+    assert loop.tokens.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"generate": 5}, "expected more than 5 positions"),
+        ({"generate": 64, "args": (torch.ones(1),)}, "the inputs are made by the export"),
+    ],
+)
+def test_exports_that_cannot_generate_are_refused(llama: Any, tmp_path: Path, options: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        stagepack.export(llama, out=tmp_path / "out.stagepack", **options)
+    with pytest.raises(OptionError, match="expected a model of transformers that generates, found Linear"):
+        stagepack.export(torch.nn.Linear(1, 1), out=tmp_path / "out.stagepack", generate=64)
+
+
+def test_a_model_that_looks_back_only_a_little_is_refused(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, sliding_window=16
+    )
+    with pytest.raises(UnsupportedError, match="choose at most 16"):
+        stagepack.export(MistralForCausalLM(config).eval(), out=tmp_path / "out.stagepack", generate=64)
 
 
 def test_a_cache_that_is_too_small_is_named() -> None:

@@ -1,0 +1,161 @@
+"""Models of transformers -> modules that generate, with their example inputs, and the files that generation needs beside them."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from stagepack.capture.assets import read_assets
+from stagepack.capture.entry_points import capture_entry_points
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.pretrained_model import is_transformers_model, model_files
+from stagepack.capture.programs import Capture, capture_module
+from stagepack.capture.source_argument import FORWARD, load_source_argument
+from stagepack.errors import OptionError
+from stagepack.extras import explain_missing_packages
+
+# The files of a Hugging Face folder that say what is text, and how it is read.
+_FOLDER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+)
+# Lengths of the example: of the prompt, and of what the encoder reads.
+_PROMPT_LENGTH: Final = 3
+_ENCODER_LENGTH: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratingModel:
+    """A module that generates.
+
+    Attributes:
+        module: the module.
+        inputs: example inputs of its ``forward``; None for a module with an encoder.
+        entry_points: example inputs of its methods ``encode`` and ``decode``; empty for a module without an encoder.
+        files: files for the bundle by name.
+    """
+
+    module: torch.nn.Module
+    inputs: Inputs | None
+    entry_points: dict[str, Inputs]
+    files: dict[str, bytes]
+
+
+def generating_model(model: Any, max_positions: int, max_batch: int, folder: str | None) -> GeneratingModel:
+    """Wrap a model so that it generates.
+
+    Args:
+        model: a model of transformers.
+        max_positions: the number of tokens that its cache holds.
+        max_batch: the number of texts that it holds.
+        folder: the Hugging Face folder that the model is from, if it is.
+
+    Returns:
+        The module.
+
+    Raises:
+        OptionError: the model does not generate, or a number is less than what the example needs.
+        UnsupportedError: the model keeps something else than the keys and values of all tokens.
+    """
+    if not is_transformers_model(model) or not model.can_generate():
+        raise OptionError(f"generate: expected a model of transformers that generates, found {type(model).__name__}")
+    if max_positions <= _ENCODER_LENGTH or max_batch < 1:
+        raise OptionError(
+            f"generate: expected more than {_ENCODER_LENGTH} positions and at least 1 text, found {max_positions} and {max_batch}"
+        )
+    with explain_missing_packages():
+        from stagepack.capture.generating_modules import GeneratingDecoder, GeneratingSeq2Seq  # noqa: PLC0415 - transformers
+
+    files = model_files(model)
+    paths = [os.path.join(folder, name) for name in _FOLDER_FILES] if folder is not None else []
+    files |= read_assets(path for path in paths if os.path.isfile(path))
+    example = _Example(max_positions, max_batch)
+    if not model.config.is_encoder_decoder:
+        decoder = GeneratingDecoder(model, max_positions, max_batch)
+        return GeneratingModel(module=decoder, inputs=example.decoder(), entry_points={}, files=files)
+    takes_tokens = model.main_input_name == "input_ids"
+    encoder_rows = max_positions if takes_tokens else model.config.max_source_positions
+    pair = GeneratingSeq2Seq(model, max_positions, encoder_rows, max_batch)
+    encoder_inputs = example.token_encoder() if takes_tokens else example.speech_encoder(model.config, model.dtype)
+    with torch.no_grad():
+        rows = pair.encode(**encoder_inputs.kwargs)
+    decoder_inputs = example.decoder_after(rows, encoder_rows, has_mask=takes_tokens)
+    return GeneratingModel(
+        module=pair, inputs=None, entry_points={"encode": encoder_inputs, "decode": decoder_inputs}, files=files
+    )
+
+
+def capture_generating(
+    source: str, max_positions: int, max_batch: int, dtype: str | None
+) -> tuple[dict[str, Capture], dict[str, bytes]]:
+    """Capture the model that the command line names, so that it generates.
+
+    Args:
+        source: see `capture_source_argument`.
+        max_positions: see `generating_model`.
+        max_batch: likewise.
+        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
+
+    Returns:
+        The captured programs by the name of the entry point, and files for the bundle by name.
+
+    Raises:
+        CaptureError: there is no such model, or it cannot be captured.
+        OptionError, UnsupportedError: see `generating_model`.
+    """
+    model, _ = load_source_argument(source, None, dtype)
+    made = generating_model(model, max_positions, max_batch, source if os.path.isdir(source) else None)
+    if made.inputs is None:
+        return capture_entry_points(made.module, made.entry_points), made.files
+    return {FORWARD: capture_module(made.module, made.inputs)}, made.files
+
+
+class _Example:
+    """Example inputs, with the sizes that may change."""
+
+    def __init__(self, max_positions: int, max_batch: int) -> None:
+        self._max_positions = max_positions
+        self._batch_size = min(2, max_batch)
+        self._batch = {0: torch.export.Dim("batch", min=1, max=max_batch)} if max_batch > 1 else {}
+
+    def decoder(self) -> Inputs:
+        """Inputs of a decoder that reads a prompt."""
+        length = torch.export.Dim("length", min=1, max=self._max_positions)
+        kwargs = {
+            "input_ids": torch.ones(self._batch_size, _PROMPT_LENGTH, dtype=torch.int64),
+            "cache_position": torch.arange(_PROMPT_LENGTH),
+            "attention_mask": self._mask(_PROMPT_LENGTH, self._max_positions),
+        }
+        shapes = {"input_ids": {**self._batch, 1: length}, "cache_position": {0: length}, "attention_mask": self._batch}
+        return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
+
+    def token_encoder(self) -> Inputs:
+        """Inputs of an encoder that reads tokens."""
+        length = torch.export.Dim("encoder_length", min=1, max=self._max_positions)
+        tokens = torch.ones(self._batch_size, _ENCODER_LENGTH, dtype=torch.int64)
+        shapes = {name: {**self._batch, 1: length} for name in ("input_ids", "attention_mask")}
+        return Inputs(kwargs={"input_ids": tokens, "attention_mask": tokens.clone()}, dynamic_shapes=shapes)
+
+    def speech_encoder(self, config: Any, dtype: torch.dtype) -> Inputs:
+        """Inputs of an encoder that reads the spectrogram of speech: two columns for each of its rows."""
+        shape = (self._batch_size, config.num_mel_bins, 2 * config.max_source_positions)
+        spectrogram = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        return Inputs(kwargs={"input_features": spectrogram}, dynamic_shapes={"input_features": self._batch})
+
+    def decoder_after(self, rows: torch.Tensor, max_rows: int, *, has_mask: bool) -> Inputs:
+        """Inputs of a decoder that reads what an encoder returns."""
+        inputs = self.decoder()
+        row_count = torch.export.Dim("rows", min=1, max=max_rows)
+        kwargs = dict(inputs.kwargs) | {"encoder_hidden_states": rows}
+        shapes = inputs.dynamic_shapes | {"encoder_hidden_states": {**self._batch, 1: row_count}}
+        if has_mask:
+            kwargs["encoder_attention_mask"] = self._mask(rows.shape[1], max_rows)
+            shapes["encoder_attention_mask"] = self._batch
+        return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
+
+    def _mask(self, length: int, size: int) -> torch.Tensor:
+        return (torch.arange(size) < length).to(torch.int64).repeat(self._batch_size, 1)

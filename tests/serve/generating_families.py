@@ -1,0 +1,129 @@
+"""Small models of transformers that generate, with weights whose logits differ as those of trained models do."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+POSITIONS = 64
+VOCABULARY = 258
+MEL_BINS, FRAMES = 8, 60
+# What each of them reads.
+SPEECH = frozenset({"whisper"})
+SEQ2SEQ = frozenset({"t5", "whisper"})
+
+_LAYERS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def make_model(family: str) -> Any:
+    """A model of a family."""
+    torch.manual_seed(0)
+    model: Any = _MAKERS[family]()
+    if family in SPEECH:
+        for weight in model.model.encoder.parameters():
+            weight.data *= 6  # else all speech is alike
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 32) * 0.3)
+    model.generation_config.update(eos_token_id=1, pad_token_id=0)
+    return model.eval()
+
+
+def _gpt2() -> Any:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, tie_word_embeddings=False
+        )
+    )
+
+
+def _t5() -> Any:
+    config_type: Any = T5Config  # takes fields of its base class too
+    config = config_type(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def _whisper() -> Any:
+    config = WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=MEL_BINS,
+        max_source_positions=FRAMES // 2,
+        max_target_positions=POSITIONS,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
+        decoder_start_token_id=3,
+        suppress_tokens=[5, 6],
+        begin_suppress_tokens=[7],
+        tie_word_embeddings=False,
+    )
+    return WhisperForConditionalGeneration(config)
+
+
+_MAKERS: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_LAYERS)),
+    "gpt2": _gpt2,
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_LAYERS, head_dim=8)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_LAYERS, num_local_experts=4, sliding_window=None)),
+    "t5": _t5,
+    "whisper": _whisper,
+}
+FAMILIES = tuple(_MAKERS)
+
+
+def make_prompts(family: str, batch_size: int) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the side where the model has its padding."""
+    generator = torch.Generator().manual_seed(batch_size)
+    if family in SPEECH:
+        return {"input_features": torch.randn(batch_size, MEL_BINS, FRAMES, generator=generator)}
+    longest = 7 if batch_size > 1 else 1
+    tokens = torch.randint(2, VOCABULARY, (batch_size, longest), generator=generator)
+    lengths = torch.tensor([[longest], [2], [1], [5]])[:batch_size]
+    places = torch.arange(longest)
+    mask = places < lengths if family in SEQ2SEQ else places >= longest - lengths
+    return {"input_ids": tokens, "attention_mask": mask.long()}
+
+
+def generated_by_transformers(
+    family: str, model: Any, inputs: dict[str, torch.Tensor], seed: int, **options: Any
+) -> Any:
+    """The new tokens of transformers' own ``generate``."""
+    torch.manual_seed(seed)
+    tokens = model.generate(**inputs, **options)
+    begin_lengths = {"t5": 1, "whisper": 0}  # Whisper leaves out the token that begins
+    return tokens[:, begin_lengths.get(family, inputs.get("input_ids", tokens).shape[1]) :]

@@ -1,0 +1,149 @@
+"""Models of transformers that generate: the tokens are those of its `generate`, in one process and over the server."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import openai
+import pytest
+import torch
+import tritonclient.grpc
+
+import stagepack
+from stagepack_loaders.generation.decoders import decoder_facts, generating_entry_point
+from stagepack_loaders.generation.settings import read_settings
+from stagepack_loaders.generation.token_loop import TokenLoop
+from tests.serve.generating_families import (
+    FAMILIES,
+    POSITIONS,
+    SEQ2SEQ,
+    generated_by_transformers,
+    make_model,
+    make_prompts,
+)
+from tests.serve.generating_model import CHAT_TEMPLATE, tokenizer
+from tests.serve.servers import Server, grpc_client, post, stagepack_server
+from tests.serve.test_generation import events, stream_responses, text_input
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
+COUNT = 24
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "temperature": 0.8, "top_k": 40})
+SEED = 5
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    (folder / "tokenizer.json").write_text(tokenizer().to_str())
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    assets = [folder / "tokenizer.json", folder / "chat_template.jinja"]
+    paths = {}
+    for family in FAMILIES:
+        paths[family] = folder / f"{family}.stagepack"
+        stagepack.export(
+            make_model(family), out=paths[family], stages=2, generate=POSITIONS, generate_batch=4, assets=assets
+        )
+    return paths
+
+
+@pytest.fixture(scope="module", params=["one process", "processes"])
+def server(bundles: Mapping[str, Path], request: pytest.FixtureRequest) -> Iterator[Server]:
+    families = FAMILIES if request.param == "one process" else ("llama", "t5")
+    options = ["--allow-ops", "transformers", "--import", "transformers.integrations.moe"]
+    options += ["--processes", "2"] if request.param == "processes" else []
+    with stagepack_server([bundles[family] for family in families], *options) as server:
+        yield server
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_has_the_tokens_of_transformers(bundles: Mapping[str, Path], family: str, batch_size: int) -> None:
+    bundle, model, prompts = stagepack.open(bundles[family]), make_model(family), make_prompts(family, batch_size)
+    decoder_name = generating_entry_point(bundle)
+    assert decoder_name is not None
+    facts = decoder_facts(bundle.select(decoder_name).entry_point)
+    assert facts is not None
+    pipelines = stagepack.load_entry_points(bundle, allow_ops=["transformers"])
+    mask = prompts.get("attention_mask")
+    mask_array = None if mask is None else mask.numpy()
+    for options in OPTIONS:
+        expected = generated_by_transformers(family, model, prompts, SEED, max_new_tokens=COUNT, **options)
+        settings = read_settings(bundle).override({"max_new_tokens": COUNT, "seed": SEED, **options})
+        pipelines[decoder_name].reset_state()
+        with torch.no_grad():
+            if family in SEQ2SEQ:
+                rows = pipelines["encode"](**prompts).numpy()
+                first = settings.first_tokens(batch_size)
+                loop = TokenLoop(facts, settings, first, None, rows, mask_array)
+            else:
+                loop = TokenLoop(facts, settings, prompts["input_ids"].numpy(), mask_array)
+            begin_length = loop.tokens.shape[1]
+            while not loop.is_finished:
+                inputs = {name: torch.from_numpy(array) for name, array in loop.next_inputs().items()}
+                loop.take(pipelines[decoder_name](**inputs).numpy())
+        assert loop.tokens[:, begin_length:].tolist() == expected.tolist()
+
+
+def prompt_of(family: str) -> tuple[dict[str, torch.Tensor], str, Any]:
+    """One prompt: for transformers, and its name and its values for the server."""
+    prompts = make_prompts(family, 1)
+    name = "input_features" if "input_features" in prompts else "input_ids"
+    return prompts, name, prompts[name][0].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_server_generates_the_tokens_of_transformers(server: Server, family: str, options: dict[str, Any]) -> None:
+    if family not in [model["name"] for model in server.facts["models"]]:
+        pytest.skip("not served here")
+    prompts, name, values = prompt_of(family)
+    model = make_model(family)
+    expected = generated_by_transformers(family, model, prompts, SEED, max_new_tokens=COUNT, **options)[0].tolist()
+    body = {name: values, "parameters": {"max_tokens": COUNT, "seed": SEED} | options}
+    status, whole, _ = post(server.http, f"/v2/models/{family}/generate", json.dumps(body))
+    assert (status, whole.get("output_ids")) == (200, expected), whole
+    parts = events(server.http, f"/v2/models/{family}/generate_stream", body)
+    assert [token for part in parts for token in part["output_ids"]] == expected
+    text = tokenizer().decode(expected)
+    assert "".join(part["text_output"] for part in parts) == whole["text_output"] == text
+    array = prompts[name].numpy()
+    datatype = "FP32" if name == "input_features" else "INT64"
+    tensor = tritonclient.grpc.InferInput(name, array.shape, datatype).set_data_from_numpy(array)
+    with contextlib.closing(grpc_client(server.grpc)) as client:
+        responses = stream_responses(client, [tensor], model=family, parameters=body["parameters"])
+    assert [int.from_bytes(response.raw_output_contents[1], "little") for response in responses] == expected
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "whisper"])
+def test_openai_streams_the_text_of_transformers(server: Server, family: str) -> None:
+    if family not in [model["name"] for model in server.facts["models"]]:
+        pytest.skip("not served here")
+    model = make_model(family)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http}/v1", api_key="none", max_retries=0) as client:
+        for text, is_chat in (("Once upon a time", False), ("<user>Hi 😀<assistant>", True)):
+            tokens = torch.tensor([tokenizer().encode(text).ids])
+            prompts = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            new_tokens = generated_by_transformers(family, model, prompts, 0, max_new_tokens=COUNT, do_sample=False)
+            expected = tokenizer().decode(new_tokens[0].tolist())
+            request: Any = {"model": family, "max_tokens": COUNT, "temperature": 0, "stream": True}
+            if is_chat:
+                messages: Any = [{"role": "user", "content": "Hi 😀"}]
+                chunks = client.chat.completions.create(**request, messages=messages)
+                assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+            else:
+                parts = client.completions.create(**request, prompt=text)
+                assert "".join(part.choices[0].text for part in parts) == expected
+
+
+def test_grpc_streams_a_text(server: Server) -> None:
+    with contextlib.closing(grpc_client(server.grpc)) as client:
+        responses = stream_responses(client, [text_input("Hello")], model="t5", parameters={"max_tokens": 9})
+    tokens = torch.tensor([tokenizer().encode("Hello").ids])
+    expected = generated_by_transformers(
+        "t5", make_model("t5"), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, 0, max_new_tokens=9
+    )
+    found = [int.from_bytes(response.raw_output_contents[1], "little") for response in responses]
+    assert numpy.array_equal(found, expected[0].numpy())
