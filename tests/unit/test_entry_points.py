@@ -357,11 +357,11 @@ class Outer(torch.nn.Module):
         super().__init__()
         self.model = torch.nn.Linear(3, 3)
 
-    def double(self, x: torch.Tensor) -> torch.Tensor:
+    def enlarge(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x) * 2
 
 
 def test_a_module_may_be_called_model(tmp_path: Path) -> None:
-    inputs = {"double": stagepack.Inputs(args=(torch.ones(1, 3),))}
+    inputs = {"enlarge": stagepack.Inputs(args=(torch.ones(1, 3),))}
     bundle = stagepack.export(Outer(), entry_points=inputs, out=tmp_path / "m.stagepack")
-    assert [entry_point.name for entry_point in bundle.entry_points] == ["double"]
+    assert [entry_point.name for entry_point in bundle.entry_points] == ["enlarge"]
