@@ -130,8 +130,8 @@ def test_it_stops_under_load_without_losing_an_answer(layers: Bundle, expected: 
         time.sleep(1.5)
         children = stage_process_ids(server)
         metrics = http_get(server.http, "/metrics")
-        assert 'stagepack_stage_busy_seconds_total{model="layers",stage="2"}' in metrics
-        assert 'stagepack_process_sent_bytes_total{model="layers",process="1"}' in metrics
+        assert 'stagepack_stage_busy_seconds_total{model="layers",stage="2",version="1"}' in metrics
+        assert 'stagepack_process_sent_bytes_total{model="layers",process="1",version="1"}' in metrics
         assert server.stop() == 0
         load.wait()
         assert set(load.outcomes) == {"right"}
