@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.generation.chat_template import ChatTemplate
@@ -57,6 +57,13 @@ def test_a_character_is_sent_when_its_last_byte_has_come() -> None:
     stream = TextFormat(made, None).start_text()
     parts = [stream.add(token) for token in made.encode("a😀b").ids]
     assert parts == ["a", "", "", "", "😀", "b"]
+
+
+def test_a_tokenizer_that_panics_is_an_error_of_the_request() -> None:
+    made = tokenizer()
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    with pytest.raises(RequestError, match=r"the tokenizer of the bundle fails on the text: .*retry-limit"):
+        TextFormat(made, None).encode("a" * 40 + "b", adds_special_tokens=True)
 
 
 @pytest.mark.parametrize("stops", [["END"], ["END", "N"], ["😀 END"], ["DE", "EE"], ["absent"]])

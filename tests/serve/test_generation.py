@@ -109,6 +109,7 @@ def test_a_text_ends_before_a_stop_string(server: Server) -> None:
         ({"input_ids": []}, "input_ids: "),
         ({"input_ids": ["a"]}, "input_ids: "),
         ({"input_ids": [1, VOCABULARY]}, "index out of range"),
+        ({"text_input": "a" * 128 * (POSITIONS + 1)}, "expected at most 128 characters for each"),
         ({"text_input": "a" * (POSITIONS + 1)}, f"the cache has {POSITIONS} positions"),
         ({"text_input": "a", "parameters": {"max_tokens": POSITIONS + 1}}, f"the cache has {POSITIONS} positions"),
         ({"text_input": "a", "parameters": 3}, "parameters: expected an object"),

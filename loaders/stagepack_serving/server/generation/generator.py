@@ -21,6 +21,8 @@ from stagepack_serving.server.served_model import ServedModel
 
 # The input of a model that holds tokens.
 _IDS_INPUT: Final = "input_ids"
+# More than any prompt that fits: longer texts are not read.
+_MAX_CHARACTERS_PER_TOKEN: Final = 128
 # The input of an encoder that is 1 for tokens.
 _MASK_INPUT: Final = "attention_mask"
 
@@ -87,11 +89,14 @@ class Generator:
             The prompt, [1, length].
 
         Raises:
-            RequestError: the model takes no text, or the bundle has no tokenizer.
+            RequestError: the model takes no text, or the bundle has no tokenizer, or the text is far too long.
         """
         if self.text_format is None or not self.reads_text:
             message = f"{self._decoder.name}: the model takes no text: send {self.prompt_name}"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
+        if len(text) > self._facts.max_positions * _MAX_CHARACTERS_PER_TOKEN:
+            expected = f"expected at most {_MAX_CHARACTERS_PER_TOKEN} characters for each of {self._facts.max_positions} positions"
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {expected}, found {len(text)}")
         # In a thread: a long text takes as long as other requests must not wait for.
         tokens = await asyncio.to_thread(self.text_format.encode, text, adds_special_tokens=adds_special_tokens)
         return self.prompt_array(tokens)

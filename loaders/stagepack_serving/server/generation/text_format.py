@@ -1,13 +1,14 @@
 """The tokenizer and the chat template that a bundle carries as assets."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
 from tokenizers import Tokenizer
 
 from stagepack.format.reader import Bundle
-from stagepack_serving.server.errors import AssetError
+from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 from stagepack_serving.server.generation.text_stream import TextStream
 
@@ -45,8 +46,18 @@ class TextFormat:
 
         Returns:
             The tokens.
+
+        Raises:
+            RequestError: the tokenizer fails on the text.
         """
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special_tokens).ids
+        try:
+            with _panics_as_errors():
+                # Of a batch, since `encode` stops all threads of Python until it ends: 4 s for 4 MB of text.
+                [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=adds_special_tokens)
+        except Exception as error:  # noqa: BLE001 - the library has no class of its own
+            message = f"the tokenizer of the bundle fails on the text: {error}"
+            raise RequestError(RequestStatus.BAD_REQUEST, message) from None
+        tokens: list[int] = encoding.ids
         return tokens
 
     def start_text(self) -> TextStream:
@@ -74,7 +85,8 @@ def read_text_format(bundle: Bundle) -> TextFormat | None:
     if _TOKENIZER not in bundle.files:
         return None
     try:
-        tokenizer = Tokenizer.from_buffer(bundle.read(_TOKENIZER))
+        with _panics_as_errors():
+            tokenizer = Tokenizer.from_buffer(bundle.read(_TOKENIZER))
     except Exception as error:  # noqa: BLE001 - the library has no class of its own
         raise AssetError(
             f"{bundle.location}: {_TOKENIZER}: expected a tokenizer of the package tokenizers: {error}"
@@ -88,6 +100,17 @@ def read_text_format(bundle: Bundle) -> TextFormat | None:
         return TextFormat(tokenizer, None)
     special_tokens = _special_token_texts(_read_fields(bundle, _SPECIAL_TOKENS) | config)
     return TextFormat(tokenizer, ChatTemplate(template, special_tokens))
+
+
+@contextlib.contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Raise a `ValueError` in the place of a panic of the library, which is written in Rust: a panic is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error)) from None
 
 
 def _read_fields(bundle: Bundle, asset_name: str) -> dict[str, Any]:
