@@ -46,6 +46,8 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range 1<=x<=4096"),
         (["export", "x", "-o", "y", "--stages", "two"], "'two' is not a valid integer"),
         (["export", "x", "-o", "y", "--stages", "2", "--split-at", "a"], "cannot be used together"),
+        (["export", "x", "-o", "y", "--generate", "5"], "5 is not in the range x>=6"),
+        (["export", "x", "-o", "y", "--generate", "64", "--part", "z"], "--generate makes the inputs itself"),
         (["inspect", "x", "--stage", "one"], "'one' is not a valid integer"),
         (["load", "x", "--device"], "requires an argument"),
         (["load", "x", "--runtime", "tvm"], f"'tvm' is not one of {RUNTIMES}"),
