@@ -229,6 +229,20 @@ def test_openai_requests_that_cannot_be_answered(
         client.completions.create(**request)
 
 
+def test_requests_of_openais_api_are_counted(server: Server, client: openai.OpenAI) -> None:
+    names = [
+        ("stagepack_requests_total", *labels) for labels in (("OK", "openai", "writer"), ("", "BAD_REQUEST", "openai"))
+    ]
+    before = metrics(server)
+    client.completions.create(model="writer", prompt="a", max_tokens=1)
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="writer", prompt="a", n=2)
+    end_time = time.monotonic() + 10  # an answer is counted when all of it is sent
+    while [name for name in names if metrics(server).get(name, 0) == before.get(name, 0)]:
+        assert time.monotonic() < end_time
+        time.sleep(0.05)
+
+
 def test_generations_wait_for_a_place_and_do_not_mix(server: Server) -> None:
     prompts = [PROMPT[: 2 + number] for number in range(7)]  # more than --max-sequences
 

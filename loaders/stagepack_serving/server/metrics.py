@@ -69,7 +69,7 @@ class Metrics:
         Args:
             model_name: the model; empty if it is unknown.
             version: its version; empty if none was chosen.
-            protocol: ``rest`` or ``grpc``.
+            protocol: ``rest``, ``grpc`` or ``openai``.
             status: the name of a `RequestStatus`, ``OK`` or ``BUG``.
             seconds: the time from the request to its answer; None if the request was not read.
         """

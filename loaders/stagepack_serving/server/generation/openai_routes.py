@@ -111,13 +111,18 @@ class OpenAIRoute:
                 await channel.send_json(error_fields(error), error.status.http_code)
 
     async def _read_fields(self, request: Request) -> Any:
+        """The fields of a request; one that is refused is counted here, since its model is not known."""
         limits = self._models.limits
         try:
-            async with asyncio.timeout(limits.deadline):
-                body = await read_body(request, limits.max_request_bytes)
-        except TimeoutError:
-            raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
-        return decode_openai_request(body, self._fields_type)
+            try:
+                async with asyncio.timeout(limits.deadline):
+                    body = await read_body(request, limits.max_request_bytes)
+            except TimeoutError:
+                raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
+            return decode_openai_request(body, self._fields_type)
+        except RequestError as error:
+            self._models.metrics.count_answer("", "", "openai", error.status.name)
+            raise
 
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel) -> None:
         generator = generator_of(model)
