@@ -120,7 +120,7 @@ if TYPE_CHECKING:
     "--access-log/--no-access-log",
     default=False,
     show_default=True,
-    help="Write a line for each inference to standard error: time, protocol, model, status and duration.",
+    help="Write a line for each inference to standard error: time, protocol, model, version, status and duration.",
 )
 @click.option(
     "--log-level",

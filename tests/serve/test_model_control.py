@@ -136,6 +136,8 @@ def test_a_bundle_that_is_overwritten_is_read_when_it_is_loaded_again(repository
         with pytest.raises(InferenceServerException, match="the content was changed"):
             client.raw.load_model("overwritten")
         assert factor_of(client, "overwritten") == 3
+        entry = repository.index("overwritten")["1"]
+        assert (entry["state"], entry["reason"].split(":")[0]) == ("READY", "refused")
         assert client.raw.is_server_ready()
 
 

@@ -145,15 +145,23 @@ class ModelControl:
         Raises:
             RequestError: the model repository cannot be read.
         """
-        entries = []
+        entries, served = [], set()
         for model in self.models.serving:
+            # A bundle that was refused under the number of a version that takes requests.
+            _, refusal = self._states.get((model.name, int(model.version)), ("", ""))
             reason = "the server is stopping" if self.models.is_stopping else model.unavailable_reason()
-            entries.append((model.name, model.version, "UNAVAILABLE" if reason else "READY", reason))
+            entries.append((model.name, model.version, "UNAVAILABLE" if reason else "READY", reason or refusal))
+            served.add((model.name, model.version))
         for bundle in self._retiring:
             for model in bundle.models:
                 left = f"{model.pending_requests} requests and {model.sequence_count} sequences are left"
-                entries.append((model.name, model.version, "UNLOADING", left))
-        entries += [(name, str(version), *state) for (name, version), state in self._states.items()]
+                if (model.name, model.version) not in served:
+                    entries.append((model.name, model.version, "UNLOADING", left))
+        entries += [
+            (name, str(version), *state)
+            for (name, version), state in self._states.items()
+            if (name, str(version)) not in served
+        ]
         if self._mode == "explicit":
             known_names = self._loaded.keys() | {name for name, _ in self._states}
             try:
