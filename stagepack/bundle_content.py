@@ -10,6 +10,7 @@ from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
+from stagepack.format.tree import value_names
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import TensorSource
 from stagepack.partition.cut import Cut, CutStage
@@ -63,7 +64,11 @@ class StoredEntryPoint:
             name=entry_point.name,
             signature=entry_point.signature,
             symbols=entry_point.symbols,
-            cut=Cut(stages=tuple(stages), edges=entry_point.edges),
+            cut=Cut(
+                stages=tuple(stages),
+                edges=entry_point.edges,
+                outputs=tuple(value_names(entry_point.signature.result)),
+            ),
             plan=entry_point.plan,
             seed=entry_point.seed,
             record_example=lambda _: recorded_example(self.bundle),

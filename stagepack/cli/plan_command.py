@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from stagepack.format.manifest import Edge
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
+from stagepack.format.tree import value_names
 from stagepack.partition.operator_costs import estimated_operators
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class _PlannedCut(NamedTuple):
         edges: the edges between the stages.
         symbols: the symbols of the model.
         graphs: the graphs of the stages.
+        result_names: the names of the values that the model returns.
         profile: facts about the profile that the times are of, if there is one.
     """
 
@@ -47,6 +49,7 @@ class _PlannedCut(NamedTuple):
     edges: tuple[Edge, ...]
     symbols: tuple[Symbol, ...]
     graphs: list[Graph]
+    result_names: Collection[str]
     profile: dict[str, Any] | None
 
 
@@ -116,7 +119,13 @@ def command(
         from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
 
         write_plan(planned.plan, out)
-    facts = cut_facts(planned.plan, planned.edges, planned.symbols) | {
+    facts = cut_facts(
+        planned.plan,
+        planned.edges,
+        planned.symbols,
+        node_counts=[len(graph.nodes) for graph in planned.graphs],
+        result_names=planned.result_names,
+    ) | {
         "estimated_operators": estimated_operators(planned.graphs),
         "profile": planned.profile,
     }
@@ -136,7 +145,8 @@ def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | N
         if own_plan is None:
             fail(f"{bundle.location}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-        return _PlannedCut(own_plan, bundle.edges, bundle.entry_point.symbols, graphs, None)
+        result_names = set(value_names(bundle.entry_point.signature.result))
+        return _PlannedCut(own_plan, bundle.edges, bundle.entry_point.symbols, graphs, result_names, None)
     from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
 
     cut_options = make_cut_options()
@@ -171,7 +181,12 @@ def _plan_source(
 def _planned_cut(partition: "Partition", symbols: tuple[Symbol, ...], cut_options: "CutOptions") -> _PlannedCut:
     graphs = [stage.graph for stage in partition.cut.stages]
     return _PlannedCut(
-        partition.profiled_plan, partition.cut.edges, symbols, graphs, cost_facts(cut_options, partition)
+        partition.profiled_plan,
+        partition.cut.edges,
+        symbols,
+        graphs,
+        set(partition.cut.outputs),
+        cost_facts(cut_options, partition),
     )
 
 

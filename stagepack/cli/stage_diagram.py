@@ -1,7 +1,7 @@
 """The graph of the stages as text for Graphviz and Mermaid."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stagepack.cli.quantities import format_bytes
@@ -10,11 +10,11 @@ _MAX_LABEL_NAMES = 3
 
 
 class Arrow(NamedTuple):
-    """All edges from one stage, or from the input, to another stage.
+    """All edges from one stage, or from the input, to another stage or to the result.
 
     Attributes:
         source: ``input``, or ``stage`` and a number.
-        target: ``stage`` and a number.
+        target: ``stage`` and a number, or ``result``.
         label: names of the first edges.
         byte_count: bytes of all these edges in one call.
     """
@@ -25,13 +25,14 @@ class Arrow(NamedTuple):
     byte_count: int
 
 
-def arrows(cut_facts: dict[str, Any]) -> Iterator[Arrow]:
-    """Yield an arrow for each pair of stages that edges connect, from the facts of a cut."""
+def arrows(cut_facts: Mapping[str, Any]) -> Iterator[Arrow]:
+    """Yield an arrow for each pair of stages that edges connect, and for each stage with results, from the facts of a cut."""
     edges_between: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for edge in cut_facts["edges"]:
         source = "input" if edge["producer"] is None else f"stage{edge['producer']}"
-        for consumer in edge["consumers"]:
-            edges_between.setdefault((source, f"stage{consumer}"), []).append(edge)
+        targets = [f"stage{consumer}" for consumer in edge["consumers"]] + ["result"] * edge["result"]
+        for target in targets:
+            edges_between.setdefault((source, target), []).append(edge)
     for (source, target), edges in edges_between.items():
         yield Arrow(source, target, edges_label(edges), sum(edge["bytes"] for edge in edges))
 
@@ -44,7 +45,13 @@ def edges_label(edges: Sequence[dict[str, Any]]) -> str:
 
 def graphviz_lines(cut_facts: dict[str, Any]) -> Iterator[str]:
     """Yield the graph in the DOT language (https://graphviz.org/doc/info/lang.html)."""
-    yield from ("digraph stages {", "  rankdir=LR;", "  node [shape=box];", "  input [shape=plaintext];")
+    yield from (
+        "digraph stages {",
+        "  rankdir=LR;",
+        "  node [shape=box];",
+        "  input [shape=plaintext];",
+        "  result [shape=plaintext];",
+    )
     for stage in cut_facts["stages"]:
         yield f"  stage{stage['stage']} [label={json.dumps(_stage_label(stage, chr(10)))}];"
     for arrow in arrows(cut_facts):
@@ -55,7 +62,7 @@ def graphviz_lines(cut_facts: dict[str, Any]) -> Iterator[str]:
 
 def mermaid_lines(cut_facts: dict[str, Any]) -> Iterator[str]:
     """Yield the graph as a Mermaid flowchart (https://mermaid.js.org/syntax/flowchart.html)."""
-    yield from ("flowchart LR", "  input([input])")
+    yield from ("flowchart LR", "  input([input])", "  result([result])")
     for stage in cut_facts["stages"]:
         yield f'  stage{stage["stage"]}["{_escape_quotes(_stage_label(stage, "<br/>"))}"]'
     for arrow in arrows(cut_facts):

@@ -46,10 +46,12 @@ class Cut:
     Attributes:
         stages: the stages in order.
         edges: the values that cross a boundary: inputs of the model first, then in the order of their definition.
+        outputs: the names of the values that the model returns.
     """
 
     stages: tuple[CutStage, ...]
     edges: tuple[Edge, ...]
+    outputs: tuple[str, ...]
 
 
 def cut_graph(costed: CostedGraph, assignment: StageAssignment, shared: WeightSharing = "replicate") -> Cut:
@@ -89,7 +91,7 @@ def cut_graph(costed: CostedGraph, assignment: StageAssignment, shared: WeightSh
                 node_runs=to_runs(stage.node_numbers),
             )
         )
-    return Cut(stages=tuple(cut_stages), edges=edges)
+    return Cut(stages=tuple(cut_stages), edges=edges, outputs=tuple(graph.outputs))
 
 
 def _has_node_of(node_numbers: Sequence[int], call: ModuleCall) -> bool:

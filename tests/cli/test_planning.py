@@ -46,8 +46,8 @@ def test_operators_whose_cost_is_estimated_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "says"),
     [
-        ("--dot", ["digraph stages {", "  stage0 -> stage1 [label=", "}"]),
-        ("--mermaid", ["flowchart LR", '  stage0 -->|"embedding_0<br/>96 B"| stage1']),
+        ("--dot", ["digraph stages {", "  stage0 -> stage1 [label=", "  stage2 -> result [label=", "}"]),
+        ("--mermaid", ["flowchart LR", '  stage0 -->|"embedding_0<br/>96 B"| stage1', '  stage2 -->|"']),
     ],
 )
 def test_the_graph_of_the_stages_is_printed(form: str, says: list[str], sound: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import stagepack
-from stagepack.cli.cut_facts import bubble_share, cut_facts
+from stagepack.cli.cut_facts import bubble_share, bundle_cut_facts
 from stagepack_loaders.run_trace import RunTrace, Span
 from stagepack_loaders.trace_file import write_trace
 from tests.bundle_editor import BundleEditor
@@ -52,11 +52,16 @@ def test_the_page_shows_stages_edges_and_nodes(sound: Path, tmp_path: Path) -> N
     page = Page(report(sound, tmp_path))
     bundle = stagepack.open(sound)
     assert bundle.entry_point.plan is not None
-    facts = cut_facts(bundle.entry_point.plan, bundle.edges, bundle.entry_point.symbols)
+    facts = bundle_cut_facts(bundle, bundle.entry_point.plan)
     assert bundle.digest in page.texts["code"]
     assert f"{facts['slowest_over_mean']:.2f}" in page.texts["strong"]
     assert {edge.name for edge in bundle.edges} <= set(page.texts["code"])
-    assert [label for label in page.texts["text"] if label.startswith("stage ")] == ["stage 0", "stage 1", "stage 2"]
+    # A drawing for each of three widths.
+    assert [label for label in page.texts["text"] if label.startswith("stage ")] == [
+        "stage 0",
+        "stage 1",
+        "stage 2",
+    ] * 3
     bubbles = [title for title in page.texts["title"] if re.fullmatch(r"\d+: [\d.]+%", title)]
     assert len(bubbles) == 32
     nodes = json.loads(page.texts["script"][0])
@@ -70,9 +75,12 @@ def test_the_page_asks_for_nothing_and_runs_nothing_but_its_own(sound: Path, tmp
     assert not any(attribute.startswith("on") for _, attributes in page.tags for attribute in attributes)
     policy = next(a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a) or ""
     assert policy.startswith("default-src 'none'; ")
-    for tag in ("style", "script"):
-        digest = base64.b64encode(hashlib.sha256(page.texts[tag][-1].encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
+    nodes, *scripts = page.texts["script"]
+    assert json.loads(nodes)
+    assert len(scripts) == 2
+    for content in (*page.texts["style"], *scripts):
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
 
 
 def test_names_of_a_bundle_are_text(editor: BundleEditor, tmp_path: Path) -> None:
@@ -186,3 +194,11 @@ def test_measured_times_take_the_place_of_estimates(sound: Path, tmp_path: Path)
     shown = json.loads(run("plan", str(sound), "--profile", str(times), "--json").stdout)
     assert any(text.startswith("Measured: cpu of ") for text in page.texts["p"])
     assert f"{shown['slowest_over_mean']:.2f}" in page.texts["strong"]
+
+
+def test_nodes_that_several_stages_compute_are_counted_in_each(sound: Path, tmp_path: Path) -> None:
+    inspected = json.loads(run("inspect", str(sound), "--json").stdout)["stages"]
+    planned = json.loads(run("plan", str(sound), "--json").stdout)["stages"]
+    nodes = json.loads(Page(report(sound, tmp_path)).texts["script"][0])
+    for stage, facts in enumerate(inspected):
+        assert facts["nodes"] == planned[stage]["nodes"] == sum(row[0] == str(stage) for row in nodes)

@@ -1,7 +1,7 @@
 """A bundle -> one HTML page.
 
 All names in the page come from the bundle, so they are untrusted. They are written by `xml.etree` as text of elements, or as JSON in
-which no markup can begin. The content security policy of the page allows no script or style but the two that the page contains.
+which no markup can begin. The content security policy of the page allows no script or style but those that the page contains.
 """
 
 import base64
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, tostring
 
 from stagepack.cli.bundle_facts import bundle_facts
-from stagepack.cli.cut_facts import cut_facts
+from stagepack.cli.cut_facts import bundle_cut_facts
 from stagepack.cli.path_options import folder_name
 from stagepack.cli.profile_facts import cost_facts
 from stagepack.cli.report.html_element import html_element
+from stagepack.cli.report.pipeline_drawing import pipeline_picture
 from stagepack.cli.report.sections import (
     balance_section,
     edge_table,
@@ -27,7 +28,6 @@ from stagepack.cli.report.sections import (
     stage_table,
     summary_section,
 )
-from stagepack.cli.report.svg_drawing import pipeline_drawing
 from stagepack.cli.report.timeline_section import timeline_section
 from stagepack.errors import CutError
 from stagepack.format.plan import Plan
@@ -66,15 +66,13 @@ def bundle_page(
     if profile is not None:
         plan, profile_facts = _profiled_plan(bundle, plan, profile)
     facts = bundle_facts(bundle)
-    costs = cut_facts(plan, bundle.edges, bundle.entry_point.symbols)
-    for edge_costs, edge_facts in zip(costs["edges"], facts["edges"], strict=True):
-        edge_costs["result"] = edge_facts["result"]
+    costs = bundle_cut_facts(bundle, plan)
     stage_times = [stage.time for stage in plan.stages]
     bundle_name = folder_name(bundle.location)
-    style, script = _asset("report.css"), _asset("report.js")
+    style, zoom_script, node_script = (_asset(name) for name in ("report.css", "picture.js", "report.js"))
     page = html_element(
         "html",
-        _head(f"{bundle_name}: stages", style, script),
+        _head(f"{bundle_name}: stages", style, [zoom_script, node_script]),
         html_element(
             "body",
             html_element("h1", bundle_name),
@@ -84,15 +82,16 @@ def bundle_page(
             html_element("h2", "Pipeline"),
             html_element(
                 "p",
-                "Bytes of one call. Above, in red: edges that skip stages. Below: inputs and results that pass other stages.",
+                "Each box is a stage with its first module, its weights and its time; its bar is its time beside that of the slowest "
+                "stage. Labels are the bytes of one call. In red: values that skip stages. Dashed: inputs and results that pass stages.",
             ),
-            scrollable(pipeline_drawing(costs)),
+            pipeline_picture(costs),
             html_element("h2", "Edges"),
             scrollable(edge_table(costs)),
             html_element("h2", "Balance"),
             balance_section(costs, stage_times),
             *_timeline(trace, stage_times),
-            *(_node_list(bundle, script) if with_nodes else []),
+            *([*_node_list(bundle, node_script), _verbatim("script", zoom_script)] if with_nodes else []),
         ),
         lang="en",
     )
@@ -126,9 +125,10 @@ def _timeline(trace: "RunTrace | None", stage_times: Sequence[float]) -> list[El
     return [html_element("h2", "Timeline"), timeline_section(trace, stage_times)]
 
 
-def _head(title: str, style: str, script: str) -> Element:
+def _head(title: str, style: str, scripts: Sequence[str]) -> Element:
+    script_digests = " ".join(f"'{_policy_digest(script)}'" for script in scripts)
     policy = (
-        f"default-src 'none'; style-src '{_policy_digest(style)}'; script-src '{_policy_digest(script)}'; "
+        f"default-src 'none'; style-src '{_policy_digest(style)}'; script-src {script_digests}; "
         "base-uri 'none'; form-action 'none'"
     )
     return html_element(

@@ -6,6 +6,7 @@ const tableBody = document.getElementById("node-rows");
 const countLine = document.getElementById("node-count");
 const moreButton = document.getElementById("node-more");
 const searchField = document.getElementById("node-search");
+const columnNames = [...document.querySelectorAll("#node-list th")].map((head) => head.textContent);
 const ROWS_PER_STEP = 200;
 let matches = [];
 let shownCount = 0;
@@ -17,6 +18,7 @@ function showMore() {
     row.forEach((text, column) => {
       const cell = document.createElement("td");
       cell.textContent = text;
+      cell.dataset.label = columnNames[column];
       if (column < 2 || column === 5) cell.className = "number";
       tableRow.append(cell);
     });

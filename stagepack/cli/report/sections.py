@@ -1,5 +1,6 @@
 """The sections of the HTML page of a bundle."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -8,8 +9,8 @@ from stagepack.cli.cut_facts import bubble_share
 from stagepack.cli.output import count_of
 from stagepack.cli.profile_facts import assumption_lines
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
+from stagepack.cli.report.charts import bar, column_chart
 from stagepack.cli.report.html_element import Child, html_element
-from stagepack.cli.report.svg_drawing import bar, column_chart
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 
@@ -66,12 +67,29 @@ def edge_table(cut_facts: dict[str, Any]) -> Element:
     """Return the edges with their sizes in one call."""
     rows = []
     for edge in cut_facts["edges"]:
-        targets = [f"stage {consumer}" for consumer in edge["consumers"]] + (["result"] if edge["result"] else [])
+        targets = [*_stage_runs(edge["consumers"]), *(["result"] if edge["result"] else [])]
         source = "input" if edge["producer"] is None else f"stage {edge['producer']}"
         target = (", ".join(targets) or "(unused)") + (" (skip)" if edge["skips"] else "")
-        cells: list[Child] = [html_element("code", edge["name"]), html_element("code", edge["value"]), source, target]
-        rows.append([*(html_element("td", cell) for cell in cells), number_cell(format_bytes(edge["bytes"]))])
+        rows.append(
+            [
+                html_element("td", html_element("code", edge["name"])),
+                html_element("td", html_element("code", edge["value"])),
+                html_element("td", source, class_="short"),
+                html_element("td", target),
+                number_cell(format_bytes(edge["bytes"])),
+            ]
+        )
     return data_table(["name", "value", "from", "to", "#bytes"], rows)
+
+
+def _stage_runs(stage_numbers: Sequence[int]) -> Iterator[str]:
+    """Yield the names of stages, three or more in a row as one text; the numbers ascend."""
+    for _, run in itertools.groupby(enumerate(stage_numbers), key=lambda entry: entry[1] - entry[0]):
+        numbers = [stage_number for _, stage_number in run]
+        if len(numbers) > 2:
+            yield f"stages {numbers[0]} to {numbers[-1]}"
+        else:
+            yield from (f"stage {stage_number}" for stage_number in numbers)
 
 
 def balance_section(cut_facts: dict[str, Any], stage_times: Sequence[float]) -> Element:
@@ -96,6 +114,7 @@ def balance_section(cut_facts: dict[str, Any], stage_times: Sequence[float]) -> 
 def node_section() -> Element:
     """Return the search field and the empty table of nodes, which the script of the page fills."""
     table = data_table(["#stage", "#node", "module", "operator", "outputs", "#compute"], [])
+    table.set("id", "node-list")
     table[1].set("id", "node-rows")
     return html_element(
         "div",
@@ -129,13 +148,19 @@ def scrollable(content: Element) -> Element:
 
 
 def data_table(column_names: Sequence[str], rows: Sequence[Sequence[Element]]) -> Element:
-    """Return a table; a column whose name starts with '#' is aligned to the right."""
+    """Return a table; a column whose name starts with '#' is aligned to the right.
+
+    On a narrow screen each row is shown as a block, in which each cell has the name of its column.
+    """
     heads = [
         html_element(
             "th", column_name.lstrip("#"), scope="col", **({"class_": "number"} if column_name.startswith("#") else {})
         )
         for column_name in column_names
     ]
+    for row in rows:
+        for column_name, cell in zip(column_names, row, strict=True):
+            cell.set("data-label", column_name.lstrip("#"))
     return html_element(
         "table",
         html_element("thead", html_element("tr", heads)),

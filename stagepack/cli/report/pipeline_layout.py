@@ -1,0 +1,403 @@
+"""Where the drawing of a pipeline has its boxes, lines and labels. Lengths are in pixels.
+
+The input, the stages and the result are cells of a grid that is read like text: from left to right, then the next row. A value for the next
+cell is an arrow to it. All other values run on lanes above the rows, one lane for each cell that sends such values, with a branch to each
+receiver; the values that cells other than the last stage return share one lane. No routine of a graph layout library draws this: a pipeline
+has an order already, and its rows have to fit to the width of a page.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from stagepack.cli.quantities import format_bytes
+from stagepack.cli.stage_diagram import Arrow, arrows
+
+BOX_WIDTH, BOX_HEIGHT = 116, 66
+_GAP = 62  # between two boxes of a row: as wide as the longest number of bytes
+_LABEL_HEAD = 14  # between the boxes and the lowest lane
+_LANE_STEP = 18  # between two lanes: the height of a label
+_MARGIN_STEP = 9  # between two lanes in the right margin
+_LEFT, _RIGHT = 22, 24  # margins, of which the arrow to the next row needs a part
+_TURN = 12  # of the arrow to the next row: distance from the boxes on both sides
+_WRAP_HEIGHT = 30  # below a row: the arrow to the next row, and its label
+_TOP, _BOTTOM = 8, 8
+_PORTS_LEFT, _PORTS_RIGHT = 8, 54  # where lines from and to lanes meet the top of a box
+LABEL_SIZE = 11
+_LABEL_CHARACTER = 6.6  # widest mean width of a character of a label
+
+
+class Point(NamedTuple):
+    """A position in the drawing."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A number of bytes.
+
+    Attributes:
+        text: the number with its unit.
+        left: its left end, at the largest width that it can have.
+        baseline: its baseline.
+        kind: what it belongs to, as for `Line`.
+        anchor: which part of it is at its place: ``start``, ``middle`` or ``end``.
+    """
+
+    text: str
+    left: float
+    baseline: float
+    kind: str
+    anchor: Literal["start", "middle", "end"]
+
+    @property
+    def x(self) -> float:
+        """The position of its anchor."""
+        return round(self.left + self.width * {"start": 0, "middle": 0.5, "end": 1}[self.anchor], 1)
+
+    @property
+    def width(self) -> float:
+        """Upper limit of its width."""
+        return label_width(self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Segments at right angles.
+
+    Attributes:
+        points: its corners.
+        kind: ``edge`` to the next cell, ``skip`` between other stages, or ``ends`` from the input or to the result.
+        title: the names and bytes of the values.
+        has_head: whether an arrow head is at its end.
+        has_dot: whether it starts on another line.
+    """
+
+    points: tuple[Point, ...]
+    kind: str
+    title: str
+    has_head: bool = True
+    has_dot: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLayout:
+    """The geometry of a drawing.
+
+    Attributes:
+        width: its width.
+        height: its height.
+        boxes: the left upper corner of each cell: the input, the stages, the result.
+        lines: all lines.
+        labels: all labels.
+    """
+
+    width: float
+    height: float
+    boxes: tuple[Point, ...]
+    lines: tuple[Line, ...]
+    labels: tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branch:
+    """What leaves or joins a lane at one cell."""
+
+    cell: int
+    title: str
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Net:
+    """A lane: one sender with branches to its receivers, or one receiver with branches from its senders.
+
+    Attributes:
+        root: the cell with one line, where all values come from or go to.
+        branches: the other ends, in the order of their cells.
+        collects: whether the root is the receiver.
+        kind: as for `Line`.
+    """
+
+    root: int
+    branches: tuple[_Branch, ...]
+    collects: bool
+    kind: str
+
+    @property
+    def cells(self) -> list[int]:
+        """All its cells, in order."""
+        return sorted([self.root, *(branch.cell for branch in self.branches)])
+
+    def receives(self, cell: int) -> bool:
+        """Whether the line at one of its cells points to the cell."""
+        return (cell == self.root) == self.collects
+
+    @property
+    def title(self) -> str:
+        """Names and bytes of all its values."""
+        return "\n".join(branch.title for branch in self.branches)
+
+
+def label_width(text: str) -> float:
+    """Return an upper limit of the width of a label."""
+    return _LABEL_CHARACTER * len(text)
+
+
+def column_counts(stage_count: int, most_columns: int) -> int:
+    """Return the number of columns, at most `most_columns`, that fills the rows evenly."""
+    cell_count = stage_count + 2
+    row_count = -(-cell_count // most_columns)
+    return -(-cell_count // row_count)
+
+
+def pipeline_layout(cut_facts: Mapping[str, Any], columns: int) -> PipelineLayout:
+    """Return the geometry of the pipeline of a cut.
+
+    Args:
+        cut_facts: the facts of the cut.
+        columns: the number of cells in a row, at least 2.
+    """
+    return _Router(cut_facts, columns).layout()
+
+
+class _Router:
+    """Finds the ways of the lines of one drawing."""
+
+    def __init__(self, cut_facts: Mapping[str, Any], columns: int) -> None:
+        self._columns = columns
+        self._cell_count = len(cut_facts["stages"]) + 2
+        self._row_count = -(-self._cell_count // columns)
+        self._steps, self._nets = _connections(arrows(cut_facts), self._cell_count)
+        self._lanes = self._channel_lanes()
+        self._margin_lanes = _packed(
+            {
+                net: (self._row(net.cells[0]), self._row(net.cells[-1]))
+                for net in self._nets
+                if self._row(net.cells[0]) != self._row(net.cells[-1])
+            }
+        )
+        self._row_tops = self._tops()
+        self._ports = self._port_positions()
+
+    def layout(self) -> PipelineLayout:
+        """Return the geometry."""
+        lines: list[Line] = []
+        labels: list[Label] = []
+        for net in self._nets:
+            lines += self._net_lines(net)
+            labels += self._net_labels(net)
+        for step in self._steps:
+            line, label = self._step(step)
+            lines.append(line)
+            labels.append(label)
+        margin_lane_count = max(self._margin_lanes.values(), default=-1) + 1
+        return PipelineLayout(
+            width=self._right_edge + _RIGHT + _MARGIN_STEP * margin_lane_count,
+            height=self._row_tops[-1] + BOX_HEIGHT + _BOTTOM,
+            boxes=tuple(self._corner(cell) for cell in range(self._cell_count)),
+            lines=tuple(lines),
+            labels=tuple(labels),
+        )
+
+    def _row(self, cell: int) -> int:
+        return cell // self._columns
+
+    def _corner(self, cell: int) -> Point:
+        row, column = divmod(cell, self._columns)
+        return Point(_LEFT + column * (BOX_WIDTH + _GAP), self._row_tops[row])
+
+    @property
+    def _right_edge(self) -> float:
+        return _LEFT + self._columns * (BOX_WIDTH + _GAP) - _GAP
+
+    def _channel_lanes(self) -> dict[tuple[_Net, int], int]:
+        """The lane of each net in each row where it has a cell, counted upwards from the boxes.
+
+        A net occupies its lane between columns. Of a column, the left half is for lines to the box and the right half for a label.
+        """
+        lanes: dict[tuple[_Net, int], int] = {}
+        for row in range(self._row_count):
+            spans = {}
+            for net in self._nets:
+                columns = [cell % self._columns for cell in net.cells if self._row(cell) == row]
+                if columns:
+                    leaves_row = self._row(net.cells[0]) != self._row(net.cells[-1])
+                    spans[net] = (2 * columns[0], 2 * self._columns if leaves_row else 2 * columns[-1])
+            lanes |= {(net, row): lane for net, lane in _packed(spans).items()}
+        return lanes
+
+    def _tops(self) -> list[float]:
+        """The top of the boxes of each row."""
+        tops: list[float] = []
+        level: float = _TOP
+        for row in range(self._row_count):
+            lane_count = max((lane + 1 for (_, lane_row), lane in self._lanes.items() if lane_row == row), default=0)
+            level += _LANE_STEP * lane_count + (_LABEL_HEAD if lane_count else 0)
+            tops.append(level)
+            level += BOX_HEIGHT + _WRAP_HEIGHT
+        return tops
+
+    def _lane_level(self, net: _Net, row: int) -> float:
+        return self._row_tops[row] - _LABEL_HEAD - _LANE_STEP * self._lanes[net, row]
+
+    def _margin_level(self, net: _Net) -> float:
+        return self._right_edge + _RIGHT + _MARGIN_STEP * self._margin_lanes[net] - 2
+
+    def _port_positions(self) -> dict[tuple[_Net, int], float]:
+        """Where the line of each net meets each of its cells: in such an order that lines cross as little as possible."""
+        ports: dict[tuple[_Net, int], float] = {}
+        for cell in range(self._cell_count):
+            row = self._row(cell)
+            from_left: list[_Net] = []
+            to_right: list[_Net] = []
+            for net in self._nets:
+                if cell in net.cells:
+                    is_last = all(other <= cell for other in net.cells if self._row(other) == row)
+                    leaves_row = self._row(net.cells[0]) != self._row(net.cells[-1])
+                    (from_left if is_last and not leaves_row else to_right).append(net)
+            from_left.sort(key=lambda net: self._lanes[net, row])
+            to_right.sort(key=lambda net: -self._lanes[net, row])
+            nets = from_left + to_right
+            step = (_PORTS_RIGHT - _PORTS_LEFT) / (len(nets) + 1)
+            left = self._corner(cell).x + _PORTS_LEFT
+            ports |= {(net, cell): round(left + step * index, 1) for index, net in enumerate(nets, start=1)}
+        return ports
+
+    def _net_lines(self, net: _Net) -> Iterator[Line]:
+        """Yield the trunk of a net, through all rows where it has cells, and the line between it and each cell."""
+        rows = sorted({self._row(cell) for cell in net.cells})
+        crosses_rows = len(rows) > 1
+        for row in rows:
+            ports = [self._ports[net, cell] for cell in net.cells if self._row(cell) == row]
+            level = self._lane_level(net, row)
+            right = self._margin_level(net) if crosses_rows else max(ports)
+            if right > min(ports):
+                points = (Point(min(ports), level), Point(right, level))
+                yield Line(points=points, kind=net.kind, title=net.title, has_head=False)
+        if crosses_rows:
+            x = self._margin_level(net)
+            points = (Point(x, self._lane_level(net, rows[0])), Point(x, self._lane_level(net, rows[-1])))
+            yield Line(points=points, kind=net.kind, title=net.title, has_head=False)
+        titles = {branch.cell: branch.title for branch in net.branches} | {net.root: net.title}
+        for cell in net.cells:
+            port, row = self._ports[net, cell], self._row(cell)
+            on_lane, at_box = Point(port, self._lane_level(net, row)), Point(port, self._row_tops[row])
+            ports = [self._ports[net, other] for other in net.cells if self._row(other) == row]
+            is_inside = min(ports) < port < (self._margin_level(net) if crosses_rows else max(ports))
+            if net.receives(cell):
+                yield Line(points=(on_lane, at_box), kind=net.kind, title=titles[cell], has_dot=is_inside)
+            else:
+                yield Line(
+                    points=(on_lane, at_box), kind=net.kind, title=titles[cell], has_head=False, has_dot=is_inside
+                )
+
+    def _net_labels(self, net: _Net) -> Iterator[Label]:
+        """Yield the bytes of each branch: left of it where its values come from the left, otherwise right of it."""
+        for branch in net.branches:
+            row, text = self._row(branch.cell), format_bytes(branch.byte_count)
+            comes_from_left = not net.collects and self._row(net.root) == row
+            corner = self._corner(branch.cell)
+            left = corner.x - 4 - label_width(text) if comes_from_left else corner.x + _PORTS_RIGHT + 2
+            yield Label(
+                text=text,
+                left=left,
+                baseline=self._lane_level(net, row) - 4,
+                kind=net.kind,
+                anchor="end" if comes_from_left else "start",
+            )
+
+    def _step(self, arrow: "_Step") -> tuple[Line, Label]:
+        """Return the arrow from a cell to the next one, and its label."""
+        start, end = self._corner(arrow.cell), self._corner(arrow.cell + 1)
+        text = format_bytes(arrow.byte_count)
+        middle = BOX_HEIGHT / 2
+        points: tuple[Point, ...]
+        if start.y == end.y:
+            points = (Point(start.x + BOX_WIDTH, start.y + middle), Point(end.x, end.y + middle))
+            left, baseline = start.x + BOX_WIDTH + (_GAP - label_width(text)) / 2, start.y + middle - 7
+        else:
+            level = start.y + BOX_HEIGHT + _LABEL_HEAD + 6
+            points = (
+                Point(start.x + BOX_WIDTH, start.y + middle),
+                Point(start.x + BOX_WIDTH + _TURN, start.y + middle),
+                Point(start.x + BOX_WIDTH + _TURN, level),
+                Point(end.x - _TURN, level),
+                Point(end.x - _TURN, end.y + middle),
+                Point(end.x, end.y + middle),
+            )
+            left, baseline = start.x + BOX_WIDTH - label_width(text), level - 5
+        return (
+            Line(points=points, kind="edge", title=arrow.title),
+            Label(
+                text=text,
+                left=left,
+                baseline=baseline,
+                kind="edge",
+                anchor="middle" if start.y == end.y else "end",
+            ),
+        )
+
+
+class _Step(NamedTuple):
+    """The values from a cell to the next one."""
+
+    cell: int
+    title: str
+    byte_count: int
+
+
+def _connections(all_arrows: Iterator[Arrow], cell_count: int) -> tuple[list[_Step], list[_Net]]:
+    """Return the values for the next cell, and the nets of all others."""
+    cells = {"input": 0, "result": cell_count - 1} | {f"stage{index}": index + 1 for index in range(cell_count - 2)}
+    steps: list[_Step] = []
+    sent: dict[int, list[_Branch]] = {}
+    returned: list[_Branch] = []
+    for arrow in all_arrows:
+        source, target = cells[arrow.source], cells[arrow.target]
+        title = (
+            f"{_cell_name(arrow.source)} to {_cell_name(arrow.target)}: {arrow.label}, {format_bytes(arrow.byte_count)}"
+        )
+        if target == source + 1:
+            steps.append(_Step(source, title, arrow.byte_count))
+        elif target == cell_count - 1:
+            returned.append(_Branch(cell=source, title=title, byte_count=arrow.byte_count))
+        else:
+            sent.setdefault(source, []).append(_Branch(cell=target, title=title, byte_count=arrow.byte_count))
+    nets = [
+        _Net(root=source, branches=_ordered(branches), collects=False, kind="skip" if source else "ends")
+        for source, branches in sorted(sent.items())
+    ]
+    if returned:
+        nets.append(_Net(root=cell_count - 1, branches=_ordered(returned), collects=True, kind="ends"))
+    return steps, nets
+
+
+def _ordered(branches: Sequence[_Branch]) -> tuple[_Branch, ...]:
+    return tuple(sorted(branches, key=lambda branch: branch.cell))
+
+
+def _cell_name(name: str) -> str:
+    return name.replace("stage", "stage ")
+
+
+def _packed(spans: Mapping[_Net, tuple[int, int]]) -> dict[_Net, int]:
+    """Return a lane for each net, so that the spans of one lane are disjoint; short spans first."""
+    lanes: list[list[tuple[int, int]]] = []
+    packed: dict[_Net, int] = {}
+    for net, (start, end) in sorted(spans.items(), key=lambda entry: entry[1][1] - entry[1][0]):
+        lane = next(
+            (
+                index
+                for index, taken in enumerate(lanes)
+                if all(end < other_start or other_end < start for other_start, other_end in taken)
+            ),
+            len(lanes),
+        )
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane].append((start, end))
+        packed[net] = lane
+    return packed
