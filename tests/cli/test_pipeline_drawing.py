@@ -180,6 +180,7 @@ def test_there_is_a_drawing_for_each_width() -> None:
     [
         ("layers.3.mlp", "layers.3.mlp"),
         ("model.layers.12.mlp", "…layers.12.mlp"),
+        ("encoder.block.0.layer.0", "…block.0.layer.0"),
         ("model.layers.5.self_attn", "…5.self_attn"),
         ("model.layers.5.post_attention_layernorm", "…5.post_attentio…"),
         ("a_module_without_any_number", "…thout_any_number"),

@@ -20,7 +20,7 @@ from stagepack.cli.report.pipeline_layout import (
 # The style sheet shows one of them. Their rows have at most so many boxes.
 _MOST_COLUMNS = {"narrow": 2, "medium": 4, "wide": 7}
 _LARGEST_SCALE = 1.25  # of a drawing that is smaller than the page
-_NAME_CHARACTERS, _END_CHARACTERS = 17, 15  # that fit into the box of a stage, and of the input
+_NAME_CHARACTERS, _END_CHARACTERS = 16, 15  # that fit into the box of a stage, and of the input
 _BAR_LEFT, _BAR_HEIGHT = 8, 4
 _BUTTONS = {"in": "Zoom in", "out": "Zoom out", "whole": "Whole picture", "full": "Full screen"}
 
@@ -79,14 +79,14 @@ def pipeline_drawing(cut_facts: Mapping[str, Any], layout: PipelineLayout, class
 
 
 def shortened_path(path: str, character_count: int) -> str:
-    """Return the path of a module in so many characters: from its last number on, which tells the layer, or its end."""
+    """Return the path of a module in so many characters: its end, with its last number, which tells the layer."""
     if len(path) <= character_count:
         return path
     names = path.split(".")
     layer = max((index for index, name in enumerate(names) if name.isdigit()), default=0)
     if layer == 0:
         return f"…{path[1 - character_count :]}"
-    for first in (layer - 1, layer):
+    for first in range(1, layer + 1):
         end = ".".join(names[first:])
         if len(end) < character_count:
             return f"…{end}"

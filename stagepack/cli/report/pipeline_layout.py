@@ -6,12 +6,13 @@ receiver; the values that cells other than the last stage return share one lane.
 has an order already, and its rows have to fit to the width of a page.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.stage_diagram import Arrow, arrows
+from stagepack.cli.report.pipeline_nets import Net, Step, connections, packed_lanes
+from stagepack.cli.stage_diagram import arrows
 
 BOX_WIDTH, BOX_HEIGHT = 116, 66
 _GAP = 62  # between two boxes of a row: as wide as the longest number of bytes
@@ -101,46 +102,6 @@ class PipelineLayout:
     labels: tuple[Label, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Branch:
-    """What leaves or joins a lane at one cell."""
-
-    cell: int
-    title: str
-    byte_count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Net:
-    """A lane: one sender with branches to its receivers, or one receiver with branches from its senders.
-
-    Attributes:
-        root: the cell with one line, where all values come from or go to.
-        branches: the other ends, in the order of their cells.
-        collects: whether the root is the receiver.
-        kind: as for `Line`.
-    """
-
-    root: int
-    branches: tuple[_Branch, ...]
-    collects: bool
-    kind: str
-
-    @property
-    def cells(self) -> list[int]:
-        """All its cells, in order."""
-        return sorted([self.root, *(branch.cell for branch in self.branches)])
-
-    def receives(self, cell: int) -> bool:
-        """Whether the line at one of its cells points to the cell."""
-        return (cell == self.root) == self.collects
-
-    @property
-    def title(self) -> str:
-        """Names and bytes of all its values."""
-        return "\n".join(branch.title for branch in self.branches)
-
-
 def label_width(text: str) -> float:
     """Return an upper limit of the width of a label."""
     return _LABEL_CHARACTER * len(text)
@@ -170,9 +131,9 @@ class _Router:
         self._columns = columns
         self._cell_count = len(cut_facts["stages"]) + 2
         self._row_count = -(-self._cell_count // columns)
-        self._steps, self._nets = _connections(arrows(cut_facts), self._cell_count)
+        self._steps, self._nets = connections(arrows(cut_facts), self._cell_count)
         self._lanes = self._channel_lanes()
-        self._margin_lanes = _packed(
+        self._margin_lanes = packed_lanes(
             {
                 net: (self._row(net.cells[0]), self._row(net.cells[-1]))
                 for net in self._nets
@@ -213,12 +174,12 @@ class _Router:
     def _right_edge(self) -> float:
         return _LEFT + self._columns * (BOX_WIDTH + _GAP) - _GAP
 
-    def _channel_lanes(self) -> dict[tuple[_Net, int], int]:
+    def _channel_lanes(self) -> dict[tuple[Net, int], int]:
         """The lane of each net in each row where it has a cell, counted upwards from the boxes.
 
         A net occupies its lane between columns. Of a column, the left half is for lines to the box and the right half for a label.
         """
-        lanes: dict[tuple[_Net, int], int] = {}
+        lanes: dict[tuple[Net, int], int] = {}
         for row in range(self._row_count):
             spans = {}
             for net in self._nets:
@@ -226,7 +187,7 @@ class _Router:
                 if columns:
                     leaves_row = self._row(net.cells[0]) != self._row(net.cells[-1])
                     spans[net] = (2 * columns[0], 2 * self._columns if leaves_row else 2 * columns[-1])
-            lanes |= {(net, row): lane for net, lane in _packed(spans).items()}
+            lanes |= {(net, row): lane for net, lane in packed_lanes(spans).items()}
         return lanes
 
     def _tops(self) -> list[float]:
@@ -240,19 +201,19 @@ class _Router:
             level += BOX_HEIGHT + _WRAP_HEIGHT
         return tops
 
-    def _lane_level(self, net: _Net, row: int) -> float:
+    def _lane_level(self, net: Net, row: int) -> float:
         return self._row_tops[row] - _LABEL_HEAD - _LANE_STEP * self._lanes[net, row]
 
-    def _margin_level(self, net: _Net) -> float:
+    def _margin_level(self, net: Net) -> float:
         return self._right_edge + _RIGHT + _MARGIN_STEP * self._margin_lanes[net] - 2
 
-    def _port_positions(self) -> dict[tuple[_Net, int], float]:
+    def _port_positions(self) -> dict[tuple[Net, int], float]:
         """Where the line of each net meets each of its cells: in such an order that lines cross as little as possible."""
-        ports: dict[tuple[_Net, int], float] = {}
+        ports: dict[tuple[Net, int], float] = {}
         for cell in range(self._cell_count):
             row = self._row(cell)
-            from_left: list[_Net] = []
-            to_right: list[_Net] = []
+            from_left: list[Net] = []
+            to_right: list[Net] = []
             for net in self._nets:
                 if cell in net.cells:
                     is_last = all(other <= cell for other in net.cells if self._row(other) == row)
@@ -266,7 +227,7 @@ class _Router:
             ports |= {(net, cell): round(left + step * index, 1) for index, net in enumerate(nets, start=1)}
         return ports
 
-    def _net_lines(self, net: _Net) -> Iterator[Line]:
+    def _net_lines(self, net: Net) -> Iterator[Line]:
         """Yield the trunk of a net, through all rows where it has cells, and the line between it and each cell."""
         rows = sorted({self._row(cell) for cell in net.cells})
         crosses_rows = len(rows) > 1
@@ -294,7 +255,7 @@ class _Router:
                     points=(on_lane, at_box), kind=net.kind, title=titles[cell], has_head=False, has_dot=is_inside
                 )
 
-    def _net_labels(self, net: _Net) -> Iterator[Label]:
+    def _net_labels(self, net: Net) -> Iterator[Label]:
         """Yield the bytes of each branch: left of it where its values come from the left, otherwise right of it."""
         for branch in net.branches:
             row, text = self._row(branch.cell), format_bytes(branch.byte_count)
@@ -309,7 +270,7 @@ class _Router:
                 anchor="end" if comes_from_left else "start",
             )
 
-    def _step(self, arrow: "_Step") -> tuple[Line, Label]:
+    def _step(self, arrow: Step) -> tuple[Line, Label]:
         """Return the arrow from a cell to the next one, and its label."""
         start, end = self._corner(arrow.cell), self._corner(arrow.cell + 1)
         text = format_bytes(arrow.byte_count)
@@ -339,65 +300,3 @@ class _Router:
                 anchor="middle" if start.y == end.y else "end",
             ),
         )
-
-
-class _Step(NamedTuple):
-    """The values from a cell to the next one."""
-
-    cell: int
-    title: str
-    byte_count: int
-
-
-def _connections(all_arrows: Iterator[Arrow], cell_count: int) -> tuple[list[_Step], list[_Net]]:
-    """Return the values for the next cell, and the nets of all others."""
-    cells = {"input": 0, "result": cell_count - 1} | {f"stage{index}": index + 1 for index in range(cell_count - 2)}
-    steps: list[_Step] = []
-    sent: dict[int, list[_Branch]] = {}
-    returned: list[_Branch] = []
-    for arrow in all_arrows:
-        source, target = cells[arrow.source], cells[arrow.target]
-        title = (
-            f"{_cell_name(arrow.source)} to {_cell_name(arrow.target)}: {arrow.label}, {format_bytes(arrow.byte_count)}"
-        )
-        if target == source + 1:
-            steps.append(_Step(source, title, arrow.byte_count))
-        elif target == cell_count - 1:
-            returned.append(_Branch(cell=source, title=title, byte_count=arrow.byte_count))
-        else:
-            sent.setdefault(source, []).append(_Branch(cell=target, title=title, byte_count=arrow.byte_count))
-    nets = [
-        _Net(root=source, branches=_ordered(branches), collects=False, kind="skip" if source else "ends")
-        for source, branches in sorted(sent.items())
-    ]
-    if returned:
-        nets.append(_Net(root=cell_count - 1, branches=_ordered(returned), collects=True, kind="ends"))
-    return steps, nets
-
-
-def _ordered(branches: Sequence[_Branch]) -> tuple[_Branch, ...]:
-    return tuple(sorted(branches, key=lambda branch: branch.cell))
-
-
-def _cell_name(name: str) -> str:
-    return name.replace("stage", "stage ")
-
-
-def _packed(spans: Mapping[_Net, tuple[int, int]]) -> dict[_Net, int]:
-    """Return a lane for each net, so that the spans of one lane are disjoint; short spans first."""
-    lanes: list[list[tuple[int, int]]] = []
-    packed: dict[_Net, int] = {}
-    for net, (start, end) in sorted(spans.items(), key=lambda entry: entry[1][1] - entry[1][0]):
-        lane = next(
-            (
-                index
-                for index, taken in enumerate(lanes)
-                if all(end < other_start or other_end < start for other_start, other_end in taken)
-            ),
-            len(lanes),
-        )
-        if lane == len(lanes):
-            lanes.append([])
-        lanes[lane].append((start, end))
-        packed[net] = lane
-    return packed
