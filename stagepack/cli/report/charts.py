@@ -46,7 +46,8 @@ def column_chart(shares: Sequence[float], title: str) -> Element:
         )
         for column_number in (1, *range(4, len(shares) + 1, 4))
     ]
-    size = {"width": 36 + _CHART_STEP * (len(shares) + 1), "height": _CHART_HEIGHT + 34}
+    width, height = 36 + _CHART_STEP * (len(shares) + 1), _CHART_HEIGHT + 34
+    size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
     return html_element(
         "svg", level_labels, columns, column_labels, class_="bubble", role="img", aria_label=title, **size
     )
