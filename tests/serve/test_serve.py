@@ -1,5 +1,6 @@
 """`stagepack serve`: batches, several bundles, ONNX Runtime without torch, streams, metrics, sequences."""
 
+import collections
 import concurrent.futures
 import contextlib
 import queue
@@ -29,13 +30,13 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 
 def metrics(server: Server) -> Any:
-    """All samples of the page: (name, labels but the version) -> value."""
+    """All samples of the page: (name, labels but the version) -> the sum over the versions."""
     page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
-    return {
-        (sample.name, *sorted(label for name, label in sample.labels.items() if name != "version")): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
+    sums: collections.Counter[tuple[str, ...]] = collections.Counter()
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            sums[sample.name, *sorted(label for name, label in sample.labels.items() if name != "version")] += sample.value
+    return sums
 
 
 def skips(rows: int, value: Any = 1.0) -> Any:
