@@ -2,6 +2,6 @@
 
 from stagepack_loaders.distributed.connect import connect as connect
 from stagepack_loaders.distributed.pipeline import DistributedPipeline as DistributedPipeline
-from stagepack_loaders.distributed.pipeline_sequence import PipelineSequence as PipelineSequence
+from stagepack_loaders.pipeline_sequence import PipelineSequence as PipelineSequence
 
 __all__ = ["DistributedPipeline", "PipelineSequence", "connect"]

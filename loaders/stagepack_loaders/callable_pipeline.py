@@ -12,6 +12,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.exchange import array_ops_of_call, to_array
+from stagepack_loaders.generation.generate import TokenCallback, generate
+from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.run_trace import RunTrace
 
 
@@ -97,6 +99,46 @@ class CallablePipeline(ABC):
     @abstractmethod
     def reset_state(self) -> None:
         """Set all buffers that calls write, such as key-value caches and counters, to their content at loading."""
+
+    @abstractmethod
+    def sequence(self) -> PipelineSequence:
+        """Return the pipeline with state of its own, for models that keep state between calls, such as key-value caches."""
+
+    def generate(
+        self,
+        inputs: Any,
+        attention_mask: Any = None,
+        *,
+        encoder: "CallablePipeline | None" = None,
+        on_tokens: TokenCallback | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Generate tokens, as ``generate`` of transformers does. The pipeline is that of a bundle with a decoder and its cache.
+
+        Each generation has state of its own, so that several threads may generate at the same time.
+
+        Args:
+            inputs: tokens, [batch, length]: those that the decoder continues, or those that the encoder reads; or what else the encoder
+                reads, such as the features of speech, [batch, features, frames].
+            attention_mask: 1 for tokens and 0 for padding, [batch, length]; padding comes first in texts that are continued. None if
+                there is no padding.
+            encoder: of a model with an encoder: its pipeline.
+            on_tokens: called with the new tokens, [batch], as soon as they are there.
+            **settings: how tokens are chosen: the fields of `GenerationSettings`, such as ``max_new_tokens=100``, ``do_sample=True``,
+                ``temperature=0.7``, ``seed=0``. Others are those of generation_config.json in the bundle, and the defaults of
+                transformers.
+
+        Returns:
+            All tokens of the decoder, [batch, length], as an array of the kind of `inputs`: with the tokens that it began with.
+
+        Raises:
+            InputError: the bundle has no decoder of this kind, a setting is unknown, or the cache has not enough positions.
+
+        Examples:
+            >>> pipeline = stagepack.load("llama.stagepack")
+            >>> tokens = pipeline.generate(input_ids, max_new_tokens=50)
+        """
+        return generate(self, inputs, attention_mask, encoder=encoder, on_tokens=on_tokens, settings=settings)
 
     def to(self, devices: Any) -> Self:
         """Move the stages to other devices; only stages in this process can be moved.

@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stagepack.errors import EntryPointError
+from stagepack.errors import EntryPointError, InputError
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import format_names
 from stagepack.opening import BundleSource
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
+from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
     check_compile_options,
@@ -59,6 +60,31 @@ class EntryPointPipelines(Mapping[str, Pipeline]):
             raise AttributeError(f"expected one of the entry points {expected}, found {name!r}", name=name, obj=self)
         found: Pipeline = pipelines[name]
         return found
+
+    def generate(self, inputs: Any, attention_mask: Any = None, **settings: Any) -> Any:
+        """Generate tokens with the decoder of the bundle, and with its encoder if it has one.
+
+        Args:
+            inputs: see `CallablePipeline.generate`.
+            attention_mask: see `CallablePipeline.generate`.
+            **settings: see `CallablePipeline.generate`.
+
+        Returns:
+            All tokens of the decoder, [batch, length].
+
+        Raises:
+            InputError: no entry point is a decoder with the inputs of generation; or see `CallablePipeline.generate`.
+
+        Examples:
+            >>> translator = stagepack.load_entry_points("t5.stagepack")
+            >>> tokens = translator.generate(input_ids, max_new_tokens=50)
+        """
+        decoder_name = generating_entry_point(self.bundle)
+        if decoder_name is None:
+            raise InputError(f"{self.bundle.location}: no entry point is a decoder with the inputs of generation")
+        decoder = self[decoder_name]
+        encoder = self[ENCODER_NAME] if "encoder_hidden_states" in {edge.name for edge in decoder.inputs} else None
+        return decoder.generate(inputs, attention_mask, encoder=encoder, **settings)
 
     def __iter__(self) -> Iterator[str]:
         """The names of the entry points."""

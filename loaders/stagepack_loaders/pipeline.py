@@ -1,14 +1,17 @@
 """Loaded stages as one callable, in one process."""
 
 import itertools
+import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
+from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, stage_state
 from stagepack_loaders.callable_pipeline import CallablePipeline
-from stagepack_loaders.exchange import to_runtime
+from stagepack_loaders.exchange import array_ops_of_call, to_runtime
+from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import RunTrace, SpanRecorder
@@ -49,6 +52,7 @@ class Pipeline(CallablePipeline):
         self._last_uses = tuple(last_uses)
         self._request_numbers = itertools.count(1)
         self._spans = SpanRecorder()
+        self._sequence_lock = threading.Lock()
 
     @property
     def arrays(self) -> ArrayOps:
@@ -149,6 +153,24 @@ class Pipeline(CallablePipeline):
         """See `CallablePipeline`."""
         for runtime in dict.fromkeys(self.runtimes):
             runtime.seed(seed)
+
+    def sequence(self) -> PipelineSequence:
+        """See `CallablePipeline`. Sequences of several threads take turns."""
+        states: dict[int, Any] = {}
+
+        def submit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Future[Any]:
+            values, _ = self._bind_values(args, kwargs)
+            arrays = array_ops_of_call(values.values(), self.arrays)
+            request, result = next(self._request_numbers), Future[Any]()
+            with self._sequence_lock:
+                for stage_number, stage in enumerate(self.stages):
+                    has_state = bool(self.entry_point.stages[stage_number].state)
+                    with stage_state(stage, stage_number, states) if has_state else nullcontext():
+                        self.run_stage(stage_number, values, request)
+            result.set_result(self._build_result(values, arrays))
+            return result
+
+        return PipelineSequence(submit, states.clear, states.clear)
 
     def reset_state(self) -> None:
         """See `CallablePipeline`."""

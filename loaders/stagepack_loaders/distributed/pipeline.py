@@ -20,9 +20,9 @@ from stagepack_loaders.distributed.control import ControlKind
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.microbatches import Microbatches
 from stagepack_loaders.distributed.pipeline_processes import GroupLauncher, PipelineProcesses
-from stagepack_loaders.distributed.pipeline_sequence import PipelineSequence
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.exchange import array_ops_of_call
+from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
@@ -162,7 +162,7 @@ class DistributedPipeline(CallablePipeline):
         return self.submit_call(args, kwargs, sequence=0)
 
     def sequence(self) -> PipelineSequence:
-        """Return the pipeline with state of its own, for models that keep state between calls, such as key-value caches."""
+        """See `CallablePipeline`. Sequences of several threads run at the same time, in different stages."""
         number = next(self._sequence_numbers)
         return PipelineSequence(
             partial(self.submit_call, sequence=number),

@@ -9,9 +9,12 @@ returns the logits [batch, vocabulary] of the last token. One graph reads a prom
 from dataclasses import dataclass
 from typing import Final
 
+import numpy
+
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack_loaders.elements import Array
 
 # The entry point whose result a decoder takes as `encoder_hidden_states`.
 ENCODER_NAME: Final = "encode"
@@ -80,6 +83,21 @@ def generating_entry_point(bundle: Bundle) -> str | None:
         if facts is not None and (ENCODER_NAME in names or not facts.takes_encoder):
             return entry_point.name
     return None
+
+
+def logits_as_floats(elements: Array, logits: Edge) -> Array:
+    """Return logits as numbers that numpy has.
+
+    Args:
+        elements: the elements of the logits (`stagepack_loaders.elements`), [batch, vocabulary].
+        logits: their edge.
+
+    Returns:
+        Those of bfloat16 as float32, others as they are.
+    """
+    if logits.dtype != "bfloat16":
+        return elements
+    return (elements.astype(numpy.uint32) << 16).view(numpy.float32)
 
 
 def _mask_size(mask: Edge) -> int | None:

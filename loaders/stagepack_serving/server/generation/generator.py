@@ -8,9 +8,8 @@ from typing import Any, Final
 import numpy
 
 from stagepack.errors import InputError
-from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.decoders import ENCODER_NAME, DecoderFacts, decoder_facts
+from stagepack_loaders.generation.decoders import ENCODER_NAME, DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
@@ -170,7 +169,7 @@ class Generator:
             text = GeneratedText(self.text_format, request.stop_strings)
 
             def take(logits: Array) -> GeneratedPart:
-                token = int(loop.take(_as_floats(logits, self._facts.logits))[0])
+                token = int(loop.take(logits_as_floats(logits, self._facts.logits))[0])
                 return text.add(token, loop.finish_reasons[0])
 
             is_finished = False
@@ -198,13 +197,6 @@ class Generator:
             return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
-
-
-def _as_floats(array: Array, edge: Edge) -> Array:
-    """The numbers of an array; one of bfloat16 has their 16 bits."""
-    if edge.dtype != "bfloat16":
-        return array
-    return (array.astype(numpy.uint32) << 16).view(numpy.float32)
 
 
 def generator_of(model: ServedModel) -> Generator:

@@ -1,4 +1,4 @@
-"""A distributed pipeline with state of its own."""
+"""A pipeline with state of its own."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from stagepack.errors import OptionError
 
 
 class PipelineSequence(AbstractContextManager["PipelineSequence"]):
-    """A distributed pipeline with state of its own. Made by `DistributedPipeline.sequence`.
+    """A pipeline with state of its own. Made by `CallablePipeline.sequence`.
 
     Examples:
         >>> with pipeline.sequence() as chat:
@@ -41,7 +41,7 @@ class PipelineSequence(AbstractContextManager["PipelineSequence"]):
         return self.submit(*args, **kwargs).result()
 
     def submit(self, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Call the pipeline without waiting for the result; see `DistributedPipeline.submit`."""
+        """Call the pipeline; where its stages run in other processes, without waiting for the result."""
         if not self._finalizer.alive:
             raise OptionError("the sequence is closed: make another one by pipeline.sequence()")
         return self._submit(args, kwargs)
