@@ -1,6 +1,7 @@
 """Generation over two stages in processes of one thread each: eight generations at once against one after another.
 
-While one generation waits for its next token, others keep the stages busy: at most twice as fast, with two equal stages. Beside them ``generate`` of transformers in one process of one thread. All sides take turns in one run, and give the same tokens.
+While one generation waits for its next token, others keep the stages busy: at most twice as fast, with two equal stages. Beside them
+``generate`` of transformers in one process of one thread. All sides take turns in one run, and give the same tokens.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def make_model() -> Any:
 def measure(model: Any, bundle_path: Path, batch: int) -> tuple[list[float], list[float], list[float]]:
     """Return the seconds of each round: at once, one after another, and by transformers one after another."""
     prompts = [torch.randint(0, 4096, (batch, PROMPT_LENGTH)) for _ in range(GENERATIONS)]
-    settings = {"max_new_tokens": NEW_TOKENS, "eos_token_id": []}
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "eos_token_id": []}
     with stagepack.load(bundle_path, processes=2) as pipeline, ThreadPoolExecutor(GENERATIONS) as threads:
 
         def at_once() -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ SECTION_TITLES = {
     "processes": "Stages in processes of their own",
     "hops": "From one process to the next",
     "train": "A training step",
+    "generate": "Generating",
 }
 
 

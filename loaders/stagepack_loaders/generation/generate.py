@@ -1,19 +1,21 @@
 """Generate with a pipeline: its calls, driven by a `TokenLoop`."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy
 
 from stagepack.errors import InputError
+from stagepack.format.manifest import Edge
+from stagepack.format.reader import Bundle
+from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, to_elements
 from stagepack_loaders.generation.decoders import decoder_facts, logits_as_floats
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
-
-if TYPE_CHECKING:
-    from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.pipeline_sequence import PipelineSequence
 
 _MASK_INPUT = "attention_mask"
 
@@ -21,12 +23,37 @@ _MASK_INPUT = "attention_mask"
 TokenCallback = Callable[[Array], object]
 
 
+class GeneratingPipeline(Protocol):
+    """What generation needs of a `CallablePipeline`, which imports this module."""
+
+    @property
+    def bundle(self) -> Bundle:
+        """The bundle."""
+
+    @property
+    def inputs(self) -> Sequence[Edge]:
+        """The inputs."""
+
+    @property
+    def arrays(self) -> ArrayOps:
+        """The operations on its arrays."""
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Return a context for calls that need no gradients."""
+
+    def sequence(self) -> PipelineSequence:
+        """Return the pipeline with state of its own."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the pipeline."""
+
+
 def generate(
-    decoder: "CallablePipeline",
+    decoder: GeneratingPipeline,
     inputs: Any,
     attention_mask: Any,
     *,
-    encoder: "CallablePipeline | None",
+    encoder: GeneratingPipeline | None,
     on_tokens: TokenCallback | None,
     settings: Mapping[str, Any],
 ) -> Any:
@@ -46,7 +73,7 @@ def generate(
     Raises:
         InputError: the pipeline is no decoder of this kind, or the arguments do not fit it.
     """
-    facts = decoder_facts(decoder.entry_point)
+    facts = decoder_facts(decoder.bundle.entry_point)
     if facts is None or facts.takes_encoder != (encoder is not None):
         expected = "a decoder with the inputs input_ids, cache_position and attention_mask"
         if facts is not None:
@@ -76,7 +103,7 @@ def generate(
     return array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges["input_ids"])
 
 
-def _encoder_inputs(encoder: "CallablePipeline", inputs: Any, mask: Array | None) -> dict[str, Any]:
+def _encoder_inputs(encoder: GeneratingPipeline, inputs: Any, mask: Array | None) -> dict[str, Any]:
     """The inputs of an encoder by name: what it reads, and its mask if it takes one."""
     names = [edge.name for edge in encoder.inputs]
     encoder_inputs = {next(name for name in names if name != _MASK_INPUT): inputs}

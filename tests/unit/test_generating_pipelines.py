@@ -1,0 +1,103 @@
+"""Pipelines that generate: the tokens are those of transformers' own `generate`."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import InputError
+from tests.serve.generating_families import (
+    FAMILIES,
+    POSITIONS,
+    generated_by_transformers,
+    make_model,
+    make_prompts,
+)
+
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "temperature": 1.2})
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_family("llama", tmp_path_factory.mktemp("llama"))
+
+
+def export_family(family: str, folder: Path) -> Path:
+    """Export a small model in two stages."""
+    path = folder / f"{family}.stagepack"
+    stagepack.export(make_model(family), out=path, stages=2, generate=POSITIONS, generate_batch=4)
+    return path
+
+
+def assert_tokens_are_those_of_transformers(family: str, pipeline: Any, **options: Any) -> None:
+    model = make_model(family)
+    for batch_size in (1, 4):
+        prompts = make_prompts(family, batch_size)
+        for settings in SETTINGS:
+            expected = generated_by_transformers(family, model, prompts, 5, max_new_tokens=20, **settings)
+            tokens = pipeline.generate(*prompts.values(), max_new_tokens=20, seed=5, **settings, **options)
+            assert torch.equal(tokens[:, -expected.shape[1] :], expected), (family, batch_size, settings)
+
+
+def test_a_pipeline_generates(llama: Path) -> None:
+    pipeline = stagepack.load(llama)
+    assert_tokens_are_those_of_transformers("llama", pipeline)
+    tokens, mask = make_prompts("llama", 4).values()
+    expected = pipeline.generate(tokens, mask, max_new_tokens=5)
+    seen: list[Any] = []
+    arrays = pipeline.generate(tokens.numpy(), mask.numpy(), max_new_tokens=5, on_tokens=seen.append)
+    assert isinstance(arrays, numpy.ndarray)
+    assert arrays.tolist() == expected.tolist()
+    assert numpy.array_equal(numpy.stack(seen, 1), arrays[:, tokens.shape[1] :])
+
+
+def test_threads_generate_at_the_same_time(llama: Path) -> None:
+    pipeline = stagepack.load(llama)
+    prompts = [make_prompts("llama", batch_size) for batch_size in (1, 2, 3, 4)]
+    alone = [pipeline.generate(*prompt.values(), max_new_tokens=9) for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        together = threads.map(lambda prompt: pipeline.generate(*prompt.values(), max_new_tokens=9), prompts)
+        assert all(map(torch.equal, together, alone))
+
+
+def test_wrong_calls_are_refused(llama: Path) -> None:
+    pipeline = stagepack.load(llama)
+    with pytest.raises(InputError, match="expected 1 to 4"):
+        pipeline.generate(torch.ones(5, 2, dtype=torch.int64), max_new_tokens=2)
+    with pytest.raises(InputError, match="the cache has 64 positions"):
+        pipeline.generate(torch.ones(1, 60, dtype=torch.int64), max_new_tokens=6)
+    with pytest.raises(InputError, match="unknown setting 'num_beams'"):
+        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_beams=2)
+    with pytest.raises(InputError, match="expected no encoder="):
+        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), encoder=pipeline)
+
+
+def test_other_models_do_not_generate(tmp_path: Path) -> None:
+    stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "linear.stagepack")
+    with pytest.raises(
+        InputError, match="expected a decoder with the inputs input_ids, cache_position and attention_mask"
+    ):
+        stagepack.load(tmp_path / "linear.stagepack").generate(torch.ones(1, 2))
+    with pytest.raises(InputError, match="no entry point is a decoder"):
+        stagepack.load_entry_points(tmp_path / "linear.stagepack").generate(torch.ones(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_generate(family: str, processes: bool, tmp_path: Path) -> None:
+    bundle = stagepack.open(export_family(family, tmp_path))
+    options: dict[str, Any] = {"allow_ops": ["transformers"]}
+    pipelines = stagepack.load_entry_points(bundle, **options)
+    if not processes:
+        assert_tokens_are_those_of_transformers(family, pipelines)
+        return
+    imports = ["transformers.integrations.moe"]
+    name = "decode" if "decode" in pipelines else "forward"
+    encoder = {"encoder": pipelines["encode"]} if name == "decode" else {}
+    with stagepack.load(bundle.select(name), processes=True, imports=imports, **options) as pipeline:
+        assert_tokens_are_those_of_transformers(family, pipeline, **encoder)
