@@ -167,9 +167,9 @@ def symbolic_functions() -> Mapping[type, str]:
 TreeSpec = _pytree.TreeSpec
 
 
-def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of nested containers, and the containers without the leaves."""
-    return _pytree.tree_flatten(tree)
+def tree_flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of nested containers, and the containers without the leaves; also what `is_leaf` says is a leaf."""
+    return _pytree.tree_flatten(tree, is_leaf)
 
 
 def tree_leaves(tree: Any) -> list[Any]:

@@ -72,7 +72,7 @@ class TracedCalls:
     ) -> Any:
         call_number = self._call_count
         self._call_count += 1
-        arguments, arguments_spec = tree_flatten((args, kwargs))
+        arguments, arguments_spec = _flatten((args, kwargs))
         _mark_nodes(tracer, arguments, call_number, "argument")
         module_paths: list[str] = []
 
@@ -88,7 +88,7 @@ class TracedCalls:
             while len(tracer.module_stack) > depth:
                 tracer.module_stack.popitem()
             raise
-        results, results_spec = tree_flatten(result)
+        results, results_spec = _flatten(result)
         _mark_nodes(tracer, results, call_number, "result")
         if module_paths:
             call = TracedCall(
@@ -105,6 +105,14 @@ class TracedCalls:
 def call_boundaries(node: torch.fx.Node) -> list[CallBoundary]:
     """The boundaries of module calls that the value of a node crosses."""
     return list(node.meta.get(_BOUNDARIES_KEY, ()))
+
+
+def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """Flatten arguments or results. A container that its library registered, and cannot take apart while it is traced, is a leaf."""
+    try:
+        return tree_flatten(tree)
+    except (TypeError, ValueError, RecursionError):
+        return tree_flatten(tree, lambda value: type(value) not in (tuple, list, dict))
 
 
 def _call_key(call_path: str) -> CallKey:

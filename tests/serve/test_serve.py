@@ -32,10 +32,11 @@ pytestmark = pytest.mark.xdist_group("serve")
 def metrics(server: Server) -> Any:
     """All samples of the page: (name, labels but the version) -> the sum over the versions."""
     page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
-    sums: collections.Counter[tuple[str, ...]] = collections.Counter()
+    sums: collections.defaultdict[tuple[str, ...], float] = collections.defaultdict(float)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            sums[sample.name, *sorted(label for name, label in sample.labels.items() if name != "version")] += sample.value
+            labels = sorted(label for name, label in sample.labels.items() if name != "version")
+            sums[sample.name, *labels] += sample.value
     return sums
 
 

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.errors import CaptureError, OptionError
@@ -140,3 +141,29 @@ def test_a_module_around_a_model_of_transformers_returns_its_cache(tmp_path: Pat
     (cache,) = expected.past_key_values.layers
     assert torch.equal(answer["logits"], expected.logits)
     assert torch.equal(answer["past_key_values"]["layers"][0]["keys"], cache.keys)
+
+
+class _Holder:
+    """Holds a value. Registered as a container that holds itself, which cannot be flattened."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class _Doubling(torch.nn.Module):
+    def forward(self, holder: _Holder) -> torch.Tensor:
+        return holder.value * 2
+
+
+def test_containers_that_cannot_be_flattened_pass_between_modules(x: torch.Tensor, tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.doubling = _Doubling()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.doubling(_Holder(x + 1))
+
+    pytree.register_pytree_node(_Holder, lambda holder: ([holder], None), lambda children, _: next(iter(children)))
+    stagepack.export(Net(), (x,), out=tmp_path / "net.stagepack")
+    assert torch.equal(stagepack.load(tmp_path / "net.stagepack")(x), (x + 1) * 2)
