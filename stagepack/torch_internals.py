@@ -42,22 +42,6 @@ def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:
     return operator._schema
 
 
-def is_compatible_schema(schema: torch._C.FunctionSchema, earlier_schema: str) -> bool:
-    """Return whether calls that were made under an earlier schema mean the same under a schema, by torch's own rule.
-
-    Args:
-        schema: the schema of an operator of this torch.
-        earlier_schema: the text of a schema of an earlier torch.
-
-    Returns:
-        False also for a text that is no schema.
-    """
-    try:
-        return bool(schema.is_backward_compatible_with(torch._C.parse_schema(earlier_schema)))  # type: ignore[attr-defined]
-    except RuntimeError:
-        return False
-
-
 def has_flop_formula(operator: object) -> bool:
     """Return whether torch's FLOP counter has a formula for an operator, its own or one that a user registered.
 

@@ -76,14 +76,6 @@ def test_operators_are_overloads_with_schemas() -> None:
         assert str(schema).startswith("aten::add_.Tensor(Tensor(a!) self")
 
 
-def test_schemas_of_other_versions_are_compared() -> None:
-    with canary("bundles of another torch cannot be loaded"):
-        schema = torch_internals.operator_schema(torch.ops.aten.relu.default)
-        assert torch_internals.is_compatible_schema(schema, "aten::relu(Tensor self) -> Tensor")
-        assert not torch_internals.is_compatible_schema(schema, "aten::relu(Tensor self, int more) -> Tensor")
-        assert not torch_internals.is_compatible_schema(schema, "no schema")
-
-
 def test_higher_order_operators_have_a_class() -> None:
     with canary("models with cond, scan and the like cannot be exported or loaded"):
         assert isinstance(torch.ops.higher_order.cond, torch_internals.HigherOrderOperator)

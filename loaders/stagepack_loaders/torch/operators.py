@@ -14,8 +14,9 @@ import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.graph import Op
+from stagepack.format.operator_schema import is_backward_compatible, parse_schema
 from stagepack.format.operators import ALLOWED_NAMESPACES, is_denied_operator, operator_namespace
-from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, is_compatible_schema, operator_schema
+from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
 
 _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
 
@@ -133,9 +134,15 @@ def _overload(op: Op) -> OperatorOverload:
     if not isinstance(overload, OperatorOverload):
         hint = "" if namespace in ALLOWED_NAMESPACES else ": import the library that registers it"
         raise OperatorError(f"the operator {op.name} does not exist in torch {torch.__version__}{hint}")
-    schema = operator_schema(overload)
-    if str(schema) != op.schema and not is_compatible_schema(schema, op.schema):
+    schema = str(operator_schema(overload))
+    if schema != op.schema and not _is_compatible(schema, op.schema):
         raise OperatorError(
             f"the operator {op.name} has the schema {schema} in torch {torch.__version__}, the bundle was made with {op.schema}"
         )
     return overload
+
+
+def _is_compatible(schema: str, earlier_schema: str) -> bool:
+    """Whether calls that were made under an earlier schema mean the same; False for a text that is no schema."""
+    parsed, earlier = parse_schema(schema), parse_schema(earlier_schema)
+    return parsed is not None and earlier is not None and is_backward_compatible(parsed, earlier)

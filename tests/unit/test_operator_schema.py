@@ -1,0 +1,86 @@
+"""Schemas of operators are read by our own parser, and compared by the rules of torch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from stagepack.format.operator_schema import is_backward_compatible, parse_schema
+
+
+def torch_schemas() -> Iterator[torch._C.FunctionSchema]:
+    """The schemas of all operators of this torch, without those of TorchScript that take any number of arguments."""
+    for namespace in ("aten", "prims"):
+        operators = getattr(torch.ops, namespace)
+        for packet in (getattr(operators, name) for name in dir(operators)):
+            for overload_name in getattr(packet, "overloads", list)():
+                schema = getattr(packet, overload_name)._schema
+                if "..." not in str(schema):
+                    yield schema
+
+
+def test_schemas_of_torch_are_read() -> None:
+    for schema in torch_schemas():
+        parsed = parse_schema(str(schema))
+        assert parsed is not None, schema
+        assert [
+            (parameter.name, parameter.default is not None, parameter.keyword_only) for parameter in parsed.parameters
+        ] == [(argument.name, argument.has_default_value(), argument.kwarg_only) for argument in schema.arguments], (
+            schema
+        )
+        assert len(parsed.results) == len(schema.returns), schema
+        assert is_backward_compatible(parsed, parsed), schema
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "(",
+        "a::b",
+        "a::b(",
+        "a::b()",
+        "a::b() ->",
+        "a::b(Tensor) -> Tensor",
+        "a::b(Tensor x,) -> Tensor",
+        "a::b(Tensor x, ) -> Tensor",
+        "a::b(Tensor x=) -> Tensor",
+        "a::b(*, *) -> Tensor",
+        'a::b(str x=") -> Tensor',
+        "a::b(Tensor x] -> Tensor",
+        "b(Tensor x) -> Tensor",
+        "a::b(" + "(" * 100_000,
+    ],
+)
+def test_other_texts_are_no_schemas(text: str) -> None:
+    assert parse_schema(text) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "earlier", "expected"),
+    [
+        ("a::f(Tensor x) -> Tensor", "a::f(Tensor x) -> Tensor", True),
+        ("a::f(Tensor x, int n=1) -> Tensor", "a::f(Tensor x) -> Tensor", True),
+        ("a::f(Tensor x, *, int n=1) -> Tensor", "a::f(Tensor x) -> Tensor", True),
+        ("a::f(Tensor x, int n) -> Tensor", "a::f(Tensor x) -> Tensor", False),
+        ("a::f(Tensor x) -> Tensor", "a::f(Tensor x, int n=1) -> Tensor", False),
+        ("a::f(Tensor x, SymInt[2] n=1) -> Tensor", "a::f(Tensor x, int[2] n=1) -> Tensor", True),
+        ("a::f(Tensor x, int n=1) -> Tensor", "a::f(Tensor x, SymInt n=1) -> Tensor", False),
+        ("a::f(Tensor x, int? n=None) -> Tensor", "a::f(Tensor x, int n) -> Tensor", True),
+        ("a::f(Tensor x, int n) -> Tensor", "a::f(Tensor x, int? n=None) -> Tensor", False),
+        ("a::f(Tensor x, int n=2) -> Tensor", "a::f(Tensor x, int n=1) -> Tensor", False),
+        ("a::f(Tensor x, *, int n=1) -> Tensor", "a::f(Tensor x, int n=1) -> Tensor", False),
+        ("a::f(Tensor x, int n=1) -> Tensor", "a::f(Tensor x, *, int n=1) -> Tensor", True),
+        ("a::f(Tensor y) -> Tensor", "a::f(Tensor x) -> Tensor", False),
+        ("a::f(Tensor(a!) x) -> Tensor(a!)", "a::f(Tensor x) -> Tensor", False),
+        ("a::f.out(Tensor x) -> Tensor", "a::f(Tensor x) -> Tensor", False),
+        ("a::f(Tensor x) -> (Tensor, Tensor)", "a::f(Tensor x) -> Tensor", False),
+    ],
+)
+def test_a_later_schema_takes_earlier_calls(schema: str, earlier: str, expected: bool) -> None:
+    later_schema, earlier_schema = parse_schema(schema), parse_schema(earlier)
+    assert later_schema is not None
+    assert earlier_schema is not None
+    assert is_backward_compatible(later_schema, earlier_schema) is expected
+    torch_rule = torch._C.parse_schema(schema).is_backward_compatible_with(torch._C.parse_schema(earlier))  # type: ignore[attr-defined]
+    assert torch_rule or not expected, "torch refuses what is accepted here"
