@@ -10,6 +10,8 @@ from stagepack.format.shapes import Symbol, evaluate_dim
 
 # Counted for a symbolic scalar, and for a value whose size cannot be computed.
 _SCALAR_BYTES = 8
+# No memory has more; a stranger's bundle may state dimensions whose product is larger than any number of a file.
+_MAX_BYTES = 2**53
 
 
 def example_sizes(symbols: Iterable[Symbol]) -> dict[str, int]:
@@ -30,7 +32,8 @@ def value_bytes(value: Value | Edge, sizes: Mapping[str, int]) -> int:
         sizes: the size of each symbol.
 
     Returns:
-        The number of elements times the size of one; 8 for a symbolic scalar and for a value whose shape cannot be evaluated.
+        The number of elements times the size of one, at most 2**53; 8 for a symbolic scalar and for a value whose shape cannot be
+        evaluated.
     """
     if value.dtype in SCALAR_DTYPES:
         return _SCALAR_BYTES
@@ -38,4 +41,4 @@ def value_bytes(value: Value | Edge, sizes: Mapping[str, int]) -> int:
         element_count = math.prod(evaluate_dim(dim, sizes) for dim in value.shape)
     except (ArithmeticError, KeyError):
         return _SCALAR_BYTES
-    return max(0, element_count) * ITEM_SIZE.get(value.dtype, 8)
+    return min(max(0, element_count) * ITEM_SIZE.get(value.dtype, 8), _MAX_BYTES)

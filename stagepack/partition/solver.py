@@ -18,7 +18,7 @@ _COARSE_STEP = 16
 # Rounding must leave out no split that is as good as the bound.
 _ROUNDING = 1 + 1e-9
 
-_Integers = NDArray[np.int64]
+# Also of picoseconds and bytes: exact up to 2**53, and a bundle may state costs whose sums are no int64.
 _Floats = NDArray[np.float64]
 
 
@@ -79,9 +79,9 @@ def split_with_least_excess(sequence: CostSequence, memory_limits: Sequence[int 
 class _Parts:
     """The parts that begin at one split position, by where they end: vectors ``[end]``."""
 
-    compute_times: _Integers
-    receiving_times: _Integers
-    memory_bytes: _Integers
+    compute_times: _Floats
+    receiving_times: _Floats
+    memory_bytes: _Floats
 
 
 # The costs of parts: a matrix ``[part number, end]``, or ``[1, end]`` when they do not depend on the number of the part.
@@ -118,7 +118,7 @@ class _PartTable:
         self._has_limits = has_limits
         self._ends = np.array([0, *sequence.split_positions, len(sequence.times)], dtype=np.int64)
         # The time of all items in front of each split position.
-        self._times_before = np.concatenate([[0], np.cumsum(np.array(sequence.times, dtype=np.int64))])[self._ends]
+        self._times_before = np.concatenate([[0], np.cumsum(np.array(sequence.times, dtype=np.float64))])[self._ends]
 
     def best(
         self, cost: _CostFunction, combine: Callable[..., _Floats], longest_time: float = math.inf
@@ -155,8 +155,8 @@ class _PartTable:
         item_count = len(self._sequence.times)
         transfers = _NextUseCosts(self._sequence.transfers, item_count)
         weights = _NextUseCosts(self._sequence.weights if self._has_limits else (), item_count)
-        working_bytes = np.array(self._sequence.working_bytes, dtype=np.int64)
-        no_memory = np.zeros(len(self._ends), dtype=np.int64)
+        working_bytes = np.array(self._sequence.working_bytes, dtype=np.float64)
+        no_memory = np.zeros(len(self._ends), dtype=np.float64)
         # For each split position, the one after the last at which a part that begins there may end.
         stops = np.searchsorted(self._times_before, self._times_before + longest_time, side="right")
         start = len(self._ends) - 2
@@ -187,7 +187,7 @@ class _NextUseCosts:
     """Shared costs at the items that use them next, seen from an item that moves from the end of the sequence to its start."""
 
     def __init__(self, shared_costs: Sequence[SharedCost], item_count: int) -> None:
-        self.costs = np.zeros(item_count, dtype=np.int64)
+        self.costs = np.zeros(item_count, dtype=np.float64)
         self._used_at: list[list[int]] = [[] for _ in range(item_count)]
         self._produced_at: list[list[int]] = [[] for _ in range(item_count)]
         self._costs_by_index = [shared_cost.cost for shared_cost in shared_costs]

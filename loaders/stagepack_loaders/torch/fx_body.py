@@ -182,7 +182,8 @@ class FxBody:
             case SliceArg(start, stop, step):
                 return slice(self._argument(start), self._argument(stop), self._argument(step))
             case ComplexArg(real, imag):
-                return complex(real, imag)
+                # fx would write its text: "(inf+infj)" does not run, and "-2j" has a negative zero as its real part.
+                return self.attribute(complex(real, imag), "number")
             case DtypeArg(dtype_name):
                 return torch_attribute(dtype_name, torch.dtype)
             case LayoutArg(layout_name):

@@ -1,0 +1,208 @@
+"""What users do with a bundle, for bundles that are not what they seem: each action ends in order or with a typed error.
+
+An action runs in a process of its own, with bounds on its time and memory, so that its end by a signal is seen, and nothing that it does
+reaches another action.
+"""
+
+import contextlib
+import io
+import json
+import os
+import resource
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+import stagepack
+from stagepack.cli import main
+from stagepack.errors import StagepackError
+from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import evaluate_dim
+
+SECONDS = 20
+MEMORY_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an action ended.
+
+    Attributes:
+        kind: ``ok``, ``refused`` (a typed error), ``exception`` (any other), ``value`` (a value of another type or shape than stated),
+            ``signal``, ``hang``, ``memory``.
+        detail: the message, with the innermost line of code for an exception.
+    """
+
+    kind: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bundle to act on.
+
+    Attributes:
+        path: its folder.
+        original: the bundle before it was changed.
+        inputs: inputs of a call that the original takes, by entry point.
+    """
+
+    path: Path
+    original: Path
+    inputs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class ValueDiffers(Exception):  # noqa: N818 - it is the finding, not an error of ours
+    """A value is not of the type or shape that the bundle states."""
+
+
+def command(*arguments: str) -> Callable[[Case, Path], None]:
+    """Return the action of a subcommand. ``{bundle}``, ``{original}`` and ``{out}`` stand for folders."""
+
+    def act(case: Case, scratch: Path) -> None:
+        texts = {"bundle": case.path, "original": case.original, "out": scratch / "out"}
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(SystemExit):
+            try:
+                main.main([argument.format(**texts) for argument in arguments], standalone_mode=False)
+            except click.ClickException as failure:
+                raise failure.__cause__ or failure from None
+
+    return act
+
+
+def call(case: Case, _: Path) -> None:
+    """Load each entry point, and run it stage by stage."""
+    bundle = stagepack.open(case.path)
+    for entry_point in bundle.entry_points:
+        selected = bundle.select(entry_point.name)
+        pipeline = stagepack.load(selected)
+        _run_stages(selected, pipeline.run_stage, case.inputs.get(entry_point.name))
+
+
+def call_with_modules(case: Case, _: Path) -> None:
+    """Load each stage of each entry point with the modules of the model, and run it."""
+    bundle = stagepack.open(case.path)
+    for entry_point in bundle.entry_points:
+        selected = bundle.select(entry_point.name)
+        stages = [stagepack.load_stage(selected, number, modules=True) for number in range(len(selected.stages))]
+
+        def run_stage(stage_number: int, values: dict[str, Any]) -> None:
+            stage_entry = selected.stages[stage_number]  # noqa: B023 - called in this round
+            outputs = stages[stage_number](*(values[edge_name] for edge_name in stage_entry.inputs))  # noqa: B023
+            values.update(zip(stage_entry.outputs, outputs, strict=True))
+
+        _run_stages(selected, run_stage, case.inputs.get(entry_point.name))
+
+
+def _run_stages(
+    bundle: Bundle, run_stage: Callable[[int, dict[str, Any]], None], inputs: dict[str, Any] | None
+) -> None:
+    values = dict(inputs or {})
+    bound = {name: BoundArgument(name, value) for name, value in values.items()}
+    sizes = dict(check_values(bundle.entry_point.inputs, bound, bundle.entry_point.symbols))
+    with torch.no_grad():
+        for stage_number, stage in enumerate(bundle.stages):
+            run_stage(stage_number, values)
+            for edge in bundle.edges:
+                if edge.name in stage.outputs and edge.name in values:
+                    _check_value(edge, values[edge.name], sizes)
+
+
+def _check_value(edge: Any, value: Any, sizes: dict[str, int]) -> None:
+    if edge.dtype.startswith("sym"):
+        expected = {"symint": int, "symfloat": float, "symbool": bool}[edge.dtype]
+        if type(value) is not expected:
+            raise ValueDiffers(f"{edge.name}: expected {expected.__name__}, found {type(value).__name__}")
+        return
+    if not isinstance(value, torch.Tensor):
+        raise ValueDiffers(f"{edge.name}: expected a tensor, found {type(value).__name__}")
+    if str(value.dtype).removeprefix("torch.") != edge.dtype:
+        raise ValueDiffers(f"{edge.name}: expected {edge.dtype}, found {value.dtype}")
+    try:
+        expected_shape = tuple(evaluate_dim(dim, sizes) for dim in edge.shape)
+    except (KeyError, StagepackError):
+        return  # a size that depends on data
+    if tuple(value.shape) != expected_shape:
+        raise ValueDiffers(f"{edge.name}: expected {expected_shape}, found {tuple(value.shape)}")
+
+
+ACTIONS: dict[str, Callable[[Case, Path], None]] = {
+    "verify": command("verify", "{bundle}"),
+    "verify --run": command("verify", "{bundle}", "--run"),
+    "inspect": command("inspect", "{bundle}", "--graph", "--json"),
+    "plan": command("plan", "{bundle}"),
+    "plan --stages": command("plan", "{bundle}", "--stages", "2"),
+    "report": command("report", "{bundle}", "-o", "{out}.html"),
+    "recut": command("recut", "{bundle}", "--stages", "2", "-o", "{out}"),
+    "diff": command("diff", "{bundle}", "{original}"),
+    "triton": command("triton", "{bundle}", "-o", "{out}"),
+    "k8s": command("k8s", "{bundle}", "-o", "{out}.yaml"),
+    "profile": command("profile", "{bundle}", "-o", "{out}.json"),
+    "load": command("load", "{bundle}"),
+    "call": call,
+    "call with modules": call_with_modules,
+    "onnx": command("onnx", "{bundle}"),  # last: it writes into the bundle
+}
+
+
+def run_apart(action: Callable[[Case, Path], None], case: Case) -> Outcome:
+    """Run an action in a forked process, and return how it ended.
+
+    The caller must not have run any operator of torch in several threads before.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        _run_in_child(action, case, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        content = pipe.read()
+    _, status, usage = os.wait4(child, 0)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return Outcome("hang" if number == signal.SIGALRM else "signal", signal.Signals(number).name)
+    if not content:
+        return Outcome("signal", f"ended with status {os.waitstatus_to_exitcode(status)}")
+    outcome = Outcome(*json.loads(content))
+    if usage.ru_maxrss * 1024 > MEMORY_BYTES:
+        return Outcome("memory", f"{usage.ru_maxrss / 2**20:.1f} GiB")
+    return outcome
+
+
+def _run_in_child(action: Callable[[Case, Path], None], case: Case, write_end: int) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(SECONDS)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = mapped_bytes + 2 * MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    outcome = Outcome("ok")
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            action(case, Path(scratch))
+    except ValueDiffers as error:
+        outcome = Outcome("value", str(error))
+    except StagepackError as error:
+        outcome = Outcome("refused", f"{type(error).__name__}: {error}")
+    except click.ClickException as error:
+        outcome = Outcome("refused", error.message)
+    except BaseException as error:  # noqa: BLE001 - it is the finding
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        outcome = Outcome(
+            "exception", f"{type(error).__name__}: {str(error)[:200]} ({Path(frame.filename).name}:{frame.lineno})"
+        )
+    with os.fdopen(write_end, "w") as pipe:
+        json.dump([outcome.kind, outcome.detail], pipe)
+    os._exit(0)

@@ -1,0 +1,54 @@
+"""Any change of the content of a bundle whose digests are right: it loads, or it meets one of our errors; it never crashes."""
+
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+
+import stagepack
+from stagepack.errors import StagepackError
+from tests.bundle_editor import BundleEditor
+from tests.fuzz.mutation import mutate_file
+
+
+def survives(path: Path) -> None:
+    """Every road into the bundle ends well or in one of our errors."""
+    for road in (lambda: stagepack.open(path).verify(), lambda: stagepack.load(path)):
+        with contextlib.suppress(StagepackError):
+            road()
+
+
+TARGETS = ["manifest.json", "stage-1.msgpack", "stage-2.msgpack", "stage-2.safetensors", "shared-0.safetensors"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_mutated_bundle_loads_or_meets_one_of_our_errors(target: str, sound: Path, tmp_path: Path) -> None:
+    editor = BundleEditor.copy(sound, tmp_path / "m.stagepack")
+    originals = {name: (editor / name).read_bytes() for name in {"manifest.json", target}}
+    for seed in range(120):
+        mutate_file(editor, target, random.Random(f"{target} {seed}"))  # noqa: S311 - the same each time is what is wanted
+        try:
+            survives(editor.path)
+        except Exception as error:
+            raise AssertionError(f"the mutation {target} {seed} is not survived") from error
+        for name, content in originals.items():
+            (editor / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_random_bytes_in_the_place_of_content_meet_one_of_our_errors(target: str, sound: Path, tmp_path: Path) -> None:
+    editor = BundleEditor.copy(sound, tmp_path / "m.stagepack")
+    chance = random.Random(target)  # noqa: S311 - the same each time is what is wanted
+    whole, manifest = (editor / target).read_bytes(), (editor / "manifest.json").read_bytes()
+    for _ in range(60):
+        content = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            start = chance.randrange(len(content))
+            content[start : start + chance.randint(0, 9)] = chance.randbytes(chance.randint(0, 9))
+        if target == "manifest.json":
+            (editor / target).write_bytes(content)
+        else:
+            editor.write_file(target, bytes(content))
+        survives(editor.path)
+        (editor / "manifest.json").write_bytes(manifest)

@@ -1,0 +1,179 @@
+"""Change bundles at random, and do with each all that users do: ``python -m tools.fuzz_bundles --cases 1000``.
+
+The structure of one file of a bundle is changed and its digests are made right, so that the checks behind the digests are reached. Prints
+how the actions ended, by kind, and one line for each distinct finding: anything but an end in order or a typed error. The exit status is 1
+if there are findings. ``--only MODEL:SEED`` repeats a case.
+"""
+
+import argparse
+import importlib
+import os
+import pkgutil
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}  # forked processes must not wait for threads that they do not have
+
+import torch
+
+import stagepack
+import stagepack.cli
+from stagepack_loaders.example import read_example
+from tests.bundle_editor import BundleEditor
+from tests.fuzz.actions import ACTIONS, Case, Outcome, run_apart
+from tests.fuzz.mutation import mutate_alike, mutate_file, operators_of
+
+# Models of the zoo that together have every kind of content that a bundle may have.
+MODELS = (
+    "containers-containers",
+    "containers-dicts-with-odd-keys",
+    "aliasing-inputs-written",
+    "aliasing-views-of-views-written",
+    "operators-draws-of-every-kind",
+    "operators-factories-with-a-device",
+    "operators-text-arguments",
+    "operators-recurrent-layers",
+    "operators-int8-weights",
+    "regions-no-grad-in-autocast-in-no-grad",
+    "regions-branches-and-loops",
+    "regions-scan",
+    "regions-map-over-rows",
+    "regions-invoke-subgraph",
+    "regions-flex-attention",
+    "shapes-arithmetic-on-sizes",
+    "shapes-nonzero",
+    "shapes-strided-convolutions",
+    "state-batch-norm-that-trains",
+    "state-caches-of-several-layers",
+    "values-odd-constants",
+    "values-lazy-conjugates-cross",
+    "weights-views-of-one-storage",
+    "weights-more-dtypes",
+    "decoders-llama-tied",
+    "vision-resnet",
+)
+FINDINGS = ("exception", "value", "signal", "hang", "memory")
+
+
+def main() -> None:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
+    parser.add_argument("--only", metavar="MODEL:SEED", help="run one case, and print all outcomes")
+    parser.add_argument("--bundles", type=Path, default=Path("build/fuzz/bundles"), help="where the bundles are kept")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="of the zoo")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    write_bundles(options.bundles, options.models)
+    import_commands()
+    originals = {model: original(options.bundles / f"{model}.stagepack") for model in options.models}
+    if options.only:
+        model, seed = options.only.rsplit(":", 1)
+        for action, outcome in run_case(originals[model], int(seed), keep=Path("build/fuzz/case")):
+            print(f"{action:18} {outcome.kind:10} {outcome.detail}")
+        return
+    sys.exit(run_campaign(originals, range(options.seed, options.seed + options.cases), options.seconds))
+
+
+def import_commands() -> None:
+    """Import what the commands import, so that forked processes need not."""
+    for module in pkgutil.iter_modules(stagepack.cli.__path__):
+        importlib.import_module(f"stagepack.cli.{module.name}")
+    for name in ("stagepack.onnx", "stagepack_loaders.onnxruntime"):
+        for module in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
+            importlib.import_module(module.name)
+    importlib.import_module("stagepack_serving.triton.repository")
+
+
+def write_bundles(folder: Path, models: list[str]) -> None:
+    """Export the models that are not in a folder, each in three stages, in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for model in models:
+        path = folder / f"{model}.stagepack"
+        if not path.exists():
+            subprocess.run([sys.executable, "-m", "tools.fuzz_bundle_export", model, str(path)], check=True)
+
+
+def original(path: Path) -> Case:
+    """A bundle that was not changed, with its example."""
+    bundle = stagepack.open(path)
+    inputs = {}
+    for entry_point in bundle.entry_points:
+        selected = bundle.select(entry_point.name)
+        inputs[entry_point.name] = read_example(stagepack.load(selected), selected)[0]
+    return Case(path, path, inputs)
+
+
+def run_campaign(originals: dict[str, Case], seeds: range, seconds: float) -> int:
+    """Run cases, print the findings; return the exit status."""
+    counts: Counter[str] = Counter()
+    seen: Counter[tuple[str, str]] = Counter()
+    start = time.monotonic()
+    case_count = 0
+    for seed in seeds:
+        if time.monotonic() - start > seconds:
+            break
+        model = list(originals)[seed % len(originals)]
+        case_count += 1
+        for action, outcome in run_case(originals[model], seed):
+            counts[outcome.kind] += 1
+            if outcome.kind in FINDINGS:
+                finding = (outcome.kind, _summary(outcome))
+                seen[finding] += 1
+                if seen[finding] == 1:
+                    print(f"{outcome.kind}: {model}:{seed} {action}: {outcome.detail}", flush=True)
+    print(f"{case_count} bundles, {sum(counts.values())} actions in {time.monotonic() - start:.0f} s")
+    for kind, count in counts.most_common():
+        print(f"{kind:10} {count:7,}")
+    for (kind, summary), count in seen.most_common():
+        print(f"{count:6} {kind}: {summary}")
+    return bool(seen)
+
+
+def _summary(outcome: Outcome) -> str:
+    """The detail without what differs from case to case: for an exception its type and line."""
+    if outcome.kind == "exception":
+        return outcome.detail.split(":")[0] + outcome.detail[outcome.detail.rfind("(") :]
+    return outcome.detail if outcome.kind != "value" else ""
+
+
+def run_case(case: Case, seed: int, keep: Path | None = None) -> Iterator[tuple[str, Outcome]]:
+    """Change a bundle, and yield how each action on it ended."""
+    generator = random.Random(f"{case.original.name} {seed}")  # noqa: S311 - repeatable
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "changed.stagepack"
+        editor = BundleEditor.copy(case.original, path)
+        file_names = [file.name for file in sorted(path.iterdir()) if file.suffix in (".msgpack", ".safetensors")]
+        graph_names = [name for name in file_names if name.endswith(".msgpack")]
+        file_name = generator.choice(graph_names if generator.random() < 0.6 else ["manifest.json", *file_names])
+        operators = operators_of(case.original)
+        alike = generator.random() < 0.8
+        mutate_file(
+            editor,
+            file_name,
+            generator,
+            partial(mutate_alike, generator=generator, operators=operators) if alike else None,
+        )
+        if keep is not None:
+            shutil.rmtree(keep, ignore_errors=True)
+            shutil.copytree(path, keep)
+        changed = Case(path, case.original, case.inputs)
+        for action_name, action in ACTIONS.items():
+            yield action_name, run_apart(action, changed)
+
+
+if __name__ == "__main__":
+    main()
