@@ -80,6 +80,13 @@ class GroupError(StagepackError):
     """
 
 
+class StageFailedError(StagepackError):
+    """An operator of a stage failed in a call: memory that cannot be allocated, a matrix that has no inverse. `__cause__` has its error.
+
+    The stage and the other calls are not affected. Change the inputs, or the device.
+    """
+
+
 class StageLostError(StagepackError):
     """A process that runs stages of a pipeline has ended, or no longer answers. Calls that were in flight have no answer.
 

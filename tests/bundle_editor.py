@@ -199,9 +199,13 @@ class BundleEditor:
 
     def edit_graph(self, stage: int, change: Callable[[dict[str, Any]], object]) -> None:
         """Change the graph of a stage, and write it with its fields in order."""
-        fields = self.graph(stage)
+        self.edit_graph_file(f"stage-{stage}.msgpack", change)
+
+    def edit_graph_file(self, file_name: str, change: Callable[[dict[str, Any]], object]) -> None:
+        """Change the graph in a file, and write it with its fields in order."""
+        fields: dict[str, Any] = msgpack.unpackb((self.path / file_name).read_bytes())
         change(fields)
-        self.write_file(f"stage-{stage}.msgpack", msgpack.packb(sort_fields(fields, _GRAPH_FIELDS)))
+        self.write_file(file_name, msgpack.packb(sort_fields(fields, _GRAPH_FIELDS)))
 
     def edit_weight_header(self, file_name: str, change: Callable[[dict[str, Any]], object]) -> None:
         """Change the header of a weight file, and keep its data."""

@@ -164,7 +164,9 @@ class CallablePipeline(ABC):
             The result of the model, in the containers of the model.
 
         Raises:
-            InputError: the call does not fit the signature, or an input does not fit its type, shape or range.
+            InputError: the call does not fit the signature, or an input does not fit its type, shape or range; or a value of an input
+                is out of range for an operator.
+            StageFailedError: an operator failed.
         """
         values, sizes = self._bind_values(args, kwargs)
         arrays = array_ops_of_call(values.values(), self.arrays)

@@ -13,6 +13,7 @@ from stagepack.format.shapes import Symbol
 from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.stage_errors import typed_stage_errors
 
 
 def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +62,7 @@ class CallableStage(ABC):
         self.device = device
         self.inputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.inputs]
         self.outputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.outputs]
+        self._stage_number = stage_number
         self._symbols = bundle.entry_point.symbols
 
     @abstractmethod
@@ -71,12 +73,16 @@ class CallableStage(ABC):
         """Check the inputs, run the stage, and convert the outputs.
 
         Raises:
-            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
+            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range; or a value of an input is out
+                of range for an operator.
+            StageFailedError: an operator failed.
         """
         bound_inputs = bind_inputs(self.inputs, args, kwargs)
         check_inputs(self.inputs, bound_inputs, self._symbols)
         runtime = find_runtime(self.runtime)
-        output_values = self.run([to_runtime(bound_inputs[edge.name], edge, runtime) for edge in self.inputs])
+        values = [to_runtime(bound_inputs[edge.name], edge, runtime) for edge in self.inputs]
+        with typed_stage_errors(self._stage_number):
+            output_values = self.run(values)
         arrays = array_ops_of_call(bound_inputs.values(), NUMPY_ARRAYS)
         return tuple(to_array(value, edge, arrays) for value, edge in zip(output_values, self.outputs, strict=True))
 

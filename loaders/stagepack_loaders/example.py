@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from safetensors import SafetensorError
 
-from stagepack.errors import InputError, StagepackError, WriteError
+from stagepack.errors import InputError, WriteError
 from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS_BYTES
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
@@ -39,7 +39,8 @@ def replay_example(pipeline: CallablePipeline, bundle: Bundle, tolerance: Tolera
         tolerance: how far the results may differ, in the place of the tolerance of each dtype.
 
     Raises:
-        InputError: the bundle has no example, or the model fails on it.
+        InputError: the bundle has no example, or it does not fit.
+        StageFailedError: an operator fails on it.
         DigestError: the file of the example is not the one that the manifest lists.
         FormatError: the file breaks rules.
 
@@ -106,7 +107,8 @@ def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict
         The results as arrays, by number: ``output.0`` is the first leaf of the result. A number is an array without dimensions.
 
     Raises:
-        InputError: an input is missing or unknown, or does not fit; or the model fails on the inputs.
+        InputError: an input is missing or unknown, or does not fit.
+        StageFailedError: an operator fails on the inputs.
     """
     entry_point = pipeline.entry_point
     edges = _input_edges(entry_point)
@@ -120,13 +122,8 @@ def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict
                 raise InputError(f"{edge_name}: expected one number, found the shape {shape}")
             values[edge_name] = inputs[edge_name].item()
     args, kwargs = _call_arguments(entry_point, values)
-    try:
-        with pipeline.inference():
-            result = pipeline(*args, **kwargs)
-    except StagepackError:
-        raise
-    except Exception as error:  # of an operator: an index out of range, memory that cannot be allocated
-        raise InputError(f"the model fails on these inputs: {type(error).__name__}: {error}") from error
+    with pipeline.inference():
+        result = pipeline(*args, **kwargs)
     result_leaves = enumerate(flatten_tree(entry_point.signature.result, result, "the result"))
     return {
         f"{OUTPUT_PREFIX}{index}": pipeline.arrays.array(value)

@@ -15,6 +15,7 @@ from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import RunTrace, SpanRecorder
+from stagepack_loaders.stage_errors import typed_stage_errors
 
 
 class Pipeline(CallablePipeline):
@@ -114,6 +115,10 @@ class Pipeline(CallablePipeline):
             values: the values by edge name. Those that the stage makes are added; those that no later stage uses are removed, so that
                 their memory is freed.
             request: the number of the call, for `trace`.
+
+        Raises:
+            InputError: a value of the inputs is out of range, or the stage writes an input that cannot be written.
+            StageFailedError: an operator of the stage failed.
         """
         stage_entry = self.entry_point.stages[stage_number]
         runtime = self.runtimes[stage_number]
@@ -122,7 +127,7 @@ class Pipeline(CallablePipeline):
             for edge_name in stage_entry.inputs:
                 values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
         stage = self.stages[stage_number]
-        with self._spans.span("compute", request, stage_number):
+        with self._spans.span("compute", request, stage_number), typed_stage_errors(stage_number):
             output_values = stage.run([values[edge_name] for edge_name in stage_entry.inputs])
             if self._spans.is_on:
                 runtime.wait(stage.device)

@@ -16,7 +16,6 @@ import torch
 import stagepack
 from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.error_report import StageFailedError
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from tests.distributed.bundles import assert_gone, has_generation, in_processes, process_ids, wait_until
@@ -128,18 +127,19 @@ def test_state_that_was_lost_is_not_used_by_mistake(counting: Bundle) -> None:
 
 def test_an_error_of_a_stage_fails_its_call_alone(layers: Bundle) -> None:
     one = stagepack.load(layers)
-    with pytest.raises(IndexError) as expected:
+    with pytest.raises(InputError) as expected:
         one(torch.tensor([3, 11]))
     with in_processes(layers) as pipeline:
         for _ in range(3):
             answers = [pipeline.submit(torch.tensor([3, 11]) if number % 3 else IDS) for number in range(12)]
             for number, answer in enumerate(answers):
                 if number % 3:
-                    with pytest.raises(IndexError) as caught:
+                    with pytest.raises(InputError) as caught:
                         answer.result()
                     assert str(caught.value) == str(expected.value)
-                    assert isinstance(caught.value.__cause__, StageFailedError)
-                    assert caught.value.__cause__.stage_number == 0
+                    assert caught.value.__notes__[0].startswith(
+                        f"stage 0 runs in process {pipeline.stage_facts[0].rank} on "
+                    )
                 else:
                     assert torch.equal(answer.result(), one(IDS))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stagepack.cli.trace_facts import trace_facts
-from stagepack.errors import OptionError, StageLostError
+from stagepack.errors import InputError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import group_trace
 from stagepack_loaders.run_trace import RunTrace, Span, SpanRecorder, trace_clock
@@ -129,7 +129,7 @@ def test_a_long_trace_comes_in_several_reports(layers: Bundle, monkeypatch: pyte
 
 def test_a_request_that_fails_is_traced_up_to_its_failure(layers: Bundle) -> None:
     with in_processes(layers) as pipeline:
-        with pytest.raises(IndexError), pipeline.trace() as run_trace:
+        with pytest.raises(InputError), pipeline.trace() as run_trace:
             pipeline(IDS + 100)
         assert [span.stage for span in run_trace.spans if span.kind == "compute"] == [0]
         with pipeline.trace() as run_trace:

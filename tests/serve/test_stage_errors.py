@@ -10,8 +10,8 @@ import torch
 from tritonclient.utils import InferenceServerException
 
 import stagepack
-from stagepack.errors import InputError
-from stagepack_serving.protocol.stage_errors import raises_input_errors
+from stagepack.errors import InputError, StageFailedError
+from stagepack_loaders.stage_errors import typed_stage_errors
 from tests.serve.servers import Client, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -104,7 +104,7 @@ def test_a_failure_of_the_server_stays_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_how_torch_reports_values_out_of_range(operation: Any) -> None:
-    with pytest.raises(InputError, match=r"an input value is out of range in stage 3: \w"), raises_input_errors(3):
+    with pytest.raises(InputError, match=r"an input value is out of range in stage 3: \w"), typed_stage_errors(3):
         operation()
 
 
@@ -117,7 +117,7 @@ def test_how_torch_reports_values_out_of_range(operation: Any) -> None:
         lambda: {"b": 1}["a"],
     ],
 )
-def test_other_errors_stay_what_they_are(operation: Any) -> None:
-    with pytest.raises((RuntimeError, KeyError)) as caught, raises_input_errors(3):
+def test_other_errors_are_failures_of_the_stage(operation: Any) -> None:
+    with pytest.raises(StageFailedError, match=r"^stage 3 failed: \w+: \S") as caught, typed_stage_errors(3):
         operation()
-    assert "out of range in stage" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError | KeyError)

@@ -64,7 +64,7 @@ def test_a_traced_pipeline_records_each_stage_of_each_request(sound: Path) -> No
 
 def test_a_trace_ends_with_an_error(sound: Path) -> None:
     pipeline = stagepack.load(sound)
-    with pytest.raises(IndexError), pipeline.trace() as run_trace:
+    with pytest.raises(InputError), pipeline.trace() as run_trace:
         pipeline(IDS + 100)
     assert run_trace.spans[-1].kind == "compute"
     assert not pipeline._spans.is_on

@@ -30,19 +30,6 @@ class ErrorReport(Struct, frozen=True, kw_only=True):
     problems: tuple[ReportedProblem, ...] = ()
 
 
-class StageFailedError(StagepackError):
-    """A stage raised an error in another process. It is the cause (``__cause__``) of the error that the caller gets.
-
-    Attributes:
-        stage_number: the stage.
-    """
-
-    def __init__(self, message: str, stage_number: int) -> None:
-        """Make the error from its message and the number of the stage."""
-        super().__init__(message)
-        self.stage_number = stage_number
-
-
 def report_error(error: Exception) -> ErrorReport:
     """Describe an error."""
     problems = error.problems if isinstance(error, FormatError) else ()

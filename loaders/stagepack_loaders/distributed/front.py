@@ -19,7 +19,7 @@ from stagepack_loaders.distributed.control import (
     encode_sizes,
     write_control,
 )
-from stagepack_loaders.distributed.error_report import StageFailedError, rebuild_error
+from stagepack_loaders.distributed.error_report import rebuild_error
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.group_watch import GroupWatch
 from stagepack_loaders.distributed.handshake import StageFacts
@@ -358,8 +358,7 @@ class FrontProcess:
             report = self._failures.setdefault(number, Future())
         if not report.done():
             facts = self.stage_facts[stage_number]
-            place = f"stage {stage_number}, in process {facts.rank} on {facts.host}"
-            error.__cause__ = StageFailedError(place, stage_number)
+            error.add_note(f"stage {stage_number} runs in process {facts.rank} on {facts.host}")
             report.set_result(error)
 
     def _record_status(self, rank: int, status: ProcessStatus | RequestError | SpanReport) -> None:

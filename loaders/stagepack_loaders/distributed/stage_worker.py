@@ -19,6 +19,7 @@ from stagepack_loaders.distributed.transfers import RouteSenders
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import SpanRecorder, trace_clock
+from stagepack_loaders.stage_errors import typed_stage_errors
 
 # What was sent for the request so many before has arrived before another one is run: a slow process holds up those before it.
 _REQUESTS_SENT_AHEAD = 4
@@ -157,7 +158,7 @@ class StageWorker:
         start = trace_clock()
         self._spans.add("transfer", request.message.number, conversion_start, stage_number, end=start)
         try:
-            with runtime.inference():
+            with typed_stage_errors(stage_number), runtime.inference():
                 outputs = self._run_in_sequence(stage_number, stage, inputs, request.message.sequence)
                 runtime.wait(stage.device)
         finally:

@@ -147,8 +147,11 @@ def build_code(
             graph_module, module_calls = build_with_modules(
                 graph, stage_entry.node_numbers, operators, device, options.types
             )
-            return StageCode(graph=graph, graph_module=graph_module, module_calls=module_calls)
-        return StageCode(graph=graph, graph_module=build_graph_module(folded, graph, operators, device))
+            return StageCode(
+                stage_number=stage_number, graph=graph, graph_module=graph_module, module_calls=module_calls
+            )
+        graph_module = build_graph_module(folded, graph, operators, device)
+        return StageCode(stage_number=stage_number, graph=graph, graph_module=graph_module)
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{stage_entry.graph}: {error}") from None
 

@@ -13,10 +13,12 @@ from stagepack.torch_internals import child_modules
 from stagepack_loaders.callable_stage import bind_inputs, check_inputs
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.called_module import called_modules, connect
 from stagepack_loaders.torch.container import Container
 from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.module_call import ModuleCallBody
+from stagepack_loaders.torch.output_contract import OutputContract
 from stagepack_loaders.torch.slots import register_weight, submodule
 from stagepack_loaders.torch.state import StageState
 from stagepack_loaders.window_plan import Residency
@@ -27,12 +29,14 @@ class StageCode:
     """What a stage runs, without its weights.
 
     Attributes:
+        stage_number: the number of the stage.
         graph: the graph of the stage.
         graph_module: the graph in torch.fx; it takes the inputs and then the weights.
         compiled_module: the same, compiled, or with questions for the weights (`GatedModule`); None to run `graph_module`.
         module_calls: the calls of the model's modules, if the stage runs by these.
     """
 
+    stage_number: int
     graph: Graph
     graph_module: GraphModule
     compiled_module: torch.nn.Module | None = None
@@ -81,6 +85,7 @@ class TorchStage(Container):
             child_modules(submodule(self, outer_path))[module_name] = module
         weights = code.graph.weights
         self._slots = [register_weight(self, weight, tensors[weight.value]) for weight in weights]
+        self._output_contract = OutputContract(code.graph)
         self._state = StageState(weights, self._slots, state_names)
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, self._slots, strict=True)}
         connect(self, code.module_calls, slot_of_value)
@@ -101,13 +106,17 @@ class TorchStage(Container):
             **kwargs: the inputs, by edge name.
 
         Raises:
-            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range.
+            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range; or a value of an input is out
+                of range for an operator.
+            StageFailedError: an operator failed.
         """
         bound_inputs = bind_inputs(self.graph.inputs, args, kwargs)
         if not torch.compiler.is_compiling():
             check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols)
             runtime = find_runtime(self.runtime)
-            return self.run([to_runtime(bound_inputs[value.name], value, runtime) for value in self.graph.inputs])
+            values = [to_runtime(bound_inputs[value.name], value, runtime) for value in self.graph.inputs]
+            with typed_stage_errors(self._code.stage_number):
+                return self.run(values)
         return self.run(list(bound_inputs.values()))
 
     def weights(self) -> list[torch.Tensor]:
@@ -124,11 +133,16 @@ class TorchStage(Container):
         Args:
             values: the inputs, in order.
             weights: what `weights` returns, for a caller who has it; None to look it up.
+
+        Raises:
+            StageFailedError: an output has another type or shape than the bundle states.
         """
         moved_values = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
         compiled_module = self._code.compiled_module
         module = self._code.graph_module if compiled_module is None else compiled_module
         outputs: tuple[Any, ...] = module(*moved_values, *(self.weights() if weights is None else weights))
+        if not torch.compiler.is_compiling():
+            self._output_contract.check(moved_values, outputs)
         return outputs
 
     def reason_to_stay(self) -> str:

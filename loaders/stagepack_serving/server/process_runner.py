@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagepack.errors import StagepackError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.protocol.stage_errors import raises_input_errors
 from stagepack_serving.server.sequences import RequestSequence
 from stagepack_serving.server.stage_runner import input_values, output_arrays
 
@@ -40,6 +38,7 @@ class ProcessRunner:
 
         Raises:
             InputError: a stage cannot use the values of the inputs.
+            StageFailedError: an operator failed.
             StageLostError: a process is lost.
         """
         if stage_number == 0:
@@ -52,14 +51,7 @@ class ProcessRunner:
             sequence_number = 0 if sequence is None else sequence.number
             values["answer"] = self._pipeline.submit_values(inputs, sizes, sequence_number)
             return
-        error = values["answer"].exception()
-        if error is None:
-            values["outputs"] = values["answer"].result()
-        elif isinstance(error, StagepackError):
-            raise error
-        else:
-            with raises_input_errors(getattr(error.__cause__, "stage_number", 0)):
-                raise error
+        values["outputs"] = values["answer"].result()
 
     def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
         """See `BatchRunner`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from stagepack.errors import InputError, StageLostError
+from stagepack.errors import InputError, StageFailedError, StageLostError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
@@ -16,7 +16,6 @@ from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.protocol.stage_errors import failure_message
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.example_check import run_example
@@ -372,10 +371,9 @@ class ServedModel:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         except StageLostError as error:
             raise RequestError(RequestStatus.BUSY, f"{self.name}: {error}") from None
-        except Exception as error:
-            _LOG.warning("%s: the model failed: %s: %s", self.name, type(error).__name__, error)
-            message = f"{self.name}: {failure_message(error)}"
-            raise RequestError(RequestStatus.MODEL_FAILED, message) from error
+        except StageFailedError as error:
+            _LOG.warning("%s: %s", self.name, error)
+            raise RequestError(RequestStatus.MODEL_FAILED, f"{self.name}: {error}") from error
 
     def _record_batch(self, batch: CallBatch) -> None:
         queue_seconds = self._metrics.queue_seconds.labels(self.name, self.version)

@@ -12,7 +12,6 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.protocol.stage_errors import raises_input_errors
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.sequences import RequestSequence
 
@@ -67,10 +66,10 @@ class StageRunner:
         start_time = time.perf_counter()
         with runtime.inference():
             if sequence is None:
-                self._run_stage(stage_number, values)
+                self._pipeline.run_stage(stage_number, values)
             else:
                 with stage_state(self._pipeline.stages[stage_number], stage_number, sequence.stage_states):
-                    self._run_stage(stage_number, values)
+                    self._pipeline.run_stage(stage_number, values)
             runtime.wait(self._pipeline.stages[stage_number].device)
         self._stage_seconds[stage_number].observe(time.perf_counter() - start_time)
 
@@ -104,10 +103,6 @@ class StageRunner:
     def has_ended(self) -> bool:
         """See `BatchRunner`."""
         return False
-
-    def _run_stage(self, stage_number: int, values: dict[str, Any]) -> None:
-        with raises_input_errors(stage_number):
-            self._pipeline.run_stage(stage_number, values)
 
 
 def device_lanes(pipeline: Pipeline) -> list[list[int]]:

@@ -17,8 +17,8 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.preparation import prepare_stage
 from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_serving.protocol.interface import InterfaceTensor
-from stagepack_serving.protocol.stage_errors import failure_message, raises_input_errors
 
 
 class TritonPythonModel:
@@ -136,7 +136,7 @@ class TritonPythonModel:
         return [self._arrays.join(arrays) for arrays in zip(*group_inputs, strict=True)]
 
     def _run_stage(self, inputs: list[Any]) -> tuple[Any, ...]:
-        with raises_input_errors(self._stage_number):
+        with typed_stage_errors(self._stage_number):
             values: tuple[Any, ...] = self._loaded_stage.run(inputs)
         return values
 
@@ -166,8 +166,6 @@ def _output_response(outputs: Mapping[str, Any]) -> Any:
 
 
 def _error_response(error: Exception) -> Any:
-    if isinstance(error, StagepackError):
-        triton_error = triton.TritonError(str(error), triton.TritonError.INVALID_ARG)
-    else:
-        triton_error = triton.TritonError(failure_message(error), triton.TritonError.INTERNAL)
+    status = triton.TritonError.INVALID_ARG if isinstance(error, InputError) else triton.TritonError.INTERNAL
+    triton_error = triton.TritonError(str(error), status)
     return triton.InferenceResponse(output_tensors=[], error=triton_error)

@@ -1,8 +1,7 @@
-"""Errors that a stage raises on the inputs of a request: whether the client or the server has to correct them.
+"""Errors that a stage raises in a call, as errors of stagepack: values of the inputs that are out of range, and other failures.
 
-Values that are out of range, such as a token id outside the vocabulary, are an invalid argument of the client. Torch and ONNX Runtime
-have no common class for them: torch raises `IndexError` or, like ONNX Runtime, `RuntimeError` with one of the messages below. Any other
-error of a stage is a failure of the server.
+Torch and ONNX Runtime have no common class for values that are out of range, such as a token id outside the vocabulary: torch raises
+`IndexError` or, like ONNX Runtime, `RuntimeError` with one of the messages below.
 """
 
 import contextlib
@@ -10,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, StageFailedError, StagepackError
 
 _OUT_OF_RANGE: Final = re.compile(
     "|".join(
@@ -29,10 +28,10 @@ _OUT_OF_RANGE: Final = re.compile(
 
 
 @contextlib.contextmanager
-def raises_input_errors(stage_number: int) -> Iterator[None]:
-    """Raise an error of a stage as `InputError` where the values of its inputs cause it; leave other errors as they are.
+def typed_stage_errors(stage_number: int) -> Iterator[None]:
+    """Raise the errors of a stage as errors of stagepack, with the original error as their cause.
 
-    The message repeats only the part of the original message that names the value: the rest may contain paths of this machine.
+    A message has the class and the first line of the original message: further lines may be a native stack trace.
 
     Args:
         stage_number: the stage that runs inside the context, for the message.
@@ -43,26 +42,18 @@ def raises_input_errors(stage_number: int) -> Iterator[None]:
     Raises:
         InputError: the stage raised `IndexError`, or an error whose message says that an index is out of range or that a check which
             the capture recorded failed.
+        StageFailedError: the stage raised another error.
     """
     try:
         yield
+    except StagepackError:
+        raise
     except Exception as error:
         message = _out_of_range_message(error)
-        if message is None:
-            raise
-        raise InputError(f"an input value is out of range in stage {stage_number}: {message}") from error
-
-
-def failure_message(error: Exception) -> str:
-    """Describe an error of a stage that is a failure of the server, for the client.
-
-    Args:
-        error: the error.
-
-    Returns:
-        Its class and the first line of its message: further lines may be a native stack trace with paths of this machine.
-    """
-    return f"the model failed: {type(error).__name__}: {_first_line(str(error))}"
+        if message is not None:
+            raise InputError(f"an input value is out of range in stage {stage_number}: {message}") from error
+        reason = f"{type(error).__name__}: {_first_line(str(error))}"
+        raise StageFailedError(f"stage {stage_number} failed: {reason}") from error
 
 
 def _out_of_range_message(error: Exception) -> str | None:
