@@ -14,6 +14,7 @@ _EXTRAS = {
     "grpc_health": "serve",
     "grpc_reflection": "serve",
     "huggingface_hub": "remote",
+    "h11": "serve",
     "jinja2": "serve",
     "ml_dtypes": "onnxruntime",
     "onnx": "onnx",

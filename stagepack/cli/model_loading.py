@@ -48,6 +48,10 @@ class ServeOptions:
     host: str
     http_port: int
     grpc_port: int
+    tls_certificate: Path | None
+    tls_key: Path | None
+    tls_client_ca: Path | None
+    token_file: Path | None
     access_log: bool
     log_level: str
     threads: int | None

@@ -32,6 +32,7 @@ from stagepack.cli.run_options import (
     runtime_option,
     verify_option,
 )
+from stagepack.cli.security_options import check_security_options, security_options, server_security
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_serving.server.limits import ServerLimits
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
         "stagepack serve net.stagepack --device cuda:0 --max-batch 64",
         "stagepack serve chat=llama.stagepack embed=bert.stagepack --host 0.0.0.0",
         "stagepack serve --model-repository models --model-control poll",
+        "stagepack serve net.stagepack --tls-certificate server.pem --tls-key server.key --token-file tokens.txt",
     ],
 )
 @click.argument("bundle_arguments", nargs=-1, metavar="[NAME=]BUNDLE...")
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
     metavar="PORT",
     help="Port for gRPC; 0 chooses a free port.",
 )
+@security_options
 @click.option(
     "--no-check-example",
     "check_example",
@@ -166,7 +169,14 @@ if TYPE_CHECKING:
     "max_connections",
     minimum=1,
     metavar="N",
-    description="Largest number of open HTTP connections, and of concurrent gRPC requests.",
+    description="Largest number of open HTTP connections, of open gRPC connections, and of concurrent gRPC requests.",
+)
+@limit_option(
+    "--first-request-s",
+    "first_request",
+    minimum=1e-3,
+    metavar="SECONDS",
+    description="Longest time that a connection may take for its TLS handshake, and for the head of its first request, in seconds.",
 )
 @limit_option(
     "--max-body-mb",
@@ -223,6 +233,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     bundle_paths = bundle_paths_by_name(bundle_arguments)
     check_sources(bundle_paths, options)
     _check_options(bundle_paths, options)
+    check_security_options(options)
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
@@ -237,6 +248,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
 
     _write_log(logging.getLogger("stagepack"), "%(asctime)s %(levelname)s %(message)s", options.log_level.upper())
     _write_log(ACCESS_LOGGER, "%(asctime)s %(message)s", "INFO" if options.access_log else "CRITICAL")
+    security = server_security(options)
     models = ServedModels(limits, Metrics())
     control = model_control(bundle_paths, options, models)
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
@@ -250,7 +262,10 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             return
         is_drained = asyncio.run(
             serve(
-                control, addresses, lambda bound_addresses: _print_listening(bound_addresses, models, options.as_json)
+                control,
+                addresses,
+                lambda bound_addresses: _print_listening(bound_addresses, models, options),
+                security,
             )
         )
         _print_stopped(models.metrics.answer_counts, options.as_json)
@@ -308,9 +323,9 @@ def _check_device_memory(options: ServeOptions) -> None:
         raise click.UsageError("--device-memory cannot be used with --copy")
 
 
-def _print_listening(addresses: "ServerAddresses", models: "ServedModels", as_json: bool) -> None:
+def _print_listening(addresses: "ServerAddresses", models: "ServedModels", options: ServeOptions) -> None:
     """Print the models and the addresses, when the server accepts requests."""
-    if as_json:
+    if options.as_json:
         ports = {"host": addresses.host, "http_port": addresses.http_port, "grpc_port": addresses.grpc_port}
         print_json(ports | {"models": [_model_facts(model) for model in models.serving]})
         return
@@ -321,7 +336,8 @@ def _print_listening(addresses: "ServerAddresses", models: "ServedModels", as_js
             f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {batching_text(facts['batch'], facts['alone'])}"
         )
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
-    print_line(f"REST on http://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}")
+    scheme, encryption = ("http", "") if options.tls_certificate is None else ("https", " with TLS")
+    print_line(f"REST on {scheme}://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}{encryption}")
 
 
 def _print_stopped(counts: Mapping[str, int], as_json: bool) -> None:

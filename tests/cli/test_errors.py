@@ -90,6 +90,11 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path
         (["serve", "--model-repository", "nothing"], "nothing: the model repository cannot be read: No such file"),
         (["serve", "=BUNDLE"], "expected a distinct name for each model, found ''"),
         (["serve", "x=nowhere"], "nowhere: not a stagepack bundle"),
+        (["serve", "BUNDLE", "--token-file", "nothing"], "nothing: the token file cannot be read: No such file"),
+        (
+            ["serve", "BUNDLE", "--tls-certificate", "a", "--tls-key", "b"],
+            "a: the TLS certificate cannot be read: No such",
+        ),
         (["serve", "BUNDLE", "--import", "no_such_module"], "--import no_such_module: .*No module named"),
         (["triton", "BUNDLE", "-o", "out", "--import", "no_such_module"], "--import no_such_module: .*No module named"),
         (["load", "BUNDLE", "--device", "nonsense"], "device 'nonsense': expected a device of this machine"),

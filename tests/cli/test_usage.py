@@ -59,6 +59,8 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["serve", "--model-repository", "y", "--load-model", "z"], "--load-model requires"),
         (["serve", "--model-repository", "y", "--version-policy", "newest"], "expected latest, latest:N or all"),
         (["serve", "--model-repository", "y", "--model-control", "always"], "'always' is not one of"),
+        (["serve", "x", "--tls-key", "y"], "--tls-certificate and --tls-key require each other"),
+        (["serve", "x", "--tls-client-ca", "y"], "--tls-client-ca requires --tls-certificate"),
         (["serve", "x", "--trace", "run.json"], "--trace requires --processes, or torchrun"),
         (["serve", "x=a", "y=b", "--trace", "run.json", "--processes", "2"], "--trace is of one bundle"),
         (["load", "x", "--trace", "run.json", "--requests", "0"], "0 is not in the range"),

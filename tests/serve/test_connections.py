@@ -9,13 +9,14 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import INFER, STAGEPACK, Server, post, skips_request, stagepack_server
+from tests.serve.servers import INFER, STAGEPACK, Client, Server, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -70,6 +71,7 @@ def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
         assert (response.status, response.headers["connection"]) == (200, None)
         assert response.read()
         assert idle.recv(1) == b""
+        check_grpc_connections(server)
 
 
 def test_half_a_request_is_let_go(bundles: Mapping[str, Path]) -> None:
@@ -78,6 +80,91 @@ def test_half_a_request_is_let_go(bundles: Mapping[str, Path]) -> None:
             plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
             assert plain.recv(100).startswith(b"HTTP/1.1 504")
         assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
+
+
+@pytest.fixture(scope="module")
+def impatient(bundles: Mapping[str, Path]) -> Iterator[Server]:
+    """A server that does not wait for requests."""
+    with stagepack_server([bundles["skips"]], "--first-request-s", "0.5", "--deadline-s", "0.5") as server:
+        yield server
+
+
+def seconds_until_closed(connection: socket.socket) -> float:
+    """How long the other end keeps a connection open."""
+    connection.settimeout(20)
+    start_time = time.monotonic()
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+    return time.monotonic() - start_time
+
+
+HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n"
+
+
+# Of HTTP/2: the preface of a client, and an empty SETTINGS frame.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes(3) + b"\x04" + bytes(5)
+
+
+def test_requests_that_do_not_come(impatient: Server) -> None:
+    parts = [
+        (impatient.http, b""),
+        (impatient.http, b"G"),
+        (impatient.http, HEALTH),
+        (impatient.http, HEALTH + b"\r\n" + HEALTH),
+        (impatient.grpc, b""),
+        (impatient.grpc, PREFACE[:9]),
+        (impatient.grpc, PREFACE),
+    ]
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for port, part in parts:
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(part)
+            connections.append(connection)
+        for connection in connections[2:4]:  # more of a head does not help
+            time.sleep(0.1)
+            connection.sendall(b"X-More: 1\r\n")
+        for connection, (_, part) in zip(connections, parts, strict=True):
+            assert seconds_until_closed(connection) < 5, part
+
+
+def test_a_connection_may_be_idle_between_requests(impatient: Server) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.http), timeout=20) as plain:
+        for seconds in (1, 0):
+            plain.sendall(HEALTH + b"\r\n")
+            assert plain.recv(4096).startswith(b"HTTP/1.1 200")
+            time.sleep(seconds)
+
+
+def test_bodies_that_do_not_come(impatient: Server) -> None:
+    """Of requests that have no place at a model."""
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for path in ("/v2/repository/index", "/v2/logging", "/v1/completions"):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", impatient.http), timeout=20))
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+            connections.append(connection)
+        assert all(connection.recv(100).startswith(b"HTTP/1.1 504") for connection in connections)
+
+
+def check_grpc_connections(server: Server) -> None:
+    """The fourth connection is refused; when one of them ends, there is a place again."""
+    with contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc))) for _ in range(3)]
+        for connection in kept:
+            connection.sendall(PREFACE + SETTINGS)
+            assert connection.recv(1)
+        with socket.create_connection(("127.0.0.1", server.grpc)) as refused:
+            assert seconds_until_closed(refused) < 5
+        kept[0].close()
+        until = time.monotonic() + 20
+        while True:
+            with contextlib.closing(Client("grpc", server)) as client, contextlib.suppress(InferenceServerException):
+                assert client.raw.is_server_live()
+                return
+            assert time.monotonic() < until
 
 
 def test_uploads_take_no_place_in_the_queue(bundles: Mapping[str, Path]) -> None:

@@ -18,6 +18,7 @@ class RequestStatus(Enum):
     """
 
     BAD_REQUEST = (HTTPStatus.BAD_REQUEST, StatusCode.INVALID_ARGUMENT)
+    UNAUTHENTICATED = (HTTPStatus.UNAUTHORIZED, StatusCode.UNAUTHENTICATED)
     FORBIDDEN = (HTTPStatus.FORBIDDEN, StatusCode.PERMISSION_DENIED)
     NOT_FOUND = (HTTPStatus.NOT_FOUND, StatusCode.NOT_FOUND)
     TOO_LARGE = (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, StatusCode.RESOURCE_EXHAUSTED)
@@ -61,6 +62,10 @@ class ExampleError(StagepackError):
 
 class AddressError(StagepackError):
     """The server cannot listen at an address: it is in use, or does not belong to this machine. Choose another address."""
+
+
+class CredentialError(StagepackError):
+    """A file with a certificate, a key or tokens cannot be used: it cannot be read, holds something else, or other users can read it."""
 
 
 class AssetError(StagepackError):

@@ -11,27 +11,37 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+from stagepack_serving.server.grpc_authentication import abort_unauthenticated, authorization_values
 from stagepack_serving.server.served_models import ServedModels
+from stagepack_serving.server.tokens import AuthenticationError, TokenCheck, check_authorization
 
 # The service that answers inferences; an empty name is the whole server.
 INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
+_SERVER_SERVICES: Final = ("", INFERENCE_SERVICE)
 _WATCH_SECONDS: Final = 0.2
 
 
 class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without types
     """Says whether the server takes requests, as ``/v2/health/ready`` does, and whether a model does, by its name as the service."""
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, models: ServedModels, check_token: TokenCheck | None = None) -> None:
         """Create the service.
 
         Args:
             models: the models of the server.
+            check_token: says whether a token is accepted that asks for a model; None if calls need none.
         """
         self._models = models
+        self._check_token = check_token
 
     # The protocol defines the names and the effects of the methods.
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
+        if self._check_token is not None and request.service not in _SERVER_SERVICES:
+            try:
+                check_authorization(self._check_token, authorization_values(context.invocation_metadata()))
+            except AuthenticationError as error:
+                await abort_unauthenticated(context, error)
         status = self._status(request.service)
         if status == HealthCheckResponse.SERVICE_UNKNOWN:
             message = (
@@ -50,7 +60,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
             await asyncio.sleep(_WATCH_SECONDS)
 
     def _status(self, service: str) -> int:
-        if service in ("", INFERENCE_SERVICE):
+        if service in _SERVER_SERVICES:
             is_ready = self._models.is_ready
         elif service in {model.name for model in self._models.serving}:
             is_ready = self._models.is_model_ready(service)

@@ -11,7 +11,9 @@ class ServerLimits:
         max_batch_size: the largest batch that requests to a model are joined to; 1 runs each request alone.
         batching_delay: the time that a request waits for others to join its batch, in seconds.
         max_pending_requests: the number of requests to a model that are accepted and not answered yet.
-        max_connections: the number of open HTTP connections, and the number of gRPC requests at a time.
+        max_connections: the number of open HTTP connections, of open gRPC connections, and of gRPC requests at a time.
+        first_request: the time that a connection has for its TLS handshake, and then for the head of its first request (in gRPC, for the
+            preface of HTTP/2), in seconds; the head of a later request has the same time from its first byte.
         max_request_bytes: the size of a request, both as received and decompressed, in bytes.
         deadline: the time from the head of a request to the last byte of its answer, in seconds.
         max_sequences: the number of sequences whose state a model keeps.
@@ -25,6 +27,7 @@ class ServerLimits:
     batching_delay: float = 0.0
     max_pending_requests: int = 256
     max_connections: int = 1024
+    first_request: float = 10.0
     max_request_bytes: int = 64_000_000
     deadline: float = 60.0
     max_sequences: int = 8

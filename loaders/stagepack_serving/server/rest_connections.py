@@ -4,32 +4,36 @@ import asyncio
 import contextlib
 from typing import Any, Final
 
+import h11
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stagepack_serving.server.errors import RequestStatus
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.served_models import ServedModels
 
 _GRACE_SECONDS: Final = 5
 
 
 class LimitedConnection(H11Protocol):
-    """A connection. Each one beyond the limit receives 503 and is closed after 5 s.
+    """A connection. Each one beyond the limit receives 503 and is closed after 5 s; each one that sends no request in time is closed.
 
-    Uvicorn's own limit would also refuse the requests of the connections that were there before.
+    Uvicorn's own limit would also refuse the requests of the connections that were there before, and it lets a connection wait for ever
+    for its first request, or for the end of the head of a later one.
     """
 
-    def __init__(self, *args: Any, max_connections: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ServerLimits, **kwargs: Any) -> None:
         """Create the connection.
 
         Args:
             args: as for uvicorn's class.
-            max_connections: the number of connections that may be open.
+            limits: the limits of the server.
             kwargs: as for uvicorn's class.
         """
         super().__init__(*args, **kwargs)
-        self._max_connections = max_connections
+        self._limits = limits
+        self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's class
         """Start the connection, and mark it if it exceeds the limit.
@@ -38,9 +42,52 @@ class LimitedConnection(H11Protocol):
             transport: the transport of the connection.
         """
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
-            self.app_state = {**self.app_state, "exceeds_limit": True}
+        self.app_state = {**self.app_state, "abort_connection": transport.abort}
+        if len(self.connections) > self._limits.max_connections:
+            self.app_state["exceeds_limit"] = True
             self.loop.call_later(_GRACE_SECONDS, transport.close)
+        self._head_timer = self.loop.call_later(self._limits.first_request, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timers.
+
+        Args:
+            exc: why the connection ended; None for its regular end.
+        """
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what the client sent.
+
+        Args:
+            data: the bytes.
+        """
+        super().data_received(data)
+        self._bound_head()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, which may have arrived already."""
+        super().on_response_complete()
+        self._bound_head()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection after it was idle; a client that does not read what was sent may not keep it open."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(_GRACE_SECONDS, self.transport.abort)
+
+    def _bound_head(self) -> None:
+        """Start or stop the timer of the head of a request, as a part of it, or all of it, has arrived."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_head_timer()
+        elif self._head_timer is None and self.conn.trailing_data[0]:
+            self._head_timer = self.loop.call_later(self._limits.first_request, self.transport.abort)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class ConnectionCloser:
@@ -80,7 +127,7 @@ class ConnectionCloser:
 
 
 class _Exchange:
-    """One request and its answer: adds ``connection: close`` to the answer where needed."""
+    """One request and its answer: bounds their times, and adds ``connection: close`` to the answer where needed."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, models: ServedModels, *, exceeds_limit: bool
@@ -88,14 +135,22 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._models = models
+        self._abort_connection = scope["state"]["abort_connection"]
+        self._body_end_time = asyncio.get_running_loop().time() + models.limits.deadline
         body_headers = {header_name for header_name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
         self._is_received = not body_headers
         # A request with both headers may be two requests to a proxy before this server: RFC 9112, section 6.3.
         self._must_close = exceeds_limit or len(body_headers) == 2
 
     async def receive(self) -> Message:
-        message = await self._receive()
-        self._is_received = self._is_received or not message.get("more_body", False)
+        if self._is_received:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._body_end_time):
+                message = await self._receive()
+        except TimeoutError:
+            raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
+        self._is_received = not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
@@ -103,14 +158,25 @@ class _Exchange:
             if self._must_close or not self._is_received or not self._models.is_ready:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
         elif not self._is_received and not message.get("more_body", False):
-            await self._send({**message, "more_body": True})
+            await self._send_in_time({**message, "more_body": True})
             await self._discard_request()
             message = {"type": "http.response.body", "body": b""}
-        await self._send(message)
+        await self._send_in_time(message)
+
+    async def _send_in_time(self, message: Message) -> None:
+        """Send a part of the answer. If the client does not read it in time, end the connection: it would wait for the client to read."""
+        try:
+            async with asyncio.timeout(self._models.limits.deadline):
+                await self._send(message)
+        except TimeoutError:
+            self._abort_connection()
+        except asyncio.CancelledError:
+            self._abort_connection()
+            raise
 
     async def _discard_request(self) -> None:
         """Read the rest of the request: a client may lose an answer if the connection closes while it still writes."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, RequestError):
             async with asyncio.timeout(_GRACE_SECONDS):
                 while not self._is_received:
                     await self.receive()

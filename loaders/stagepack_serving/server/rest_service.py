@@ -22,11 +22,13 @@ from stagepack_serving.server.log_settings import log_settings, update_log_setti
 from stagepack_serving.server.metadata import message_fields, server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.openapi import openapi_document
+from stagepack_serving.server.rest_authentication import TokenGuard
 from stagepack_serving.server.rest_body import read_fields
 from stagepack_serving.server.rest_connections import ConnectionCloser
 from stagepack_serving.server.rest_inference import InferenceRoute, requested_model
 from stagepack_serving.server.rest_repository import repository_routes
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.tokens import TokenCheck
 
 
 class RestService:
@@ -41,8 +43,11 @@ class RestService:
         self._models = control.models
         self._control = control
 
-    def application(self) -> ASGIApp:
+    def application(self, check_token: TokenCheck | None = None) -> ASGIApp:
         """Build the ASGI application.
+
+        Args:
+            check_token: says whether a token is accepted; None if requests need none.
 
         Returns:
             The application.
@@ -76,7 +81,8 @@ class RestService:
         }
         application = Starlette(routes=routes, exception_handlers=exception_handlers)
         application.router.redirect_slashes = False
-        return ConnectionCloser(application, self._models)
+        guarded = application if check_token is None else TokenGuard(application, check_token, self._models.metrics)
+        return ConnectionCloser(guarded, self._models)
 
     async def _server_live(self, _: Request) -> Response:
         return Response()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy
 
+from stagepack.errors import StageLostError
 from stagepack_loaders.elements import Array
 
 
@@ -125,6 +126,9 @@ class Scheduler:
     """Runs calls in batches, with one thread for each lane.
 
     While the second lane runs a batch, the first one runs the next batch.
+
+    Attributes:
+        failure: why no call will run any more; empty while calls run.
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class Scheduler:
             on_start: called with each batch when its run starts.
             on_end: called with each batch that has run, before its answers are set.
         """
+        self.failure = ""
         self._runner = runner
         self._lanes = lanes = runner.lanes
         self._max_batch_size = max_batch_size
@@ -169,6 +174,9 @@ class Scheduler:
             call: the call; its answer is set when it has run.
         """
         with self._changed:
+            if self.failure:
+                _refuse_calls([call], StageLostError(self.failure))
+                return
             self._waiting.append(call)
             self._changed.notify()
 
@@ -190,15 +198,27 @@ class Scheduler:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run_lane(self, lane_number: int) -> None:
-        while (batch := self._next_batch(lane_number)) is not None:
-            try:
-                self._advance(batch, lane_number)
-            except Exception as error:  # noqa: BLE001 - a bug here must not end the thread
-                for call in batch.calls:
-                    if not call.answer.done():
-                        call.answer.set_exception(error)
+        batch = None
+        try:
+            while (batch := self._next_batch(lane_number)) is not None:
+                try:
+                    self._advance(batch, lane_number)
+                except Exception as error:  # noqa: BLE001 - a bug here must not end the thread
+                    _refuse_calls(batch.calls, error)
+        except BaseException as error:  # noqa: BLE001 - such as SystemExit; without a word, all calls would wait for ever
+            self._end_lane(lane_number, batch, error)
         if lane_number < len(self._lane_inputs):
             self._lane_inputs[lane_number].put(None)
+
+    def _end_lane(self, lane_number: int, batch: CallBatch | None, error: BaseException) -> None:
+        """Refuse all calls, as a lane has ended; one that has batches before it takes these until the scheduler is closed."""
+        failure = f"the thread of lane {lane_number} has ended: {type(error).__name__}: {error}".removesuffix(": ")
+        with self._changed:
+            self.failure = failure
+            _refuse_calls([*self._waiting, *(batch.calls if batch is not None else ())], StageLostError(failure))
+            self._waiting.clear()
+        while lane_number > 0 and (batch := self._lane_inputs[lane_number - 1].get()) is not None:
+            _refuse_calls(batch.calls, StageLostError(failure))
 
     def _next_batch(self, lane_number: int) -> CallBatch | None:
         return self._gather_batch() if lane_number == 0 else self._lane_inputs[lane_number - 1].get()
@@ -268,6 +288,12 @@ class Scheduler:
         with self._changed:
             self._waiting.extendleft(reversed(calls))
             self._changed.notify()
+
+
+def _refuse_calls(calls: Sequence[QueuedCall], error: Exception) -> None:
+    for call in calls:
+        if not call.answer.done():
+            call.answer.set_exception(error)
 
 
 def _concatenate(inputs: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:

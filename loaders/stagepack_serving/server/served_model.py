@@ -271,7 +271,7 @@ class ServedModel:
         Returns:
             The reason.
         """
-        return self._runner.unavailable_reason()
+        return self._scheduler.failure or self._runner.unavailable_reason()
 
     def has_ended(self) -> bool:
         """Return whether the model will answer no requests any more.
@@ -279,7 +279,7 @@ class ServedModel:
         Returns:
             False also for a model that answers none now, and will again.
         """
-        return self._runner.has_ended()
+        return bool(self._scheduler.failure) or self._runner.has_ended()
 
     def _check_availability(self) -> None:
         """Forget sequences whose state is lost.

@@ -6,6 +6,7 @@ import functools
 import math
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 from stagepack_serving.server.errors import AddressError
+from stagepack_serving.server.grpc_authentication import TokenInterceptor
 from stagepack_serving.server.grpc_calls import OpenCalls
 from stagepack_serving.server.grpc_health import INFERENCE_SERVICE, HealthService
 from stagepack_serving.server.grpc_parsing import ParsingInterceptor
@@ -27,6 +29,7 @@ from stagepack_serving.server.grpc_service import GrpcService
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.rest_connections import LimitedConnection
 from stagepack_serving.server.rest_service import RestService
+from stagepack_serving.server.security import ServerSecurity
 from stagepack_serving.server.served_models import ServedModels
 from stagepack_serving.server.stop_signals import watch_stop_signals
 
@@ -56,7 +59,31 @@ class ServerAddresses:
 
 
 class _UvicornServer(uvicorn.Server):
-    """Uvicorn without its signal handlers: signals stop gRPC too."""
+    """Uvicorn with a bound on the time of TLS handshakes, and without its signal handlers: signals stop gRPC too."""
+
+    def __init__(self, config: uvicorn.Config, tls_context: ssl.SSLContext | None, handshake_seconds: float) -> None:
+        super().__init__(config)
+        # None of them without TLS, or asyncio refuses them.
+        self._tls_options: dict[str, Any] = (
+            {"ssl": tls_context, "ssl_handshake_timeout": handshake_seconds, "ssl_shutdown_timeout": handshake_seconds}
+            if tls_context is not None
+            else {}
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        connection_type: Any = self.config.http_protocol_class
+        create_connection = functools.partial(
+            connection_type,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+        )
+        self.servers = [
+            await loop.create_server(create_connection, sock=listener, backlog=_BACKLOG, **self._tls_options)
+            for listener in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,17 +91,22 @@ class _UvicornServer(uvicorn.Server):
 
 
 async def serve(
-    control: ModelControl, addresses: ServerAddresses, on_listening: Callable[[ServerAddresses], None]
+    control: ModelControl,
+    addresses: ServerAddresses,
+    on_listening: Callable[[ServerAddresses], None],
+    security: ServerSecurity,
 ) -> bool:
     """Answer requests until SIGTERM, SIGHUP or SIGINT, or until a model has ended; then finish those that were accepted.
 
-    After SIGTERM, which orchestrators send, or SIGHUP, the server still accepts requests for `ServerLimits.linger` seconds, reports
-    that it is not ready, and closes each HTTP connection with its answer. A second SIGTERM or SIGINT ends the process at once.
+    After SIGTERM, which orchestrators send, or SIGHUP, or when a model has ended, the server still accepts requests for
+    `ServerLimits.linger` seconds, reports that it is not ready, and closes each HTTP connection with its answer. A second SIGTERM or SIGINT
+    ends the process at once.
 
     Args:
         control: the models to serve, loaded.
         addresses: the addresses to listen at.
         on_listening: called with the addresses, free ports filled in, when the server listens.
+        security: who may use the server.
 
     Returns:
         Whether all threads ended. If not, they still run requests that nobody waits for, and end only with the process.
@@ -85,8 +117,8 @@ async def serve(
     models, limits = control.models, control.models.limits
     with _listen(addresses.host, addresses.http_port) as http_socket:
         open_calls = OpenCalls()
-        grpc_server, grpc_port = _create_grpc_server(control, addresses, open_calls)
-        http_server = _create_http_server(control)
+        grpc_server, grpc_port = _create_grpc_server(control, addresses, open_calls, security)
+        http_server = _create_http_server(control, security)
         stop_signal = watch_stop_signals()
         await grpc_server.start()
         http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
@@ -96,9 +128,8 @@ async def serve(
         watching = asyncio.create_task(control.watch())
         stops: list[asyncio.Future[Any]] = [stop_signal, failure]
         await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
-        if failure.done():
-            models.has_failed = True
-        elif stop_signal.result() != signal.SIGINT:
+        models.has_failed = failure.done()
+        if models.has_failed or stop_signal.result() != signal.SIGINT:
             models.is_stopping = True
             await asyncio.sleep(limits.linger)
         models.is_stopping = True
@@ -118,13 +149,15 @@ async def _wait_for_end(models: ServedModels) -> None:
         await asyncio.sleep(_WATCH_SECONDS)
 
 
-def _create_http_server(control: ModelControl) -> uvicorn.Server:
+def _create_http_server(control: ModelControl, security: ServerSecurity) -> uvicorn.Server:
     """The HTTP server, not started yet."""
     limits = control.models.limits
     config = uvicorn.Config(
-        RestService(control).application(),
+        RestService(control).application(security.check_token),
         # Based on h11, which bounds the size of a request's head. Uvicorn prefers httptools where it is installed, which does not.
-        http=functools.partial(LimitedConnection, max_connections=limits.max_connections),  # type: ignore[arg-type]
+        http=functools.partial(LimitedConnection, limits=limits),  # type: ignore[arg-type]
+        # A connection that becomes a WebSocket would have no limits.
+        ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -133,11 +166,12 @@ def _create_http_server(control: ModelControl) -> uvicorn.Server:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(limits.drain + _REFUSAL_SECONDS),
     )
-    return _UvicornServer(config)
+    tls_context = None if security.tls is None else security.tls.context
+    return _UvicornServer(config, tls_context, limits.first_request)
 
 
 def _create_grpc_server(
-    control: ModelControl, addresses: ServerAddresses, open_calls: OpenCalls
+    control: ModelControl, addresses: ServerAddresses, open_calls: OpenCalls, security: ServerSecurity
 ) -> tuple[grpc.aio.Server, int]:
     """The gRPC server, not started yet, and its port.
 
@@ -150,18 +184,29 @@ def _create_grpc_server(
         ("grpc.max_send_message_length", -1),
         # With it, a second server could listen at the same port, and take some of the requests.
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", models.limits.max_connections),
+        # Until TLS and the preface of HTTP/2 are done.
+        ("grpc.server_handshake_timeout_ms", math.ceil(1000 * models.limits.first_request)),
+        # The client connects again with its next call.
+        ("grpc.max_connection_idle_ms", 1000 * _KEEP_ALIVE_SECONDS),
     ]
+    interceptors: list[Any] = [ParsingInterceptor(open_calls)]
+    if security.check_token is not None:
+        interceptors.insert(0, TokenInterceptor(security.check_token, models.metrics))
     server = grpc.aio.server(
         options=options,
-        interceptors=[ParsingInterceptor(open_calls)],
+        interceptors=interceptors,
         maximum_concurrent_rpcs=models.limits.max_connections,
     )
     add_GRPCInferenceServiceServicer_to_server(GrpcService(control), server)
-    add_HealthServicer_to_server(HealthService(models), server)
+    add_HealthServicer_to_server(HealthService(models, security.check_token), server)
     enable_server_reflection((INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
+    address = f"{host}:{addresses.grpc_port}"
     try:
-        return server, server.add_insecure_port(f"{host}:{addresses.grpc_port}")
+        if security.tls is not None:
+            return server, server.add_secure_port(address, security.tls.grpc_credentials())
+        return server, server.add_insecure_port(address)
     except RuntimeError as error:
         raise AddressError(f"{addresses.host} port {addresses.grpc_port}: cannot listen for gRPC: {error}") from None
 

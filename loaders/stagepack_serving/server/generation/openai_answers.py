@@ -11,8 +11,10 @@ from typing import Any, Final
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 # The type of an error by its status.
+_ERROR_CODES: Final = {RequestStatus.NOT_FOUND: "model_not_found", RequestStatus.UNAUTHENTICATED: "invalid_api_key"}
 _ERROR_TYPES: Final = {
     RequestStatus.BAD_REQUEST: "invalid_request_error",
+    RequestStatus.UNAUTHENTICATED: "invalid_request_error",
     RequestStatus.NOT_FOUND: "invalid_request_error",
     RequestStatus.TOO_LARGE: "invalid_request_error",
     RequestStatus.BUSY: "overloaded_error",
@@ -145,5 +147,5 @@ def error_fields(error: RequestError) -> dict[str, Any]:
         The fields.
     """
     error_type = _ERROR_TYPES.get(error.status, "server_error")
-    code = "model_not_found" if error.status == RequestStatus.NOT_FOUND else None
+    code = _ERROR_CODES.get(error.status)
     return {"error": {"message": str(error), "type": error_type, "param": None, "code": code}}

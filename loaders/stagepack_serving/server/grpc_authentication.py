@@ -1,0 +1,87 @@
+"""Tokens of gRPC calls."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+import grpc
+
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.tokens import AuthenticationError, TokenCheck, check_authorization
+
+# The health of the server, and of its models if the call has a token: see `HealthService`.
+_OPEN_METHODS: Final = frozenset(
+    {
+        "/grpc.health.v1.Health/Check",
+        "/inference.GRPCInferenceService/ServerLive",
+        "/inference.GRPCInferenceService/ServerReady",
+    }
+)
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Aborts calls without an accepted token with UNAUTHENTICATED, before their messages are read."""
+
+    def __init__(self, check_token: TokenCheck, metrics: Metrics) -> None:
+        """Create the interceptor.
+
+        Args:
+            check_token: says whether a token is accepted.
+            metrics: counts the refused calls.
+        """
+        self._check_token = check_token
+        self._metrics = metrics
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Find the handler of a method, or one that aborts the call.
+
+        Args:
+            continuation: finds the handler.
+            details: the name of the method, and the metadata of the call.
+
+        Returns:
+            The handler.
+        """
+        if details.method in _OPEN_METHODS:
+            return await continuation(details)
+        try:
+            check_authorization(self._check_token, authorization_values(details.invocation_metadata))
+        except AuthenticationError as error:
+            self._metrics.count_answer("", "", "grpc", error.status.name)
+            return _refusing_handler(error)
+        return await continuation(details)
+
+
+def authorization_values(metadata: Any) -> Sequence[str]:
+    """Return the values of the key ``authorization`` in the metadata of a call.
+
+    Args:
+        metadata: the keys and values; None for none.
+
+    Returns:
+        The values.
+    """
+    return [
+        value if isinstance(value, str) else value.decode("latin-1")
+        for key, value in metadata or ()
+        if key == "authorization"
+    ]
+
+
+async def abort_unauthenticated(context: Any, error: AuthenticationError) -> None:
+    """End a call that has no accepted token.
+
+    Args:
+        context: the context of the call.
+        error: why.
+    """
+    await context.abort(error.status.grpc_code, str(error), (("www-authenticate", error.challenge),))
+
+
+def _refusing_handler(error: AuthenticationError) -> Any:
+    """A handler of all kinds of methods: that of a stream is called before a message is read."""
+
+    async def refuse(_: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        await abort_unauthenticated(context, error)
+        yield  # pragma: no cover - makes it a generator
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,55 @@
+"""Tokens of requests over HTTP."""
+
+from typing import Final
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stagepack_serving.server.generation.openai_answers import error_fields
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.tokens import AuthenticationError, TokenCheck, check_authorization
+
+# Kubernetes and load balancers ask them, and send no token.
+_OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
+# Below it, errors have OpenAI's form.
+_OPENAI_PREFIX: Final = "/v1/"
+
+
+class TokenGuard:
+    """An ASGI application that wraps another one, and answers requests without an accepted token with 401, before their bodies are read.
+
+    The health of the server needs no token.
+    """
+
+    def __init__(self, application: ASGIApp, check_token: TokenCheck, metrics: Metrics) -> None:
+        """Wrap an application.
+
+        Args:
+            application: the application.
+            check_token: says whether a token is accepted.
+            metrics: counts the refused requests.
+        """
+        self._application = application
+        self._check_token = check_token
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request.
+
+        Args:
+            scope: the ASGI scope.
+            receive: the ASGI channel of the request.
+            send: the ASGI channel of the answer.
+        """
+        values = [value.decode("latin-1") for header_name, value in scope["headers"] if header_name == b"authorization"]
+        try:
+            if scope["path"] not in _OPEN_PATHS:
+                check_authorization(self._check_token, values)
+        except AuthenticationError as error:
+            is_openai = scope["path"].startswith(_OPENAI_PREFIX)
+            self._metrics.count_answer("", "", "openai" if is_openai else "rest", error.status.name)
+            fields = error_fields(error) if is_openai else {"error": str(error)}
+            refusal = JSONResponse(fields, error.status.http_code, {"www-authenticate": error.challenge})
+            await refusal(scope, receive, send)
+        else:
+            await self._application(scope, receive, send)

@@ -1,0 +1,151 @@
+"""Files of certificates, keys and tokens that a server refuses, before it loads or listens."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagepack
+from stagepack.errors import OptionError
+from stagepack_serving.server.errors import CredentialError
+from stagepack_serving.server.tls import read_tls_files
+from stagepack_serving.server.tokens import AuthenticationError, check_authorization, read_tokens
+from tests.serve.certificates import Certificate, make_certificate
+
+TOKEN = "right-token-0123456789"  # noqa: S105 - of these tests
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificate"), "server")
+
+
+def secret_file(path: Path, content: bytes | str, permissions: int = 0o600) -> Path:
+    """A file with these permissions."""
+    path.touch(mode=0o600)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.chmod(permissions)
+    return path
+
+
+def encrypt(key: Path) -> bytes:
+    """The key, with a password."""
+    command = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:secret"]
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        (lambda good: good.with_name("absent"), "absent: the TLS key cannot be read: No such file"),
+        (lambda good: good.parent, "the TLS key cannot be read: Is a directory"),
+        (lambda good: secret_file(good.with_name("empty"), b""), "expected a TLS key, found an empty file"),
+        (lambda good: secret_file(good.with_name("large"), bytes(2_000_000)), "found more than 1000000 bytes"),
+        (lambda good: secret_file(good.with_name("open"), good.read_bytes(), 0o644), "the permissions 0644"),
+        (lambda good: secret_file(good.with_name("shared"), good.read_bytes(), 0o660), "the permissions 0660"),
+        (lambda good: secret_file(good.with_name("text"), "a key"), "expected a TLS key in PEM"),
+        (lambda good: secret_file(good.with_name("locked"), encrypt(good)), "the TLS key is encrypted"),
+        (lambda good: make_certificate(good.parent, "other").key_file, "is not that of the certificate"),
+        (
+            lambda good: secret_file(good.with_name("damaged"), good.read_bytes().replace(b"M", b"N", 1)),
+            "TLS cannot use them",
+        ),
+    ],
+)
+def test_keys_that_are_refused(certificate: Certificate, key: Callable[[Path], Path], says: str) -> None:
+    with pytest.raises(CredentialError, match=says) as caught:
+        read_tls_files(certificate.certificate_file, key(certificate.key_file))
+    assert "MIG" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a certificate", "expected a {} in PEM"),
+        ("\N{SNOWMAN}".encode(), "expected a {} in PEM: it is not ASCII"),
+        (b"", "expected a {}, found an empty file"),
+    ],
+)
+def test_certificates_that_are_refused(certificate: Certificate, tmp_path: Path, content: bytes, says: str) -> None:
+    file = secret_file(tmp_path / "file", content)
+    with pytest.raises(CredentialError, match=says.format("TLS certificate")):
+        read_tls_files(file, certificate.key_file)
+    with pytest.raises(CredentialError, match=says.format("client CA")):
+        read_tls_files(certificate.certificate_file, certificate.key_file, file)
+
+
+def test_a_key_of_the_group_is_accepted(certificate: Certificate, tmp_path: Path) -> None:
+    key = secret_file(tmp_path / "key", certificate.key_file.read_bytes(), 0o440)
+    settings = read_tls_files(certificate.certificate_file, key, certificate.certificate_file)
+    assert "PRIVATE" not in repr(settings)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads all files")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    with pytest.raises(CredentialError, match="cannot be read: Permission denied"):
+        read_tokens(secret_file(tmp_path / "tokens", TOKEN, 0o000))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "found an empty file"),
+        ("# only this\n\n", "expected a token on each line, found none"),
+        (f"{TOKEN}\nshort\n", "line 2: expected a token of at least 16"),
+        (f"{TOKEN} {TOKEN}\n", "line 1: expected a token"),
+        ("p\xe4ssw\xf6rter-der-nutzer\n", "line 1: expected a token"),
+    ],
+)
+def test_token_files_that_are_refused(tmp_path: Path, content: str, says: str) -> None:
+    with pytest.raises(CredentialError, match=says) as caught:
+        read_tokens(secret_file(tmp_path / "tokens", content))
+    assert TOKEN not in str(caught.value)
+
+
+def test_tokens_from_a_pipe() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, TOKEN.encode())
+    os.close(writing)
+    check_token = read_tokens(f"/proc/self/fd/{reading}")
+    os.close(reading)
+    assert check_token(TOKEN)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [""],
+        ["Bearer"],
+        [TOKEN],
+        [f"Basic {TOKEN}"],
+        [f"Bearer {TOKEN[:-1]}"],
+        ["Bearer \udcff\xff"],
+        [f"Bearer {TOKEN}"] * 2,
+    ],
+)
+def test_requests_that_are_refused(tmp_path: Path, values: list[str]) -> None:
+    check_token = read_tokens(secret_file(tmp_path / "tokens", TOKEN))
+    check_authorization(check_token, [f"Bearer {TOKEN}"])
+    with pytest.raises(AuthenticationError) as caught:
+        check_authorization(check_token, values)
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tls_key": "x"}, "tls_certificate and tls_key: expected both or none"),
+        ({"tls_client_ca": "x"}, "tls_client_ca: expected tls_certificate"),
+        ({"token_file": "x", "check_token": bool}, "token_file and check_token: expected one of them"),
+    ],
+)
+def test_arguments_of_python_that_do_not_go_together(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
+    import torch
+
+    bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
+    with pytest.raises(OptionError, match=says):
+        stagepack.serve({"x": stagepack.load(bundle)}, **arguments)

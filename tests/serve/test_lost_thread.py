@@ -1,0 +1,114 @@
+"""A thread that runs batches ends: the server says that it is not ready, answers what waits, and ends."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from stagepack.errors import StageLostError
+from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
+from tests.serve.servers import INFER, Client, post, skips_request, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+# Raises SystemExit in the thread of the first lane.
+KILLER = """
+import ctypes, signal, threading
+
+def kill(*_):
+    for thread in threading.enumerate():
+        if thread.name == "lane-0":
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+signal.signal(signal.SIGUSR1, kill)
+"""
+
+
+def test_the_server_is_not_ready_and_ends(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "killer.py").write_text(KILLER)
+    log = tmp_path / "stderr"
+    prefix = [
+        "env",
+        f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        "sh",
+        "-c",
+        f'exec "$@" 2> {log}',
+        "sh",
+    ]
+    body = json.dumps(skips_request())
+    with (
+        stagepack_server([bundles["skips"]], "--import", "killer", "--linger-s", "2", prefix=prefix) as server,
+        contextlib.closing(Client("grpc", server)) as client,
+    ):
+
+        def health(name: str) -> int:
+            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
+                connection.request("GET", f"/v2/health/{name}")
+                return connection.getresponse().status
+
+        assert health("ready") == 200
+        assert post(server.http, INFER, body)[0] == 200
+        server.process.send_signal(signal.SIGUSR1)
+        status, answer, _ = post(server.http, INFER, body)
+        assert status == 503
+        assert "the thread of lane 0 has ended: SystemExit" in answer["error"]
+        assert health("ready") == 503
+        assert not client.raw.is_server_ready()
+        assert not client.raw.is_model_ready("skips")
+        assert health("live") == 200
+        assert post(server.http, INFER, body)[0] == 503
+        assert server.process.wait(timeout=30) == 1
+        assert "the thread of lane 0 has ended: SystemExit" in log.read_text()
+
+
+class Lanes:
+    """Runs batches in two lanes, of which one ends its thread when an input says so. Implements `BatchRunner`."""
+
+    lanes = ((0,), (1,))
+    batches_ahead = 1
+
+    def begin(self, inputs: Mapping[str, Any]) -> Any:
+        return dict(inputs)
+
+    def run_stage(self, stage_number: int, values: Any, sequence: Any) -> None:
+        if values["x"][0] == stage_number:
+            raise SystemExit(3)
+
+    def finish(self, values: Any, sequence: Any) -> Mapping[str, Any]:
+        return values
+
+
+@pytest.mark.parametrize("lane_number", [0, 1])
+def test_all_calls_are_answered(lane_number: int) -> None:
+    def ignore(_: CallBatch) -> None:
+        pass
+
+    runner: Any = Lanes()
+    scheduler = Scheduler(runner, max_batch_size=1, batching_delay=0, on_start=ignore, on_end=ignore)
+
+    def submit(value: int) -> "Future[Mapping[str, Any]]":
+        call = QueuedCall(inputs={"x": numpy.array([value])})
+        scheduler.submit(call)
+        return call.answer
+
+    assert submit(-1).result(timeout=20)["x"] == -1
+    assert not scheduler.failure
+    answers = [submit(value) for value in (lane_number, -1, -1, -1, -1)]
+    for answer in answers:
+        # What the other lane had run already may be answered.
+        error = answer.exception(timeout=20)
+        assert error is None or isinstance(error, StageLostError)
+    with pytest.raises(StageLostError, match=f"the thread of lane {lane_number} has ended: SystemExit: 3"):
+        answers[0].result()
+    with pytest.raises(StageLostError):
+        submit(-1).result(timeout=20)
+    assert scheduler.failure
+    assert scheduler.close(20)
