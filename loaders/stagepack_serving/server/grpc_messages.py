@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy
 from tritonclient.grpc import service_pb2 as pb
 
+from stagepack_loaders.elements import Array
+from stagepack_serving.server.beside_loop import with_pauses
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.parameters import refuse_shared_memory
-from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_numbers
+from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_reader
 
+# Elements that are decoded at a time.
+_PIECE_ELEMENTS: Final = 16_384
 # Datatype -> the field of InferTensorContents that holds its elements.
 _CONTENT_FIELDS: Final = {
     "BOOL": "bool_contents",
@@ -109,8 +114,30 @@ def decode_input(message: Any, raw_content: bytes | None) -> InferenceTensor:
         raise RequestError(
             RequestStatus.BAD_REQUEST, f"{message.name}: expected raw contents for the datatype {message.datatype!r}"
         )
-    typed_numbers = list(getattr(message.contents, field_name))
-    return tensor_from_numbers(message.name, message.datatype, message.shape, lambda _: typed_numbers)
+    numbers = getattr(message.contents, field_name)
+
+    def read_array(dtype: numpy.dtype[Any]) -> Array:
+        starts = range(0, len(numbers), _PIECE_ELEMENTS)
+        pieces = [numpy.array(numbers[start : start + _PIECE_ELEMENTS], dtype) for start in with_pauses(starts)]
+        return numpy.concatenate([numpy.empty(0, dtype), *pieces])
+
+    return tensor_from_reader(message.name, message.datatype, message.shape, read_array)
+
+
+def typed_bytes(message: Any) -> int:
+    """Return the least size of the numbers in the typed contents of a request.
+
+    Args:
+        message: a ``ModelInferRequest``.
+
+    Returns:
+        The size in bytes.
+    """
+    return sum(
+        len(getattr(tensor.contents, field_name))
+        for tensor in message.inputs
+        if tensor.HasField("contents") and (field_name := _CONTENT_FIELDS.get(tensor.datatype))
+    )
 
 
 def _parameter_value(parameter: Any) -> Any:

@@ -12,10 +12,11 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
+from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
-from stagepack_serving.server.grpc_messages import decode_parameters, decode_request, encode_response
+from stagepack_serving.server.grpc_messages import decode_parameters, decode_request, encode_response, typed_bytes
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
@@ -165,7 +166,8 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 if asks_for_generation(model, request):
                     await generate_responses(model, request, scope.deadline, send, streams=streams)
                     return
-                outputs = await model.infer(decode_request(request), scope.deadline)
+                inference_request = await beside_loop(typed_bytes(request), decode_request, request)
+                outputs = await model.infer(inference_request, scope.deadline)
             await send(encode_response(model.name, model.version, request.id, outputs))
 
 

@@ -1,15 +1,24 @@
 """The body of an HTTP request, bounded in size."""
 
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.rest_compression import decompress_body
+from stagepack_serving.server.rest_large_request import check_json_counts
 
+# Zlib writes up to so many bytes for one that it reads.
+_COMPRESSION: Final = 1032
 # Far more than a request that is no inference needs.
 _MAX_FIELDS_BYTES: Final = 65_536
+# Room for the longest prompts: 30 s of speech in 128 bands are 8 MB.
+_MAX_TEXT_BYTES: Final = 16_000_000
+_MAX_CONTAINERS: Final = 100_000
+_MAX_STRINGS: Final = 1_000_000
 
 Fields = TypeVar("Fields")
 
@@ -44,7 +53,33 @@ async def read_body(request: Request, max_bytes: int) -> bytearray:
             RequestStatus.TOO_LARGE, f"expected a request of at most {max_bytes} bytes, found {body_bytes} or more"
         )
     encoding = request.headers.get("content-encoding", "identity").lower()
-    return body if encoding == "identity" else decompress_body(body, encoding, max_bytes)
+    if encoding == "identity":
+        return body
+    # A few bytes may become many.
+    return await beside_loop(_COMPRESSION * len(body), decompress_body, body, encoding, max_bytes)
+
+
+async def decode_text_request(request: Request, max_bytes: int, decode: Callable[[bytearray], Fields]) -> Fields:
+    """Read a request for a text, whose prompt may be large, and decode it beside the event loop.
+
+    Args:
+        request: the request.
+        max_bytes: the largest size of a request.
+        decode: decodes the body.
+
+    Returns:
+        What `decode` returns.
+
+    Raises:
+        RequestError: the body is too large, has too many values, or `decode` refuses it.
+    """
+
+    def check_and_decode(body: bytearray) -> Fields:
+        check_json_counts(body, _MAX_CONTAINERS, _MAX_STRINGS, brackets=b"[{")
+        return decode(body)
+
+    body = await read_body(request, min(max_bytes, _MAX_TEXT_BYTES))
+    return await beside_loop(len(body), check_and_decode, body)
 
 
 async def read_fields(request: Request, fields_type: type[Fields]) -> Fields:

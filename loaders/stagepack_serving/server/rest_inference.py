@@ -3,18 +3,22 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.rest_body import read_body
 from stagepack_serving.server.rest_request import BINARY_HEADER, decode_request
-from stagepack_serving.server.rest_response import check_output_parameters, encode_response
+from stagepack_serving.server.rest_response import check_output_parameters, encode_response, json_bytes
 from stagepack_serving.server.served_models import ServedModels
 
 Result = TypeVar("Result")
+
+# An answer is sent in such parts, between which the event loop answers others: TLS encrypts each at once.
+_SENT_BYTES: Final = 1_048_576
 
 
 class InferenceRoute:
@@ -51,13 +55,17 @@ class InferenceRoute:
         try:
             async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
                 body = await read_body(request, self._models.limits.max_request_bytes)
-                header, inference_request = decode_request(body, request.headers.get(BINARY_HEADER))
+                header, inference_request = await beside_loop(
+                    len(body), decode_request, body, request.headers.get(BINARY_HEADER)
+                )
                 del body
                 with request_scope.reserve_place(header.parameters) as model:
                     check_output_parameters(header, model.interface)
                     inference = model.infer(inference_request, request_scope.deadline)
                     outputs = await unless_disconnected(inference, receive)
-                    answer = encode_response(model.name, model.version, header, outputs)
+                    answer = await beside_loop(
+                        json_bytes(header, outputs), encode_response, model.name, model.version, header, outputs
+                    )
                     await _send_response(*answer, recording_send)
         except RequestError:
             if not sent_types:  # Else the client does not read its answer: uvicorn closes the connection.
@@ -119,5 +127,8 @@ async def _send_response(json_part: bytes, binary_parts: list[memoryview], send:
         headers.append((BINARY_HEADER.encode(), str(len(json_part)).encode()))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for part in parts:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
+        for start in range(0, len(part), _SENT_BYTES):
+            body = part[start : start + _SENT_BYTES]
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": b""})

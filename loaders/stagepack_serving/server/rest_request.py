@@ -6,19 +6,29 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/protoco
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.json_numbers import array_from_json
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.parameters import refuse_shared_memory
-from stagepack_serving.server.tensor_decoding import NumberDecoder, tensor_from_bytes, tensor_from_numbers
+from stagepack_serving.server.rest_large_request import split_large_json
+from stagepack_serving.server.tensor_decoding import (
+    NumberDecoder,
+    tensor_from_bytes,
+    tensor_from_numbers,
+    tensor_from_reader,
+)
 
 # The HTTP header with the length of the JSON part, in bytes.
 BINARY_HEADER: Final = "inference-header-content-length"
 
+# Beyond it, the JSON part is decoded in steps.
+_LARGE_BYTES: Final = 131_072
 _LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
 _NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
 
@@ -50,7 +60,7 @@ class RequestHeader(Struct, kw_only=True):
 
 
 def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestHeader, InferenceRequest]:
-    """Decode the body of a request.
+    """Decode the body of a request. A large one is decoded in steps of a few milliseconds, between which other threads run.
 
     Args:
         body: the body.
@@ -63,10 +73,15 @@ def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestH
         RequestError: the body violates the protocol.
     """
     json_part, binary_part = _split_body(memoryview(body), header_length)
-    header, number_decoders = _decode_json(json_part)
+    input_numbers: Sequence[NumberDecoder | bytes | None]
+    if len(json_part) > _LARGE_BYTES:
+        header_json, input_numbers = split_large_json(json_part)
+        header, _ = _decode_json(memoryview(header_json))
+    else:
+        header, input_numbers = _decode_json(json_part)
     inputs = []
-    for input_header, decode_numbers in zip(header.inputs, number_decoders, strict=True):
-        tensor, binary_part = _decode_input(input_header, decode_numbers, binary_part)
+    for input_header, numbers in zip(header.inputs, input_numbers, strict=True):
+        tensor, binary_part = _decode_input(input_header, numbers, binary_part)
         inputs.append(tensor)
     if len(binary_part):
         raise RequestError(
@@ -89,18 +104,21 @@ def _split_body(content: memoryview, header_length: str | None) -> tuple[memoryv
 
 
 def _decode_input(
-    header: InputHeader, decode_numbers: NumberDecoder | None, binary_part: memoryview
+    header: InputHeader, numbers: NumberDecoder | bytes | None, binary_part: memoryview
 ) -> tuple[InferenceTensor, memoryview]:
     """Decode an input from the JSON part, or from the start of the binary part. Return the tensor and the rest of the binary part."""
     refuse_shared_memory(header.name, header.parameters)
     binary_bytes = header.parameters.get("binary_data_size")
     if binary_bytes is None:
-        if decode_numbers is None:
+        if numbers is None:
             raise RequestError(
                 RequestStatus.BAD_REQUEST, f"{header.name}: expected data, or the parameter binary_data_size"
             )
-        return tensor_from_numbers(header.name, header.datatype, header.shape, decode_numbers), binary_part
-    if decode_numbers is not None:
+        if isinstance(numbers, bytes):
+            read_array = functools.partial(array_from_json, numbers, shape=header.shape)
+            return tensor_from_reader(header.name, header.datatype, header.shape, read_array), binary_part
+        return tensor_from_numbers(header.name, header.datatype, header.shape, numbers), binary_part
+    if numbers is not None:
         message = f"{header.name}: expected data or the parameter binary_data_size, found both"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
     if type(binary_bytes) is not int or not 0 <= binary_bytes <= len(binary_part):

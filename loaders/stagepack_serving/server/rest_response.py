@@ -3,7 +3,6 @@
 Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy
 
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.json_numbers import json_from_array
 from stagepack_serving.server.messages import InferenceTensor
 from stagepack_serving.server.parameters import boolean_parameter, refuse_shared_memory
 from stagepack_serving.server.rest_request import RequestHeader
@@ -46,7 +46,7 @@ def check_output_parameters(header: RequestHeader, interface: Interface) -> None
 def encode_response(
     model_name: str, version: str, header: RequestHeader, outputs: Sequence[InferenceTensor]
 ) -> tuple[bytes, list[memoryview]]:
-    """Encode an answer in the form that the request asks for.
+    """Encode an answer in the form that the request asks for, in steps of a few milliseconds, between which other threads run.
 
     Args:
         model_name: the name of the model.
@@ -57,24 +57,36 @@ def encode_response(
     Returns:
         The JSON part, and the binary tensors that follow it.
     """
-    output_entries: list[dict[str, Any]] = []
+    head: dict[str, Any] = {"model_name": model_name, "model_version": version}
+    if header.id:
+        head["id"] = header.id
+    parts = [msgspec.json.encode(head)[:-1], b',"outputs":[']
     binary_parts = []
-    is_finite = True
-    for tensor in outputs:
+    for position, tensor in enumerate(outputs):
         entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.array.shape)}
+        if position:
+            parts.append(b",")
         if _is_binary(header, tensor.name):
             array = numpy.ascontiguousarray(tensor.array)
             entry["parameters"] = {"binary_data_size": array.nbytes}
             binary_parts.append(array.reshape(-1).view(numpy.uint8).data)
+            parts.append(msgspec.json.encode(entry))
         else:
-            entry["data"] = tensor.array.reshape(-1).tolist()
-            is_finite &= tensor.array.dtype.kind != "f" or bool(numpy.isfinite(tensor.array).all())
-        output_entries.append(entry)
-    answer: dict[str, Any] = {"model_name": model_name, "model_version": version, "outputs": output_entries}
-    if header.id:
-        answer["id"] = header.id
-    # JSON has no NaN and no infinities. Like Triton, write them as Python's json module does; msgspec would write null.
-    return msgspec.json.encode(answer) if is_finite else json.dumps(answer).encode(), binary_parts
+            parts += [msgspec.json.encode(entry)[:-1], b',"data":', *json_from_array(tensor.array), b"}"]
+    return b"".join([*parts, b"]}"]), binary_parts
+
+
+def json_bytes(header: RequestHeader, outputs: Sequence[InferenceTensor]) -> int:
+    """Return how many bytes of elements `encode_response` will write as JSON.
+
+    Args:
+        header: the JSON part of the request.
+        outputs: the outputs.
+
+    Returns:
+        The bytes, as they are in memory.
+    """
+    return sum(tensor.array.nbytes for tensor in outputs if not _is_binary(header, tensor.name))
 
 
 def _output_parameters(header: RequestHeader) -> dict[str, dict[str, Any]]:

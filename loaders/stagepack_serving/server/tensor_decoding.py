@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 import numpy
 
+from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.messages import InferenceTensor
@@ -63,6 +64,32 @@ def tensor_from_numbers(
         The tensor.
 
     Raises:
+        RequestError: as for `tensor_from_reader`.
+    """
+
+    def read_array(dtype: numpy.dtype[Any]) -> Array:
+        number_type = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
+        return numpy.array(_decode_flat_or_nested(decode_numbers, number_type, len(shape)), dtype)
+
+    return tensor_from_reader(tensor_name, datatype, shape, read_array)
+
+
+def tensor_from_reader(
+    tensor_name: str, datatype: str, shape: Sequence[int], read_array: Callable[[numpy.dtype[Any]], Array]
+) -> InferenceTensor:
+    """Decode a tensor from numbers, of which the array is made here.
+
+    Args:
+        tensor_name: the name of the input.
+        datatype: a datatype of the protocol.
+        shape: the shape.
+        read_array: returns the array, flat or of the shape, of the dtype that it is called with. It may raise ValueError and
+            ArithmeticError.
+
+    Returns:
+        The tensor.
+
+    Raises:
         RequestError: the datatype is unknown or BF16, the shape impossible, or the numbers are of another type, count or range.
     """
     dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
@@ -70,10 +97,9 @@ def tensor_from_numbers(
         raise RequestError(
             RequestStatus.BAD_REQUEST, f"{tensor_name}: BF16 is sent as binary data, not as JSON or typed contents"
         )
-    number_type = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
     try:
         with numpy.errstate(over="raise"):
-            array = numpy.array(_decode_flat_or_nested(decode_numbers, number_type, len(shape)), dtype)
+            array = read_array(dtype)
     except (ArithmeticError, ValueError) as error:
         # Of msgspec too: its ValidationError is a ValueError.
         message = f"expected data of {datatype}, flat or in lists of the shape {list(shape)}: {error}"

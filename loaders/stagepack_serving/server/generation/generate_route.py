@@ -18,7 +18,7 @@ from stagepack_serving.server.generation.answer_channel import AnswerChannel
 from stagepack_serving.server.generation.generator import Generator, generator_of
 from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
 from stagepack_serving.server.parameters import timeout_parameter
-from stagepack_serving.server.rest_body import read_body
+from stagepack_serving.server.rest_body import decode_text_request
 from stagepack_serving.server.rest_inference import requested_model, unless_disconnected
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
@@ -51,7 +51,7 @@ class GenerateRoute:
         request, channel = Request(scope, receive), AnswerChannel(scope, receive, send)
         try:
             async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
-                fields = _decode_fields(await read_body(request, self._models.limits.max_request_bytes))
+                fields = await decode_text_request(request, self._models.limits.max_request_bytes, _decode_fields)
                 with request_scope.reserve_place({}) as model:
                     answer = self._answer(model, fields, request_scope.deadline, channel)
                     await unless_disconnected(answer, receive)

@@ -4,6 +4,7 @@ Source: https://platform.openai.com/docs/api-reference.
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -32,7 +33,7 @@ from stagepack_serving.server.generation.openai_requests import (
     OpenAIFields,
     decode_openai_request,
 )
-from stagepack_serving.server.rest_body import read_body
+from stagepack_serving.server.rest_body import decode_text_request
 from stagepack_serving.server.rest_inference import unless_disconnected
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
@@ -116,10 +117,10 @@ class OpenAIRoute:
         try:
             try:
                 async with asyncio.timeout(limits.deadline):
-                    body = await read_body(request, limits.max_request_bytes)
+                    decode = functools.partial(decode_openai_request, fields_type=self._fields_type)
+                    return await decode_text_request(request, limits.max_request_bytes, decode)
             except TimeoutError:
                 raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
-            return decode_openai_request(body, self._fields_type)
         except RequestError as error:
             self._models.metrics.count_answer("", "", "openai", error.status.name)
             raise

@@ -1,0 +1,108 @@
+"""Tensors from the numbers of a large JSON text, and such texts, piece by piece: a whole would hold the interpreter for long."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy
+
+from stagepack_loaders.elements import Array
+from stagepack_serving.server.beside_loop import with_pauses
+
+# One or two milliseconds of work.
+_PIECE_BYTES: Final = 131_072
+_PIECE_ELEMENTS: Final = 16_384
+
+_BRACKETS_AS_SPACES: Final = bytes.maketrans(b"[]", b"  ")
+# All that numbers, true, false, NaN and Infinity consist of, and the spaces around them.
+_NUMBER_BYTES: Final = b"0123456789+-.eE \t\r\ntruefalsNaInfinity"
+
+
+def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) -> Array:
+    """Decode numbers in a flat list, or in lists nested as the shape is.
+
+    Args:
+        text: valid JSON, but for NaN, Infinity and -Infinity.
+        dtype: the dtype of the array.
+        shape: the shape, which is not allocated before the numbers are there.
+
+    Returns:
+        The array: flat, or of the shape if the lists are nested.
+
+    Raises:
+        ValueError: the text is something else than such lists.
+        ArithmeticError: a number does not fit the dtype.
+    """
+    number_type: Any = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
+    arrays, separators = [], []
+    for piece in with_pauses(_pieces(text)):
+        separators.append(piece.translate(None, delete=_NUMBER_BYTES))
+        numbers = b"[%b]" % piece.strip(b",").translate(_BRACKETS_AS_SPACES)
+        arrays.append(numpy.array(_decode_numbers(numbers, list[number_type]), dtype))
+    array = numpy.concatenate(arrays)
+    found_separators = b"".join(separators)
+    if found_separators == b"[%b]" % (b"," * (array.size - 1)):
+        return array
+    if (
+        array.size != math.prod(shape)
+        or len(found_separators) != _separator_count(shape)
+        or found_separators != _separators(shape)
+    ):
+        raise ValueError("found lists of other sizes")
+    return array.reshape(shape)
+
+
+def json_from_array(array: Array) -> Iterator[bytes]:
+    """Encode the elements of an array as a flat list.
+
+    Args:
+        array: the array.
+
+    Yields:
+        Parts of the JSON text. NaN and infinities are as Python's json module writes them, since JSON has none, and msgspec writes null.
+    """
+    elements = array.reshape(-1)
+    is_finite = elements.dtype.kind != "f" or bool(numpy.isfinite(elements).all())
+    yield b"["
+    for start in with_pauses(range(0, elements.size, _PIECE_ELEMENTS)):
+        values = elements[start : start + _PIECE_ELEMENTS].tolist()
+        text = msgspec.json.encode(values) if is_finite else json.dumps(values).encode()
+        yield text[1:-1] if start == 0 else b"," + text[1:-1]
+    yield b"]"
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """Cut a text at commas, which belong to the piece after them."""
+    start = 0
+    while start < len(text):
+        end = text.find(b",", start + _PIECE_BYTES)
+        end = len(text) if end < 0 else end
+        yield text[start:end]
+        start = end
+
+
+def _decode_numbers(text: bytes, numbers_type: Any) -> Any:
+    try:
+        return msgspec.json.decode(text, type=numbers_type)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return msgspec.convert(json.loads(text), numbers_type)
+
+
+def _separators(shape: Sequence[int]) -> bytes:
+    """The brackets and commas of lists of a shape."""
+    separators = b""
+    for size in reversed(shape):
+        separators = b"[%b]" % b",".join([separators] * size)
+    return separators
+
+
+def _separator_count(shape: Sequence[int]) -> int:
+    """The number of brackets and commas of lists of a shape, of which no size is 0."""
+    count = 0
+    for size in reversed(shape):
+        count = 2 + size - 1 + size * count
+    return count
