@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from tritonclient.utils import InferenceServerException
 
@@ -147,6 +148,21 @@ def test_bodies_that_do_not_come(impatient: Server) -> None:
             connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
             connections.append(connection)
         assert all(connection.recv(100).startswith(b"HTTP/1.1 504") for connection in connections)
+
+
+def test_messages_that_do_not_come(impatient: Server) -> None:
+    def wait() -> Iterator[bytes]:
+        time.sleep(1.5)
+        yield b""
+
+    with grpc.insecure_channel(f"127.0.0.1:{impatient.grpc}") as channel:
+        calls = [
+            channel.stream_unary(f"/inference.GRPCInferenceService/{method}").future(wait(), timeout=20)
+            for method in ("ModelInfer", "ServerLive")
+        ]
+        for call in calls:
+            assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "was not complete" in call.details()
 
 
 def check_grpc_connections(server: Server) -> None:

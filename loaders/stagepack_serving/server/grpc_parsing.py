@@ -1,25 +1,35 @@
 """Parsing of gRPC messages with an answer to bytes that are no message."""
 
+import asyncio
+import functools
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from stagepack_serving.server.errors import RequestStatus
+from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.grpc_calls import OpenCalls
+from stagepack_serving.server.grpc_message_size import check_message_size
+
+# Their messages have tensors.
+_INFERENCE_METHODS: Final = frozenset(
+    {"/inference.GRPCInferenceService/ModelInfer", "/inference.GRPCInferenceService/ModelStreamInfer"}
+)
 
 
 class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Parses requests in the place of grpc, which would report bytes that are no message as an unknown error of the server."""
 
-    def __init__(self, open_calls: OpenCalls) -> None:
+    def __init__(self, open_calls: OpenCalls, message_seconds: float) -> None:
         """Create the interceptor.
 
         Args:
             open_calls: counts the calls.
+            message_seconds: the time that the message of a call with one message has from its start, in seconds.
         """
         self._open_calls = open_calls
+        self._message_seconds = message_seconds
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Wrap the handler of a method.
@@ -34,46 +44,62 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler = await continuation(details)
         if handler is None:
             return None
+        parse = functools.partial(_parse, handler, is_inference=details.method in _INFERENCE_METHODS)
         if handler.unary_unary is not None:
-
-            async def answer_request(content: bytes, context: Any) -> Any:
+            # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
+            async def answer_request(contents: AsyncIterator[bytes], context: Any) -> Any:
                 await self._open_calls.add(context)
-                request = await _parse(handler, content, context)
+                request = await parse(await self._first(contents, context), context)
                 try:
                     return await handler.unary_unary(request, context)
                 except NotImplementedError:
                     # The generated class raises it in methods that GrpcService does not define.
                     await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {details.method}")
 
-            return grpc.unary_unary_rpc_method_handler(answer_request, None, handler.response_serializer)
+            return grpc.stream_unary_rpc_method_handler(answer_request, None, handler.response_serializer)
 
         if handler.unary_stream is not None:
 
-            async def answer_request_by_stream(content: bytes, context: Any) -> AsyncIterator[Any]:
+            async def answer_request_by_stream(contents: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
                 await self._open_calls.add(context)
-                request = await _parse(handler, content, context)
+                request = await parse(await self._first(contents, context), context)
                 async for response in handler.unary_stream(request, context):
                     yield response
 
-            return grpc.unary_stream_rpc_method_handler(answer_request_by_stream, None, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(answer_request_by_stream, None, handler.response_serializer)
 
         async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             await self._open_calls.add(context)
 
             async def requests() -> AsyncIterator[Any]:
                 async for content in contents:
-                    yield await _parse(handler, content, context)
+                    yield await parse(content, context)
 
             async for response in handler.stream_stream(requests(), context):
                 yield response
 
         return grpc.stream_stream_rpc_method_handler(answer_stream, None, handler.response_serializer)
 
+    async def _first(self, contents: AsyncIterator[bytes], context: Any) -> bytes:
+        """The only message of a call; aborts the call if it does not come."""
+        try:
+            async with asyncio.timeout(self._message_seconds):
+                return await anext(aiter(contents))
+        except TimeoutError:
+            message = "the request was not complete before the deadline"
+            await context.abort(RequestStatus.TOO_LATE.grpc_code, message)
+        except StopAsyncIteration:
+            await context.abort(RequestStatus.BAD_REQUEST.grpc_code, "expected a message, found none")
+        raise AssertionError  # abort raises
 
-async def _parse(handler: Any, content: bytes, context: Any) -> Any:
+
+async def _parse(handler: Any, content: bytes, context: Any, *, is_inference: bool) -> Any:
     """The message in the bytes of a request; aborts the call if there is none."""
     try:
+        check_message_size(content, is_inference=is_inference)
         return handler.request_deserializer(content)
     except DecodeError as error:
         message = f"the request is not a message of the protocol: {error}"
         await context.abort(RequestStatus.BAD_REQUEST.grpc_code, message)
+    except RequestError as error:
+        await context.abort(error.status.grpc_code, str(error))

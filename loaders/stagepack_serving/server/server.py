@@ -190,7 +190,7 @@ def _create_grpc_server(
         # The client connects again with its next call.
         ("grpc.max_connection_idle_ms", 1000 * _KEEP_ALIVE_SECONDS),
     ]
-    interceptors: list[Any] = [ParsingInterceptor(open_calls)]
+    interceptors: list[Any] = [ParsingInterceptor(open_calls, models.limits.deadline)]
     if security.check_token is not None:
         interceptors.insert(0, TokenInterceptor(security.check_token, models.metrics))
     server = grpc.aio.server(

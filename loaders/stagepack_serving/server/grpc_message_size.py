@@ -1,0 +1,100 @@
+"""What a message of gRPC would become when it is parsed: a few bytes may describe a hundred bytes of objects.
+
+Source: https://protobuf.dev/programming-guides/encoding/. A request of 64 MB with empty inputs alone took 2.8 GB and 2.6 s to parse.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as pb
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+
+_MAX_FIELDS: Final = 20_000
+# Beside the data of tensors.
+_MAX_OTHER_BYTES: Final = 1_000_000
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
+
+_RAW_CONTENTS: Final = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
+_INPUTS: Final = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
+_CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
+
+
+def check_message_size(content: bytes, *, is_inference: bool) -> None:
+    """Refuse a message of so many parts that its parser would take much more memory than the message.
+
+    Args:
+        content: the message.
+        is_inference: whether it is a ``ModelInferRequest``, which may have tensors.
+
+    Raises:
+        RequestError: it has more than 20,000 fields, or more than 1 MB beside the data of tensors.
+        DecodeError: it is not a message.
+    """
+    if len(content) <= _MAX_OTHER_BYTES:
+        return
+    other_bytes = len(content)
+    for field_count, data_bytes in enumerate(_data_bytes(content) if is_inference else (), start=1):
+        other_bytes -= data_bytes
+        if field_count > _MAX_FIELDS:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"expected at most {_MAX_FIELDS} fields, found more")
+    if other_bytes > _MAX_OTHER_BYTES:
+        message = f"expected at most {_MAX_OTHER_BYTES} bytes beside the data of tensors, found {other_bytes}"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+
+def _data_bytes(content: bytes) -> Iterator[int]:
+    """For each field of a request, of its inputs and of their contents, the bytes of data of tensors in it, but for those in its fields."""
+    for field_number, start, end in _fields(content, 0, len(content)):
+        yield end - start if field_number == _RAW_CONTENTS else 0
+        if field_number == _INPUTS:
+            for input_field_number, input_start, input_end in _fields(content, start, end):
+                yield 0
+                if input_field_number == _CONTENTS:
+                    for _, contents_start, contents_end in _fields(content, input_start, input_end):
+                        yield contents_end - contents_start
+
+
+def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The number, the start and the end of each field of a message, half-open.
+
+    Raises:
+        DecodeError: the bytes are not a message.
+    """
+    while position < end:
+        tag, position = _read_varint(content, position, end)
+        wire_type = tag & 7
+        start = position
+        if wire_type == _VARINT:
+            _, position = _read_varint(content, position, end)
+        elif wire_type == _BYTES:
+            byte_count, start = _read_varint(content, position, end)
+            position = start + byte_count
+        elif wire_type in _FIXED_BYTES:
+            position += _FIXED_BYTES[wire_type]
+        else:
+            raise DecodeError(f"unexpected wire type {wire_type}")
+        if position > end:
+            raise DecodeError("a field is longer than its message")
+        yield tag >> 3, start, position
+
+
+def _read_varint(content: bytes, position: int, end: int) -> tuple[int, int]:
+    """A number of up to 64 bits, and the position after it.
+
+    Raises:
+        DecodeError: there is none.
+    """
+    number = 0
+    for shift in range(0, 70, 7):
+        if position >= end:
+            break
+        byte = content[position]
+        position += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, position
+    raise DecodeError("a number is cut short or too long")
