@@ -10,12 +10,14 @@ import pytest
 
 import stagepack
 from stagepack.errors import OptionError
+from stagepack_serving.server.credential_reloading import WatchedFiles
 from stagepack_serving.server.errors import CredentialError
-from stagepack_serving.server.tls import read_tls_files
-from stagepack_serving.server.tokens import AuthenticationError, check_authorization, read_tokens
+from stagepack_serving.server.tls import ServerTls
+from stagepack_serving.server.tokens import AuthenticationError, StoredTokens, check_authorization
 from tests.serve.certificates import Certificate, make_certificate
 
 TOKEN = "right-token-0123456789"  # noqa: S105 - of these tests
+OTHER_TOKEN = "other-token-0123456789"  # noqa: S105 - of these tests
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def encrypt(key: Path) -> bytes:
 )
 def test_keys_that_are_refused(certificate: Certificate, key: Callable[[Path], Path], says: str) -> None:
     with pytest.raises(CredentialError, match=says) as caught:
-        read_tls_files(certificate.certificate_file, key(certificate.key_file))
+        ServerTls(certificate.certificate_file, key(certificate.key_file))
     assert "MIG" not in str(caught.value)
 
 
@@ -72,21 +74,21 @@ def test_keys_that_are_refused(certificate: Certificate, key: Callable[[Path], P
 def test_certificates_that_are_refused(certificate: Certificate, tmp_path: Path, content: bytes, says: str) -> None:
     file = secret_file(tmp_path / "file", content)
     with pytest.raises(CredentialError, match=says.format("TLS certificate")):
-        read_tls_files(file, certificate.key_file)
+        ServerTls(file, certificate.key_file)
     with pytest.raises(CredentialError, match=says.format("client CA")):
-        read_tls_files(certificate.certificate_file, certificate.key_file, file)
+        ServerTls(certificate.certificate_file, certificate.key_file, file)
 
 
 def test_a_key_of_the_group_is_accepted(certificate: Certificate, tmp_path: Path) -> None:
     key = secret_file(tmp_path / "key", certificate.key_file.read_bytes(), 0o440)
-    settings = read_tls_files(certificate.certificate_file, key, certificate.certificate_file)
-    assert "PRIVATE" not in repr(settings)
+    tls = ServerTls(certificate.certificate_file, key, certificate.certificate_file)
+    assert "PRIVATE" not in repr(tls)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads all files")
 def test_a_file_without_permission(tmp_path: Path) -> None:
     with pytest.raises(CredentialError, match="cannot be read: Permission denied"):
-        read_tokens(secret_file(tmp_path / "tokens", TOKEN, 0o000))
+        StoredTokens(secret_file(tmp_path / "tokens", TOKEN, 0o000))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
 )
 def test_token_files_that_are_refused(tmp_path: Path, content: str, says: str) -> None:
     with pytest.raises(CredentialError, match=says) as caught:
-        read_tokens(secret_file(tmp_path / "tokens", content))
+        StoredTokens(secret_file(tmp_path / "tokens", content))
     assert TOKEN not in str(caught.value)
 
 
@@ -109,7 +111,7 @@ def test_tokens_from_a_pipe() -> None:
     reading, writing = os.pipe()
     os.write(writing, TOKEN.encode())
     os.close(writing)
-    check_token = read_tokens(f"/proc/self/fd/{reading}")
+    check_token = StoredTokens(f"/proc/self/fd/{reading}")
     os.close(reading)
     assert check_token(TOKEN)
 
@@ -128,7 +130,7 @@ def test_tokens_from_a_pipe() -> None:
     ],
 )
 def test_requests_that_are_refused(tmp_path: Path, values: list[str]) -> None:
-    check_token = read_tokens(secret_file(tmp_path / "tokens", TOKEN))
+    check_token = StoredTokens(secret_file(tmp_path / "tokens", TOKEN))
     check_authorization(check_token, [f"Bearer {TOKEN}"])
     with pytest.raises(AuthenticationError) as caught:
         check_authorization(check_token, values)
@@ -149,3 +151,42 @@ def test_arguments_of_python_that_do_not_go_together(arguments: dict[str, Any], 
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
     with pytest.raises(OptionError, match=says):
         stagepack.serve({"x": stagepack.load(bundle)}, **arguments)
+
+
+def test_tokens_that_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = secret_file(tmp_path / "tokens", TOKEN)
+    tokens = StoredTokens(file)
+    watched = WatchedFiles([file], tokens.reload)
+    with caplog.at_level("INFO", "stagepack.serve"):
+        for content, accepted in (
+            (TOKEN, TOKEN),
+            (f"{OTHER_TOKEN}\n", OTHER_TOKEN),
+            ("short", OTHER_TOKEN),
+            ("", OTHER_TOKEN),
+            (f"{TOKEN}\n{OTHER_TOKEN}", TOKEN),
+        ):
+            secret_file(tmp_path / "next", content).replace(file)
+            watched.check()
+            watched.check()
+            assert tokens(accepted)
+        assert tokens(OTHER_TOKEN)
+        file.unlink()
+        watched.check()
+        assert tokens(TOKEN)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 6
+    assert "the server goes on with what it read before" in messages[-1]
+    assert not [message for message in messages if TOKEN in message or OTHER_TOKEN in message]
+
+
+def test_a_certificate_that_changes_before_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine, other = make_certificate(tmp_path, "mine"), make_certificate(tmp_path, "other")
+    tls = ServerTls(mine.certificate_file, mine.key_file)
+    watched = WatchedFiles([mine.certificate_file, mine.key_file], tls.reload)
+    mine.certificate_file.write_bytes(other.certificate_file.read_bytes())
+    watched.check()
+    assert "is not that of the certificate" in caplog.text
+    mine.key_file.write_bytes(other.key_file.read_bytes())
+    caplog.clear()
+    watched.check()
+    assert not caplog.text

@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -300,6 +301,75 @@ def test_tls_without_client_certificates(bundles: Mapping[str, Path], credential
         for protocol in ("http", "grpc"):
             with triton_client(protocol, server, credentials.authority, None) as raw:
                 assert infer(protocol, raw).shape == (2, 8)
+
+
+@pytest.mark.slow
+def test_files_that_change_while_the_server_runs(
+    bundles: Mapping[str, Path], credentials: Credentials, tmp_path: Path
+) -> None:
+    """Connections and requests that are made afterwards have the new certificate and the new tokens."""
+    served = make_certificate(tmp_path, "served", credentials.authority)
+    following = make_certificate(tmp_path, "following", credentials.other_authority)
+    token_file = tmp_path / "tokens"
+    token_file.touch(mode=0o600)
+    token_file.write_text(TOKEN)
+    options = ["--tls-certificate", str(served.certificate_file), "--tls-key", str(served.key_file)]
+    with stagepack_server([bundles["skips"]], *options, "--token-file", str(token_file)) as server:
+
+        def answers(protocol: str, authority: Certificate, token: str) -> bool:
+            try:
+                with triton_client(protocol, server, authority, None) as raw:
+                    return infer(protocol, raw, headers={"authorization": f"Bearer {token}"}).shape == (2, 8)
+            except (InferenceServerException, OSError, HTTPConnectionClosed):
+                return False
+
+        for protocol in ("http", "grpc"):
+            assert answers(protocol, credentials.authority, TOKEN)
+            assert not answers(protocol, credentials.other_authority, TOKEN)
+        served.certificate_file.write_bytes(following.certificate_file.read_bytes())
+        served.key_file.write_bytes(following.key_file.read_bytes())
+        token_file.write_text(SECOND_TOKEN)
+        until = time.monotonic() + 20
+        while not answers("http", credentials.other_authority, SECOND_TOKEN):
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        for protocol in ("http", "grpc"):
+            assert answers(protocol, credentials.other_authority, SECOND_TOKEN)
+            assert not answers(protocol, credentials.other_authority, TOKEN)
+            assert not answers(protocol, credentials.authority, SECOND_TOKEN)
+
+
+SERVER_OF_PYTHON = """
+import sys
+
+import stagepack
+
+pipeline = stagepack.load(sys.argv[1])
+stagepack.serve(
+    {"skips": pipeline},
+    http_port=0,
+    grpc_port=0,
+    check_token=lambda token: token.startswith("for-skips-"),
+    on_listening=lambda addresses: print(addresses.http_port, addresses.grpc_port, flush=True),
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_function_of_python_checks_the_tokens(bundles: Mapping[str, Path]) -> None:
+    command = [sys.executable, "-c", SERVER_OF_PYTHON, str(bundles["skips"])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            http_port, grpc_port = map(int, process.stdout.readline().split())
+            server = Server(process, http_port, grpc_port, {})
+            for protocol in ("http", "grpc"):
+                with triton_client(protocol, server, None, None) as raw:
+                    assert infer(protocol, raw, headers={"authorization": "Bearer for-skips-1"}).shape == (2, 8)
+                    with pytest.raises(InferenceServerException):
+                        infer(protocol, raw, headers={"authorization": "Bearer for-others-1"})
+        finally:
+            process.terminate()
 
 
 @pytest.mark.slow

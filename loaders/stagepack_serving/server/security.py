@@ -1,11 +1,13 @@
 """Who may use a server."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagepack.errors import OptionError
-from stagepack_serving.server.tls import TlsSettings, read_tls_files
-from stagepack_serving.server.tokens import TokenCheck, read_tokens
+from stagepack_serving.server.credential_reloading import WatchedFiles
+from stagepack_serving.server.tls import ServerTls
+from stagepack_serving.server.tokens import StoredTokens, TokenCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,10 +17,12 @@ class ServerSecurity:
     Attributes:
         tls: encrypts both protocols; None for none.
         check_token: says whether a token is accepted; None if requests need none.
+        watched_files: the files that are read again when they change.
     """
 
-    tls: TlsSettings | None = None
+    tls: ServerTls | None = None
     check_token: TokenCheck | None = None
+    watched_files: Sequence[WatchedFiles] = ()
 
 
 def read_security(
@@ -32,10 +36,10 @@ def read_security(
     """Read and check the files that say who may use a server.
 
     Args:
-        tls_certificate: as for `read_tls_files`; None for no encryption.
+        tls_certificate: as for `ServerTls`; None for no encryption.
         tls_key: the same.
         tls_client_ca: the same.
-        token_file: as for `read_tokens`; None if requests need no token.
+        token_file: as for `StoredTokens`; None if requests need no token.
         check_token: says whether a token is accepted, in the place of a file.
 
     Returns:
@@ -51,7 +55,11 @@ def read_security(
         raise OptionError("tls_client_ca: expected tls_certificate and tls_key beside it, found neither")
     if token_file is not None and check_token is not None:
         raise OptionError("token_file and check_token: expected one of them, found both")
-    tls = None
+    tls, watched_files = None, []
     if tls_certificate is not None and tls_key is not None:
-        tls = read_tls_files(tls_certificate, tls_key, tls_client_ca)
-    return ServerSecurity(tls=tls, check_token=check_token if token_file is None else read_tokens(token_file))
+        tls = ServerTls(tls_certificate, tls_key, tls_client_ca)
+        watched_files.append(WatchedFiles([tls_certificate, tls_key], tls.reload))
+    if token_file is not None:
+        check_token = tokens = StoredTokens(token_file)
+        watched_files.append(WatchedFiles([token_file], tokens.reload))
+    return ServerSecurity(tls=tls, check_token=check_token, watched_files=watched_files)

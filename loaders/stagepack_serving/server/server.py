@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
+from stagepack_serving.server.credential_reloading import watch_files
 from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.grpc_authentication import TokenInterceptor
 from stagepack_serving.server.grpc_calls import OpenCalls
@@ -125,7 +126,7 @@ async def serve(
         http_port = http_socket.getsockname()[1]
         on_listening(ServerAddresses(host=addresses.host, http_port=http_port, grpc_port=grpc_port))
         failure = asyncio.create_task(_wait_for_end(models))
-        watching = asyncio.create_task(control.watch())
+        watching = [asyncio.create_task(control.watch()), asyncio.create_task(watch_files(security.watched_files))]
         stops: list[asyncio.Future[Any]] = [stop_signal, failure]
         await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
         models.has_failed = failure.done()
@@ -133,7 +134,8 @@ async def serve(
             models.is_stopping = True
             await asyncio.sleep(limits.linger)
         models.is_stopping = True
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         models.stopping.set()
         http_server.should_exit = True
         drain_end = time.monotonic() + limits.drain

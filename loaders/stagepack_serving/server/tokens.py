@@ -41,38 +41,41 @@ class AuthenticationError(RequestError):
         self.challenge = challenge
 
 
-def read_tokens(path: str | os.PathLike[str]) -> TokenCheck:
-    """Read a file with a token on each line. Empty lines and lines that start with ``#`` are ignored.
+class StoredTokens:
+    """The tokens in a file with one on each line, of which only digests are kept. Empty lines and lines with a ``#`` in front are ignored."""
 
-    Args:
-        path: the file, which may be a pipe. Other users must not be able to read it.
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Read the file.
 
-    Returns:
-        Whether a token is in the file, in a time that does not tell how much of it is right. It keeps digests of the tokens only.
+        Args:
+            path: the file, which may be a pipe. Other users must not be able to read it.
 
-    Raises:
-        CredentialError: the file cannot be read, has no token, or a line is no token of at least 16 characters.
-    """
-    digests = []
-    for line_number, line in enumerate(read_credential_file(path, "token file", is_secret=True).splitlines(), start=1):
-        token = line.strip().decode("latin-1")
-        if not token or token.startswith("#"):
-            continue
-        if not _TOKEN_PATTERN.fullmatch(token) or len(token) < _MIN_CHARACTERS:
-            raise CredentialError(
-                f"{path}: line {line_number}: expected a token of at least {_MIN_CHARACTERS} letters, digits and -._~+/, as 'openssl rand "
-                "-hex 32' prints it"
-            )
-        digests.append(_digest(token))
-    if not digests:
-        raise CredentialError(f"{path}: expected a token on each line, found none")
+        Raises:
+            CredentialError: the file cannot be read, has no token, or a line is no token of at least 16 characters.
+        """
+        self._path = path
+        self._digests = _read_digests(path)
 
-    def is_known(token: str) -> bool:
+    def __call__(self, token: str) -> bool:
+        """Return whether a token is in the file, in a time that does not tell how much of it is right.
+
+        Args:
+            token: the token.
+
+        Returns:
+            Whether it is.
+        """
         token_digest = _digest(token)
         # All are compared, also after a match.
-        return sum(hmac.compare_digest(token_digest, digest) for digest in digests) > 0
+        return sum(hmac.compare_digest(token_digest, digest) for digest in self._digests) > 0
 
-    return is_known
+    def reload(self) -> None:
+        """Read the file again.
+
+        Raises:
+            CredentialError: as when it was read first; the old tokens are accepted on.
+        """
+        self._digests = _read_digests(self._path)
 
 
 def check_authorization(check_token: TokenCheck, authorization_values: Sequence[str]) -> None:
@@ -92,6 +95,28 @@ def check_authorization(check_token: TokenCheck, authorization_values: Sequence[
     if len(authorization_values) > 1 or scheme.lower() != "bearer" or not check_token(token.strip()):
         message = "the token is not accepted: expected one 'Authorization: Bearer TOKEN' with a token of this server"
         raise AuthenticationError(message, _REPEATED_CHALLENGE)
+
+
+def _read_digests(path: str | os.PathLike[str]) -> list[bytes]:
+    """The digests of the tokens in a file.
+
+    Raises:
+        CredentialError: there are none, or a line is no token.
+    """
+    digests = []
+    for line_number, line in enumerate(read_credential_file(path, "token file", is_secret=True).splitlines(), start=1):
+        token = line.strip().decode("latin-1")
+        if not token or token.startswith("#"):
+            continue
+        if not _TOKEN_PATTERN.fullmatch(token) or len(token) < _MIN_CHARACTERS:
+            raise CredentialError(
+                f"{path}: line {line_number}: expected a token of at least {_MIN_CHARACTERS} letters, digits and -._~+/, as 'openssl rand "
+                "-hex 32' prints it"
+            )
+        digests.append(_digest(token))
+    if not digests:
+        raise CredentialError(f"{path}: expected a token on each line, found none")
+    return digests
 
 
 def _digest(token: str) -> bytes:
