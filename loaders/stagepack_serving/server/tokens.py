@@ -42,7 +42,7 @@ class AuthenticationError(RequestError):
 
 
 class StoredTokens:
-    """The tokens in a file with one on each line, of which only digests are kept. Empty lines and lines with a ``#`` in front are ignored."""
+    """The tokens in a file with one on each line, of which only digests are kept. Empty lines and lines with ``#`` in front are skipped."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the file.
