@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from stagepack.model_plan import plan_model as plan
     from stagepack.onnx import add_onnx as add_onnx
     from stagepack.opening import open_bundle as open
+    from stagepack.opening import verify_bundle as verify
     from stagepack.partition.plan_file import read_plan as read_plan
     from stagepack.partition.policies import PolicyNode as PolicyNode
     from stagepack.partition.profile import read_profile as read_profile
     from stagepack.recutter import recut as recut
     from stagepack.saver import save as save
+    from stagepack.signing.sign import sign_bundle as sign
     from stagepack_loaders.entry_points import load_entry_points as load_entry_points
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
@@ -54,8 +56,10 @@ _HOMES = {
     "report": ("stagepack.cli.report.writing", "write_report"),
     "save": ("stagepack.saver", "save"),
     "serve": ("stagepack_serving.server.pipeline_server", "serve_pipelines"),
+    "sign": ("stagepack.signing.sign", "sign_bundle"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
     "train": ("stagepack_loaders.train.start", "train"),
+    "verify": ("stagepack.opening", "verify_bundle"),
 }
 
 # Public modules. `ray` is not in `__all__`: its package is rarely installed, and completion of names would raise for it.
@@ -83,8 +87,10 @@ __all__ = [
     "report",
     "save",
     "serve",
+    "sign",
     "split_here",
     "train",
+    "verify",
 ]
 
 

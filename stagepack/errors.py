@@ -5,6 +5,9 @@ of a bundle list every broken rule of ``schema/SPEC.md`` in `FormatError.problem
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+SignatureReason = Literal["unsigned", "malformed", "untrusted", "expired", "changed", "files"]
 
 
 class StagepackError(Exception):
@@ -171,6 +174,21 @@ class FormatError(StagepackError):
 
 class DigestError(FormatError):
     """A file differs from the manifest: it is missing, truncated or changed. Copy or download the bundle again."""
+
+
+class SignatureError(StagepackError):
+    """The bundle has no signature that the caller requires. Do not use it; ask its author for a signed one.
+
+    Attributes:
+        reason: ``"unsigned"``: it has no signature. ``"malformed"``: ``model.sig`` is not a signature. ``"untrusted"``: no trusted signer
+            made the signature, or it was changed. ``"expired"``: a certificate of the signer is not valid now. ``"changed"``: the manifest
+            is not the one that was signed. ``"files"``: there are files that are not signed, or other files are signed.
+    """
+
+    def __init__(self, message: str, *, reason: SignatureReason) -> None:
+        """Make the error from its message and the reason."""
+        super().__init__(message)
+        self.reason = reason
 
 
 class LimitError(FormatError):

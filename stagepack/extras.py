@@ -7,7 +7,9 @@ from stagepack.errors import MissingPackageError
 
 # Top-level module -> the extra of ``pyproject.toml`` that installs it, the smallest one where several do.
 _EXTRAS = {
+    "OpenSSL": "sign",
     "aiohttp": "remote",
+    "cryptography": "sign",
     "fsspec": "remote",
     "google": "serve",
     "grpc": "serve",
@@ -17,6 +19,7 @@ _EXTRAS = {
     "h11": "serve",
     "jinja2": "serve",
     "ml_dtypes": "onnxruntime",
+    "model_signing": "sign",
     "onnx": "onnx",
     "onnx_ir": "onnx",
     "onnxruntime": "onnxruntime",

@@ -1,21 +1,32 @@
 """Open a bundle in a folder or at a URL."""
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import DigestError, OptionError, Problem
 from stagepack.extras import explain_missing_packages
+from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import DIGEST_PATTERN, MANIFEST_NAME
 from stagepack.remote.url import BundleUrl, is_url
 
+if TYPE_CHECKING:
+    from stagepack.signing.verification import VerifiedSignature
+
 # The folder of a bundle, its URL, or an opened bundle.
 BundleSource = str | os.PathLike[str] | Bundle
 
+# A PEM file with a public key or with certificates of authorities, or several, one of which must verify a signature.
+TrustedSigners = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
 
 def open_bundle(
-    source: str | os.PathLike[str], *, digest: str | None = None, storage_options: Mapping[str, Any] | None = None
+    source: str | os.PathLike[str],
+    *,
+    digest: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    require_signature: TrustedSigners | None = None,
 ) -> Bundle:
     """Open a bundle in a folder or at a URL. Only its manifest is read; needs no torch.
 
@@ -31,6 +42,9 @@ def open_bundle(
         digest: the digest that the bundle must have, as `Bundle.digest` and ``stagepack inspect`` state it. Without it, the manifest that
             the server sends is trusted. With it, nothing is downloaded that the cache has.
         storage_options: of a URL, arguments of the file system of fsspec, such as credentials.
+        require_signature: refuse a bundle that no trusted signer has signed: a PEM file with the public key of a signer, or with
+            certificates of authorities; or several files, one of which must verify the signature. See `sign`. The signature is over the
+            manifest, whose digests the files are compared with when they are read.
 
     Returns:
         The opened bundle.
@@ -41,8 +55,9 @@ def open_bundle(
         DigestError: the bundle has another digest, or its manifest was changed.
         VersionError, LimitError, FormatError: see `Bundle`.
         EntryPointError: the bundle has no entry point of the name.
-        OptionError: the digest or the URL is malformed, or no file system has its scheme.
-        MissingPackageError: the package of the file system is not installed.
+        SignatureError: `require_signature` is given, and the bundle has no such signature.
+        OptionError: the digest or the URL is malformed, no file system has its scheme, or a file of `require_signature` cannot be used.
+        MissingPackageError: the package of the file system, or model_signing, is not installed.
         WriteError: the cache cannot be written.
 
     Examples:
@@ -53,6 +68,8 @@ def open_bundle(
     """
     location, name = split_entry_point(source)
     bundle = _open_location(location, digest, storage_options)
+    if require_signature is not None:
+        _verify_signature(bundle, require_signature)
     return bundle if name is None else bundle.select(name)
 
 
@@ -90,10 +107,55 @@ def _open_location(
     return bundle
 
 
-def opened(bundle: BundleSource) -> Bundle:
+def opened(bundle: BundleSource, require_signature: TrustedSigners | None = None) -> Bundle:
     """Return a bundle that may be opened already.
+
+    Args:
+        bundle: the folder of the bundle, its URL, or an opened bundle.
+        require_signature: see `open_bundle`.
 
     Raises:
         StagepackError: it cannot be opened; see `open_bundle`.
     """
-    return bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    if not isinstance(bundle, Bundle):
+        return open_bundle(bundle, require_signature=require_signature)
+    if require_signature is not None:
+        _verify_signature(bundle, require_signature)
+    return bundle
+
+
+def verify_bundle(
+    bundle: BundleSource, *, require_signature: TrustedSigners | None = None, progress: ByteProgress | None = None
+) -> "VerifiedSignature | None":
+    """Check the digest of every file and every rule of the format, and the signature if it is required. Reads the whole bundle.
+
+    Args:
+        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
+        require_signature: see `stagepack.open`.
+        progress: called by several threads with the number of bytes that were compared with their digests.
+
+    Returns:
+        How the signature was verified; None without `require_signature`.
+
+    Raises:
+        SignatureError: the bundle has no signature that is required.
+        DigestError: files are missing, changed or not listed.
+        FormatError: a rule is broken.
+        StagepackError: the bundle cannot be opened; see `stagepack.open`.
+
+    Example:
+        >>> stagepack.verify("m.stagepack", require_signature="signer.pub")
+    """
+    opened_bundle = opened(bundle)
+    signature = None if require_signature is None else _verify_signature(opened_bundle, require_signature)
+    opened_bundle.verify(progress)
+    return signature
+
+
+def _verify_signature(bundle: Bundle, require_signature: TrustedSigners) -> "VerifiedSignature":
+    with explain_missing_packages("sign"):
+        from stagepack.signing.verification import verify_signature  # noqa: PLC0415 - model_signing is optional
+
+    if isinstance(require_signature, str | os.PathLike):
+        return verify_signature(bundle, [require_signature])
+    return verify_signature(bundle, require_signature)

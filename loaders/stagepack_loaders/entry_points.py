@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stagepack.errors import EntryPointError, InputError
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import format_names
-from stagepack.opening import BundleSource
+from stagepack.opening import BundleSource, TrustedSigners
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
 from stagepack_loaders.pipeline import Pipeline
@@ -107,6 +107,7 @@ def load_entry_points(
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
+    require_signature: TrustedSigners | None = None,
     copy: bool = False,
     compile: Compile = False,
     stream: bool = False,
@@ -124,6 +125,7 @@ def load_entry_points(
         types: see `stagepack.load`.
         allow_ops: see `stagepack.load`.
         verify: see `stagepack.load`.
+        require_signature: see `stagepack.load`.
         copy: see `stagepack.load`.
         compile: see `stagepack.load`.
         stream: see `stagepack.load`.
@@ -140,7 +142,7 @@ def load_entry_points(
         >>> hidden = translator.encode(input_ids)
         >>> logits = translator.decode(decoder_ids, hidden)
     """
-    opened_bundle = open_for_loading(bundle, verify)
+    opened_bundle = open_for_loading(bundle, verify, require_signature)
     names = [entry_point.name for entry_point in opened_bundle.entry_points]
     devices_of_name = devices if isinstance(devices, Mapping) else dict.fromkeys(names, devices)
     if unknown := devices_of_name.keys() - set(names):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from stagepack.errors import OptionError
-from stagepack.opening import BundleSource
+from stagepack.opening import BundleSource, TrustedSigners
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.pipeline import Pipeline
@@ -39,6 +39,7 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
     verify: Verify = ...,
+    require_signature: TrustedSigners | None = ...,
     copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
@@ -57,6 +58,7 @@ def load(
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
     verify: Verify = ...,
+    require_signature: TrustedSigners | None = ...,
     copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
@@ -77,6 +79,7 @@ def load(
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
+    require_signature: TrustedSigners | None = None,
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
@@ -106,6 +109,8 @@ def load(
             computed with them. ``"manifest"``: the manifest, graphs and ONNX files; of weight files the size and the header.
             ``"off"``: as ``"manifest"``, but no digest of a graph or an ONNX file, for files that were edited on purpose. The rules of
             the format are checked in any case.
+        require_signature: a PEM file with the public key of a signer, or with certificates of authorities, or several: a bundle that none
+            of them has signed is refused; see `stagepack.sign`. Only with ``verify="full"``: the signature is over the digests.
         copy: read the weights into memory of this process. By default the CPU uses weight files where they are, mapped: they are ready
             in milliseconds, take no memory of the process, and are shared between processes. But if a weight file is cut short while it
             is in use, the process is killed by SIGBUS; a copy is safe from that. Devices other than the CPU have copies anyway.
@@ -140,6 +145,7 @@ def load(
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         EntryPointError: the bundle has several entry points, and none is selected: see `stagepack.open` and `load_entry_points`.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        SignatureError: `require_signature` is given, and the bundle has no such signature.
         RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
         DeviceError: a device does not exist here, or there are more devices than stages.
         OperatorError: an operator is missing, not allowed, or has another schema; or a stage has no ONNX model, or one that this
@@ -157,7 +163,7 @@ def load(
         >>> with stagepack.load("m.stagepack", processes=True) as pipeline:
         ...     logits = pipeline(input_ids)
     """
-    opened_bundle = open_for_loading(bundle, verify)
+    opened_bundle = open_for_loading(bundle, verify, require_signature)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     memory_bytes = check_stream_options(
         runtime_of_each_stage(runtime, len(opened_bundle.stages)),
@@ -240,6 +246,7 @@ def load_stage(
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
     verify: Verify = ...,
+    require_signature: TrustedSigners | None = ...,
     copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
@@ -259,6 +266,7 @@ def load_stage(
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
     verify: Verify = ...,
+    require_signature: TrustedSigners | None = ...,
     copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
@@ -277,6 +285,7 @@ def load_stage(
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
+    require_signature: TrustedSigners | None = None,
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
@@ -300,6 +309,7 @@ def load_stage(
         types: classes to build arguments and results of modules of, where the bundle names them; others are dicts of their fields.
         allow_ops: see `load`.
         verify: see `load`.
+        require_signature: see `load`.
         copy: see `load`.
         compile: see `load`.
         compiled: see `load`.
@@ -314,14 +324,14 @@ def load_stage(
     Raises:
         IndexError: there is no stage of that number.
         OptionError: a runtime is unknown, or an option does not go with the runtime or with another option.
-        NotABundleError, VersionError, DigestError, FormatError, RemoteError, WriteError, DeviceError, OperatorError, CompiledError,
-            MissingPackageError: see `load`.
+        NotABundleError, VersionError, DigestError, FormatError, SignatureError, RemoteError, WriteError, DeviceError, OperatorError,
+            CompiledError, MissingPackageError: see `load`.
 
     Examples:
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
         >>> (hidden,) = stage(hidden)
     """
-    opened_bundle = open_for_loading(bundle, verify)
+    opened_bundle = open_for_loading(bundle, verify, require_signature)
     opened_bundle.stage(stage)
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")

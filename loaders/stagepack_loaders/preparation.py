@@ -10,7 +10,7 @@ from stagepack.errors import OptionError
 from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
-from stagepack.opening import BundleSource, opened
+from stagepack.opening import BundleSource, TrustedSigners, opened
 from stagepack.terminal import byte_progress
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
 from stagepack_loaders.pipeline import Pipeline
@@ -18,21 +18,26 @@ from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
 
 
-def open_for_loading(bundle: BundleSource, verify: Verify) -> Bundle:
+def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: TrustedSigners | None = None) -> Bundle:
     """Open a bundle for `load`. Of the weights only a runtime knows when they are read: it is asked to verify them by `finish`.
 
     Args:
         bundle: the folder of the bundle, its URL, or an opened bundle.
         verify: see `stagepack.load`.
+        require_signature: see `stagepack.load`.
 
     Raises:
-        OptionError: `verify` is none of the three.
+        OptionError: `verify` is none of the three, or leaves files unchecked whose digests are signed.
         StagepackError: see `stagepack.open`.
     """
     if verify not in get_args(Verify):
         choices = ", ".join(map(repr, get_args(Verify)))
         raise OptionError(f"verify: expected one of {choices}, found {verify!r}")
-    opened_bundle = opened(bundle)
+    if require_signature is not None and verify != "full":
+        raise OptionError(
+            f"require_signature: the signature is over the digests of all files: leave out verify={verify!r}"
+        )
+    opened_bundle = opened(bundle, require_signature)
     return opened_bundle.without_digests() if verify == "off" else opened_bundle
 
 

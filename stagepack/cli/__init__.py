@@ -22,6 +22,7 @@ _COMMAND_GROUPS = {
     "Examine bundles": {
         "inspect": "Show the stages, edges and nodes of a bundle.",
         "verify": "Check a bundle against its digests and the format rules.",
+        "sign": "Sign a bundle.",
         "diff": "Show what differs between two bundles.",
         "report": "Write a report about a bundle as an HTML page.",
     },

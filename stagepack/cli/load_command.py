@@ -26,6 +26,7 @@ from stagepack.cli.run_options import (
     operator_options,
     runtime_of_each_stage,
     runtime_option,
+    signature_option,
     verify_option,
 )
 from stagepack.cli.trace_option import trace_options, trace_requests
@@ -116,6 +117,7 @@ class _Options:
 @processes_option
 @trace_options
 @verify_option
+@signature_option
 @click.option(
     "--copy",
     "copy_weights",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.failures import fail
-from stagepack.cli.path_options import given_digest
+from stagepack.cli.path_options import given_digest, given_trusted_files
 from stagepack.cli.process_options import start_processes
 from stagepack.cli.run_options import default_model_name, runtime_of_each_stage
 from stagepack.cli.trace_option import trace_until_closed
@@ -79,7 +79,7 @@ class BundleLoading:
     """Loads bundles with the options of `stagepack serve`. Implements `BundleLoader`."""
 
     def __init__(self, options: ServeOptions, models: "ServedModels") -> None:
-        """Keep the options, and the digest of the command line.
+        """Keep the options, and the digest and the trusted signers of the command line.
 
         Args:
             options: the options of the command line.
@@ -88,6 +88,7 @@ class BundleLoading:
         self._options = options
         self._models = models
         self._digest = given_digest()
+        self._trusted_files = given_trusted_files()
 
     def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> "LoadedBundle | None":
         """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
@@ -95,7 +96,7 @@ class BundleLoading:
         from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - the same
         from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
 
-        bundle = open_bundle(path, digest=self._digest)
+        bundle = open_bundle(path, digest=self._digest, require_signature=self._trusted_files)
         if bundle.digest == unless_digest:
             return None
         with ExitStack() as closing:

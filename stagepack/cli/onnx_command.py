@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagepack.cli.bundle_facts import each_entry_point, onnx_facts
 from stagepack.cli.command import subcommand
-from stagepack.cli.failures import fail
+from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import finite, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
@@ -41,7 +41,7 @@ def command(
         )
     bundle = open_argument(bundle_path)
     start_time = time.perf_counter()
-    with progress("importing torch") as next_step, orderly_termination():
+    with progress("importing torch") as next_step, orderly_termination(), shown_warnings():
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
 
         stages = []

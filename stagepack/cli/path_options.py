@@ -14,6 +14,7 @@ from stagepack.opening import open_bundle, split_entry_point
 from stagepack.remote.url import BundleUrl, is_url
 
 _DIGEST_KEY = "stagepack.digest"
+_TRUSTED_FILES_KEY = "stagepack.trusted_files"
 
 
 class PathType(click.Path):
@@ -76,15 +77,39 @@ def open_argument(bundle_path: str) -> Bundle:
     """Open the bundle at a path or URL of the command line.
 
     Raises:
-        StagepackError: it cannot be opened, or has another digest than `--digest`; see `stagepack.open`.
+        StagepackError: it cannot be opened, has another digest than `--digest`, or is not signed as `--require-signature` says; see
+            `stagepack.open`.
     """
-    return open_bundle(bundle_path, digest=given_digest())
+    return open_bundle(bundle_path, digest=given_digest(), require_signature=given_trusted_files())
 
 
 def given_digest() -> str | None:
     """Return the value of `--digest`, if it is on the command line."""
     digest: str | None = click.get_current_context().meta.get(_DIGEST_KEY)
     return digest
+
+
+def remember_trusted_files(
+    context: click.Context, _option: click.Parameter, trusted_files: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Keep the values of `--require-signature` for `given_trusted_files`."""
+    context.meta[_TRUSTED_FILES_KEY] = trusted_files
+    return trusted_files
+
+
+def given_trusted_files() -> tuple[str, ...] | None:
+    """Return the values of `--require-signature`, if it is on the command line.
+
+    Raises:
+        UsageError: files are not compared with the digests that are signed.
+    """
+    context = click.get_current_context()
+    trusted_files: tuple[str, ...] | None = context.meta.get(_TRUSTED_FILES_KEY) or None
+    if trusted_files is not None and context.params.get("verify", "full") != "full":
+        raise click.UsageError(
+            "--require-signature requires --verify full: the signature is over the digests of all files"
+        )
+    return trusted_files
 
 
 def is_bundle(source: str) -> bool:

@@ -15,7 +15,7 @@ import click
 from stagepack.capture.error_location import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
-from stagepack.cli.path_options import PathType, folder_name
+from stagepack.cli.path_options import PathType, folder_name, remember_trusted_files
 from stagepack.format.reader import Bundle
 from stagepack.opening import split_entry_point
 from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, import_runtime, runtime_names
@@ -104,6 +104,22 @@ def verify_option(function: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         help="What is compared with the digests of the bundle. full: every file that is read. manifest: all but the content of weight "
         "files. off: only the manifest. The rules of the format are checked in any case.",
+    )(function)
+
+
+def signature_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--require-signature`, which `open_argument` reads."""
+    return click.option(
+        "--require-signature",
+        "trusted_files",
+        multiple=True,
+        type=PathType(),
+        metavar="PEM",
+        show_default="not required",
+        expose_value=False,
+        callback=remember_trusted_files,
+        help="Refuse a bundle that is not signed by a trusted signer: PEM is a file with its public key, or with certificates of "
+        "authorities. Repeatable: one of them must verify the signature. Requires --verify full.",
     )(function)
 
 

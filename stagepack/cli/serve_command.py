@@ -30,6 +30,7 @@ from stagepack.cli.run_options import (
     limit_option,
     operator_options,
     runtime_option,
+    signature_option,
     verify_option,
 )
 from stagepack.cli.security_options import check_security_options, security_options, server_security
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 @partial(operator_options, pass_imports=True)
 @compiled_option
 @verify_option
+@signature_option
 @click.option(
     "--copy/--no-copy",
     "copy_weights",

@@ -10,11 +10,11 @@ from typing import Self
 from stagepack.errors import FileNotListedError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, check_content
-from stagepack.format.file_checks import check_digests, check_size, raise_digest_problems
+from stagepack.format.file_checks import check_digests, check_size, raise_digest_problems, read_plain_file
 from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.manifest import File
 from stagepack.format.manifest_reader import read_manifest
-from stagepack.format.validate import format_names
+from stagepack.format.validate import SIGNATURE_NAME, format_names
 from stagepack.format.weights import StoredTensor, parse_header_bytes, read_weight_header
 
 
@@ -102,6 +102,17 @@ class BundleFiles:
             return b"", problems
         content = (self.path / entry.name).read_bytes()
         return content, check_content(entry, content) if self.compares_digests else []
+
+    def read_signature(self) -> bytes | None:
+        """Return the content of ``model.sig``, the signature over all other files; None if the bundle has none. It is not verified.
+
+        Raises:
+            FormatError: it is not a plain file, or too large.
+            RemoteError: that of a remote bundle cannot be downloaded.
+        """
+        if self.source is not None:
+            return self.source.read_signature()
+        return read_plain_file(self.path, SIGNATURE_NAME, limits.SIGNATURE_BYTES)
 
     def check_digests(self, file_names: Iterable[str], progress: ByteProgress | None = None) -> None:
         """Compare files with their digests, in as many threads as there are processors.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from stagepack.errors import DigestError, Problem
+from stagepack.errors import DigestError, LimitError, Problem
 from stagepack.format.chunk_reading import FileRead, read_chunks
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.manifest import File
@@ -62,6 +62,35 @@ def open_plain_file(folder: Path, entry: File) -> BinaryIO:
         os.close(descriptor)
         raise DigestError([Problem(rule="D1", where=entry.name, message="the file was changed while it was opened")])
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_plain_file(folder: Path, file_name: str, max_bytes: int) -> bytes | None:
+    """Read a file of a bundle that the manifest does not list; None if there is none.
+
+    Args:
+        folder: the folder of the bundle.
+        file_name: the name of the file.
+        max_bytes: refuse a larger file.
+
+    Raises:
+        DigestError: it is not a plain file, or cannot be read.
+        LimitError: it is larger.
+    """
+    try:
+        descriptor = os.open(folder / file_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        message = f"expected a plain file: {error.strerror}"
+        raise DigestError([Problem(rule="D1", where=file_name, message=message)]) from None
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DigestError([Problem(rule="D1", where=file_name, message="not a plain file")])
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        message = f"expected at most {max_bytes} bytes, found more"
+        raise LimitError([Problem(rule="L1", where=file_name, message=message)])
+    return content
 
 
 def check_digests(folder: Path, entries: Iterable[File], progress: ByteProgress | None = None) -> list[Problem]:

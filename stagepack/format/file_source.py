@@ -61,6 +61,14 @@ class FileSource(Protocol):
             entries: their manifest entries, in the order in which they are needed.
         """
 
+    def read_signature(self) -> bytes | None:
+        """Return the content of the signature file, which the manifest does not list; None if there is none.
+
+        Raises:
+            RemoteError: it cannot be downloaded.
+            LimitError: it is too large.
+        """
+
     def discard(self, entries: Sequence[File]) -> None:
         """Remove damaged files from the folder, so that `fetch` brings them again.
 

@@ -7,6 +7,7 @@ process dies at any moment, the output is the old bundle, or missing, or the new
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Final, Self
 
 import msgspec
 
-from stagepack.errors import OutputExistsError, WriteError
+from stagepack.errors import ExportWarning, OutputExistsError, WriteError
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.codec import encode_manifest
 from stagepack.format.file_writing import Piece, write_pieces
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.threads import map_in_threads
-from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, check_manifest, raise_problems
 from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The content of a file or a tensor.
@@ -206,6 +207,7 @@ class BundleWriter:
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
         map_in_threads(_sync, [*self._unsynchronized, self._temporary_folder])
         check_output_path(self._out, overwrite=self._overwrite)
+        was_signed = os.path.lexists(self._out / SIGNATURE_NAME)
         try:
             # Without `overwrite`, an output that appears at this moment is not replaced: the system refuses to rename over it.
             if self._overwrite and os.path.lexists(self._out):
@@ -217,6 +219,9 @@ class BundleWriter:
                 os.rename(self._replaced_folder, self._out)
             raise
         _sync(self._out.parent)
+        if was_signed:
+            message = f"{self._out}: the bundle was signed, and is not any more, because it has changed: sign it again (stagepack sign)"
+            warnings.warn(ExportWarning(message), stacklevel=2)
 
 
 def _is_bundle(path: Path) -> bool:

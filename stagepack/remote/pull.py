@@ -3,23 +3,16 @@
 import contextlib
 import os
 import shutil
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stagepack.errors import OutputExistsError, WriteError
-from stagepack.format import limits
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import SIGNATURE_NAME
 from stagepack.remote.cache import Cache
-from stagepack.remote.download import Tries
-from stagepack.remote.open_url import open_store, open_url
-from stagepack.remote.store import FetchError, MissingFileError, RemoteStore
+from stagepack.remote.open_url import open_url
 from stagepack.remote.url import BundleUrl
-
-# A signature over a bundle has a few kilobytes for each file.
-_SIGNATURE_BYTES = limits.MANIFEST_BYTES
 
 
 def pull(
@@ -55,7 +48,7 @@ def pull(
     try:
         remote = open_url(url, cache, digest=digest, storage_options=storage_options)
         remote.fetch(remote.files)
-        signature = _read_signature(open_store(url, storage_options), str(url))
+        signature = remote.read_signature()
         with cache.errors():
             if signature is not None:
                 (remote.path / SIGNATURE_NAME).write_bytes(signature)
@@ -67,16 +60,3 @@ def pull(
     with contextlib.suppress(OSError):
         shutil.rmtree(cache.folder)
     return Bundle(path)
-
-
-def _read_signature(store: RemoteStore, location: str) -> bytes | None:
-    tries = Tries(f"{location}/{SIGNATURE_NAME}", threading.Event())
-    while True:
-        try:
-            content = store.read_small(SIGNATURE_NAME, _SIGNATURE_BYTES)
-        except MissingFileError:
-            return None
-        except FetchError as error:
-            tries.failed(error)
-        else:
-            return content if len(content) <= _SIGNATURE_BYTES else None

@@ -1,16 +1,20 @@
 """The files of a remote bundle, which come into the cache when they are needed."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
+from stagepack.errors import LimitError, Problem
+from stagepack.format import limits
 from stagepack.format.manifest import File
+from stagepack.format.validate import SIGNATURE_NAME
 from stagepack.remote.cache import Cache, PartFile, is_complete
-from stagepack.remote.download import Download, FileDownload
+from stagepack.remote.download import Download, FileDownload, Tries
 from stagepack.remote.file_stream import DownloadObserver, FileStream
-from stagepack.remote.store import RemoteStore
+from stagepack.remote.store import FetchError, MissingFileError, RemoteStore
 from stagepack.terminal import byte_progress
 
 # Files that are open at a time.
@@ -65,6 +69,23 @@ class RemoteFiles:
     def stream(self, entries: Sequence[File]) -> FileStream:
         """Begin to download files; return a handle that reads them while they arrive."""
         return FileStream.start(entries, self.fetch)
+
+    def read_signature(self) -> bytes | None:
+        """Download the signature file; None if there is none. It may be replaced at the URL, so it is not kept in the cache."""
+        tries = Tries(f"{self.location}/{SIGNATURE_NAME}", threading.Event())
+        while True:
+            try:
+                content = self._store.read_small(SIGNATURE_NAME, limits.SIGNATURE_BYTES)
+            except MissingFileError:
+                return None
+            except FetchError as error:
+                tries.failed(error)
+            else:
+                break
+        if len(content) > limits.SIGNATURE_BYTES:
+            message = f"expected at most {limits.SIGNATURE_BYTES} bytes, found more"
+            raise LimitError([Problem(rule="L1", where=SIGNATURE_NAME, message=message)])
+        return content
 
     def discard(self, entries: Sequence[File]) -> None:
         """Remove damaged files from the cache."""

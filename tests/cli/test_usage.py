@@ -40,7 +40,20 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
             ([command, "x", "y"], "unexpected extra argument")
             for command in COMMANDS
             if command
-            not in ("compile", "diff", "export", "k8s", "profile", "pull", "push", "recut", "report", "serve", "triton")
+            not in (
+                "compile",
+                "diff",
+                "export",
+                "k8s",
+                "profile",
+                "pull",
+                "push",
+                "recut",
+                "report",
+                "serve",
+                "sign",
+                "triton",
+            )
         ),
         (["export", "x"], "Missing option '-o' / '--out'"),
         (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range 1<=x<=4096"),
@@ -51,6 +64,8 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["inspect", "x", "--stage", "one"], "'one' is not a valid integer"),
         (["load", "x", "--device"], "requires an argument"),
         (["load", "x", "--runtime", "tvm"], f"'tvm' is not one of {RUNTIMES}"),
+        (["sign", "x"], "Missing option '--key'"),
+        (["sign", "x", "--key", "y", "--certificate-chain", "z"], "--certificate-chain requires --certificate"),
         (["verify", "x", "--runtime", "onnxruntime"], "--runtime requires --run"),
         (["serve", "x", "--max-delay-ms", "nan"], "nan is not a number"),
         (["serve", "x", "--deadline-s", "inf"], "inf is not in the range"),

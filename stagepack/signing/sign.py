@@ -1,0 +1,113 @@
+"""Sign a bundle: write ``model.sig`` into its folder."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from model_signing import hashing, signing
+
+from stagepack.errors import OptionError, OutputExistsError, WriteError
+from stagepack.format.chunks import ByteProgress
+from stagepack.format.reader import Bundle
+from stagepack.format.temporary_folder import TemporaryFolder
+from stagepack.format.validate import SIGNATURE_NAME
+from stagepack.remote.url import is_url
+
+
+def sign_bundle(
+    bundle: str | os.PathLike[str] | Bundle,
+    *,
+    key: str | os.PathLike[str],
+    certificate: str | os.PathLike[str] | None = None,
+    certificate_chain: Sequence[str | os.PathLike[str]] = (),
+    overwrite: bool = False,
+    progress: ByteProgress | None = None,
+) -> Bundle:
+    """Sign a bundle, by the model signing of OpenSSF: a signature over all its files comes into the file ``model.sig`` of its folder.
+
+    All files are compared with their digests and all rules are checked first. Every change of the bundle makes the signature invalid.
+    ``model_signing verify key`` (or ``certificate``) verifies it too.
+
+    Args:
+        bundle: the folder of the bundle, or the opened bundle.
+        key: a PEM file with the private key, unencrypted, of the curve P-256, P-384 or P-521.
+        certificate: a PEM file with the certificate of this key, which comes into the signature. It must allow digital signatures or the
+            signing of code. Without it, the public key verifies the signature.
+        certificate_chain: PEM files with the certificates of the authorities between `certificate` and the one that verifiers trust.
+        overwrite: replace a signature that the bundle has.
+        progress: called by several threads with the number of bytes that were compared with their digests.
+
+    Returns:
+        The bundle.
+
+    Raises:
+        NotABundleError, VersionError, DigestError, FormatError: the bundle is not in order; see `Bundle.verify`.
+        OptionError: the key or the certificate cannot be used, or the bundle is at a URL.
+        OutputExistsError: the bundle has a signature.
+        WriteError: the signature cannot be written.
+        MissingPackageError: the package model_signing is not installed.
+
+    Example:
+        >>> stagepack.sign("m.stagepack", key="signer.pem")
+        >>> pipe = stagepack.load("m.stagepack", require_signature="signer.pub")
+    """
+    location = bundle.location if isinstance(bundle, Bundle) else os.fspath(bundle)
+    if is_url(location):
+        raise OptionError(
+            f"{location}: a signature is written into the folder: download the bundle first (stagepack pull)"
+        )
+    opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    signature_path = opened.path / SIGNATURE_NAME
+    if os.path.lexists(signature_path) and not overwrite:
+        raise OutputExistsError(f"{location}: is signed already: replace the signature (--overwrite), or keep it")
+    config = _signer(key, certificate, certificate_chain)
+    opened.verify(progress)
+    config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE_NAME], ignore_git_paths=False))
+    try:
+        with TemporaryFolder(opened.path.resolve()) as temporary:
+            new_path = temporary.path / SIGNATURE_NAME
+            config.sign(opened.path, new_path)
+            _sync(new_path)
+            new_path.replace(signature_path)
+            _sync(opened.path)
+    except OSError as error:
+        raise WriteError(f"{signature_path}: could not be written: {error.strerror or error}") from error
+    return opened
+
+
+def _signer(
+    key: str | os.PathLike[str],
+    certificate: str | os.PathLike[str] | None,
+    certificate_chain: Sequence[str | os.PathLike[str]],
+) -> signing.Config:
+    """The signer of model_signing for the files of the caller."""
+    if isinstance(certificate_chain, str | os.PathLike):
+        raise OptionError(f"certificate_chain: expected a sequence of files, found {certificate_chain!r}")
+    if certificate is None and certificate_chain:
+        raise OptionError("certificate_chain: expected the certificate of the key too")
+    for path in (key, *(() if certificate is None else (certificate,)), *certificate_chain):
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+    try:
+        if certificate is None:
+            return signing.Config().use_elliptic_key_signer(private_key=key)
+        # model_signing 1.1.1 takes no empty chain. A second copy of the certificate means nothing.
+        return signing.Config().use_certificate_signer(
+            private_key=key, signing_certificate=certificate, certificate_chain=certificate_chain or [certificate]
+        )
+    except Exception as error:
+        used = os.fspath(key) if certificate is None else f"{os.fspath(key)} and {os.fspath(certificate)}"
+        raise OptionError(
+            f"{used}: expected PEM files of an unencrypted private key of the curve P-256, P-384 or P-521, and of its certificate: "
+            f"{str(error).strip() or type(error).__name__}"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""The file ``model.sig``: a Sigstore bundle (JSON) with a DSSE envelope over the names and digests of all files of the bundle.
+
+The file comes from a stranger. It is decoded here, and model_signing verifies a file that is encoded again from the decoded fields. So both
+see the same certificates, whatever duplicate keys or aliases the file has.
+"""
+
+import base64
+from datetime import UTC, datetime
+
+import msgspec
+from cryptography import x509
+
+from stagepack.errors import SignatureError
+
+
+class _Certificate(msgspec.Struct, frozen=True, rename="camel"):
+    raw_bytes: str
+
+
+class _CertificateChain(msgspec.Struct, frozen=True):
+    certificates: tuple[_Certificate, ...]
+
+
+class _PublicKey(msgspec.Struct, frozen=True, omit_defaults=True):
+    hint: str | None = None
+
+
+class _VerificationMaterial(msgspec.Struct, frozen=True, omit_defaults=True):
+    chain: _CertificateChain | None = msgspec.field(default=None, name="x509CertificateChain")
+    public_key: _PublicKey | None = msgspec.field(default=None, name="publicKey")
+
+
+class _DsseSignature(msgspec.Struct, frozen=True):
+    sig: str
+    keyid: str = ""
+
+
+class _Envelope(msgspec.Struct, frozen=True, rename="camel"):
+    payload: str
+    payload_type: str
+    signatures: tuple[_DsseSignature, ...]
+
+
+class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
+    """The fields of the file that are used.
+
+    Attributes:
+        media_type: the type of the file.
+        verification_material: the certificates of the signer, or a hash of its public key.
+        dsse_envelope: what is signed, and the signature.
+    """
+
+    media_type: str
+    verification_material: _VerificationMaterial
+    dsse_envelope: _Envelope
+
+    @classmethod
+    def parse(cls, content: bytes, location: str) -> "SignatureFile":
+        """Decode the file.
+
+        Args:
+            content: the bytes of the file.
+            location: the path or URL of the bundle, for messages.
+
+        Raises:
+            SignatureError: it is not a signature.
+        """
+        try:
+            return msgspec.json.decode(content, type=cls)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise SignatureError(
+                f"{location}: model.sig is not a signature of model_signing: {error}", reason="malformed"
+            ) from None
+
+    def encode(self) -> bytes:
+        """Return the file with the known fields only, each once."""
+        return msgspec.json.encode(self)
+
+    def certificates(self) -> list[x509.Certificate]:
+        """Return the certificate of the signer, and after it those of the authorities that issued it; empty for a key.
+
+        Raises:
+            ValueError: a certificate is malformed.
+        """
+        chain = self.verification_material.chain
+        entries = () if chain is None else chain.certificates
+        return [x509.load_der_x509_certificate(base64.b64decode(entry.raw_bytes)) for entry in entries]
+
+    def check_validity_periods(self, location: str) -> None:
+        """Refuse certificates that are not valid now.
+
+        model_signing compares them with the time at which the certificate of the signer became valid. Since nothing proves when a
+        signature was made, a key that is found years later could still sign.
+
+        Args:
+            location: the path or URL of the bundle, for messages.
+
+        Raises:
+            SignatureError: a certificate has expired, or is not valid yet.
+        """
+        now = datetime.now(UTC)
+        for certificate in self.certificates():
+            start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+            if not start <= now <= end:
+                raise SignatureError(
+                    f"{location}: the certificate of {certificate.subject.rfc4514_string()[:200]!r} is valid from "
+                    f"{start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC: have the bundle signed again with a valid one",
+                    reason="expired",
+                )

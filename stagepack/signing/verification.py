@@ -1,0 +1,226 @@
+"""Verify the signature of a bundle before anything of it is used.
+
+The signature lists the digests of all files. Of these only that of the manifest is compared: the manifest has a digest of every file, with
+which each file is compared when it is read (SPEC D2). So weights are read once, and nothing is between the check and the use.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from blake3 import blake3
+from model_signing import hashing, manifest, verifying
+
+from stagepack.errors import FormatError, OptionError, SignatureError
+from stagepack.format import limits
+from stagepack.format.digest import stated_and_actual_digest
+from stagepack.format.file_checks import read_plain_file
+from stagepack.format.reader import Bundle
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
+from stagepack.signing.signature_file import SignatureFile
+
+_HASHES: Final[dict[str, Callable[[bytes], Any]]] = {
+    "sha256": hashlib.sha256,
+    "blake2b": hashlib.blake2b,
+    "blake3": blake3,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedSignature:
+    """A signature that is by a trusted signer, and over the bundle.
+
+    Attributes:
+        trusted_file: the file of the caller that the signature was verified with.
+        subject: the subject of the certificate of the signer; None if it signed with a key alone.
+    """
+
+    trusted_file: str
+    subject: str | None
+
+
+def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[str]]) -> VerifiedSignature:
+    """Verify that a trusted signer has signed the manifest of a bundle, and with it the digests of all its files.
+
+    The content of the files is compared with the manifest when they are read, or by `Bundle.verify`.
+
+    Args:
+        bundle: the opened bundle.
+        trusted_files: PEM files, each with a public key or with certificates of authorities. One of them must verify the signature.
+
+    Returns:
+        How it was verified.
+
+    Raises:
+        SignatureError: the bundle is not signed, or by no trusted signer, or was changed afterwards.
+        OptionError: a file has neither a public key nor certificates that can be used.
+        RemoteError: the signature of a remote bundle cannot be downloaded.
+    """
+    signature = SignatureFile.parse(_read_signature(bundle), bundle.location)
+    trusted_file, signed = _verified_by_one(bundle, signature, [os.fspath(path) for path in trusted_files])
+    signature.check_validity_periods(bundle.location)
+    _compare_manifest(bundle, signed)
+    _compare_names(bundle, signed)
+    certificates = signature.certificates()
+    subject = certificates[0].subject.rfc4514_string() if certificates else None
+    return VerifiedSignature(trusted_file=trusted_file, subject=subject)
+
+
+def _read_signature(bundle: Bundle) -> bytes:
+    try:
+        content = bundle.read_signature()
+    except FormatError as error:
+        raise SignatureError(f"{bundle.location}: {error}", reason="malformed") from None
+    if content is None:
+        raise SignatureError(
+            f"{bundle.location}: expected a signed bundle, found no {SIGNATURE_NAME}: have it signed ('stagepack sign')",
+            reason="unsigned",
+        )
+    return content
+
+
+def _verified_by_one(
+    bundle: Bundle, signature: SignatureFile, trusted_files: Sequence[str]
+) -> tuple[str, manifest.Manifest]:
+    """Return the file that verifies the signature, and the signed list of files."""
+    if not trusted_files:
+        raise OptionError("require_signature: expected a public key or certificates, found no file")
+    verifiers = [(path, _verifier(path)) for path in trusted_files]
+    reasons = []
+    with _temporary_file(signature.encode()) as signature_path:
+        for path, verifier in verifiers:
+            try:
+                return path, _signed_manifest(verifier, signature_path)
+            except Exception as error:  # noqa: BLE001 - model_signing, cryptography and OpenSSL have no common error
+                reasons.append(f"{path}: {str(error).strip() or type(error).__name__}")
+    raise SignatureError(
+        f"{bundle.location}: the signature is not by a trusted signer, or it was changed: {'; '.join(reasons)}",
+        reason="untrusted",
+    )
+
+
+def _verifier(path: str) -> verifying.Config:
+    """The verifier of model_signing for a file of the caller."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
+    if b"PRIVATE KEY-----" in content:
+        raise OptionError(f"{path}: expected a public key or certificates, found a private key: keep it secret")
+    try:
+        if b"-----BEGIN CERTIFICATE-----" in content:
+            return verifying.Config().use_certificate_verifier(certificate_chain=[path])
+        return verifying.Config().use_elliptic_key_verifier(public_key=path)
+    except Exception as error:
+        raise OptionError(
+            f"{path}: expected a PEM file with a public key of the curve P-256, P-384 or P-521, or with certificates: "
+            f"{str(error).strip() or type(error).__name__}"
+        ) from error
+
+
+class _RecordedManifest:
+    """Takes the signed list of files from the comparison that `verifying.Config.verify` ends with."""
+
+    def __init__(self) -> None:
+        self.signed: manifest.Manifest | None = None
+
+    def __eq__(self, signed: object) -> bool:
+        assert isinstance(signed, manifest.Manifest)
+        self.signed = signed
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _NoHashing(hashing.Config):
+    """In the place of hashing all files, which would read the weights a second time."""
+
+    def __init__(self, recorded: _RecordedManifest) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorded = recorded
+
+    def hash(self, *_: Any, **__: Any) -> Any:
+        """Return what the signed list is compared with."""
+        return self._recorded
+
+
+def _signed_manifest(verifier: verifying.Config, signature_path: Path) -> manifest.Manifest:
+    """Verify a signature by the public interface of model_signing; return what it is over."""
+    recorded = _RecordedManifest()
+    verifier.set_hashing_config(_NoHashing(recorded))
+    verifier.verify(signature_path.parent, signature_path)
+    if recorded.signed is None:
+        raise ValueError("this version of model_signing does not compare the signed files")
+    return recorded.signed
+
+
+@contextlib.contextmanager
+def _temporary_file(content: bytes) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="stagepack-signature-") as folder:
+        path = Path(folder) / SIGNATURE_NAME
+        path.write_bytes(content)
+        yield path
+
+
+def _compare_manifest(bundle: Bundle, signed: manifest.Manifest) -> None:
+    """Compare the manifest that was opened with its signed digest, or with those of its shards."""
+    content = read_plain_file(bundle.path, MANIFEST_NAME, limits.MANIFEST_BYTES) or b""
+    changed = SignatureError(
+        f"{bundle.location}: {MANIFEST_NAME} is not the one that was signed: the bundle was changed afterwards. If you changed it, as "
+        "'stagepack onnx' does, sign it again",
+        reason="changed",
+    )
+    # The bytes are those that were opened, because they have the same digest.
+    if set(stated_and_actual_digest(content)) != {bundle.digest}:
+        raise changed
+    position = 0
+    for start, end, algorithm, digest in sorted(_manifest_shards(signed, len(content))):
+        if algorithm not in _HASHES:
+            raise SignatureError(f"{bundle.location}: unknown hash {algorithm[:80]!r} in model.sig", reason="malformed")
+        if start != position or _HASHES[algorithm](content[start:end]).digest() != digest:
+            raise changed
+        position = end
+    if position != len(content):
+        raise changed
+
+
+def _manifest_shards(signed: manifest.Manifest, size: int) -> Iterator[tuple[int, int, str, bytes]]:
+    """Yield the start, the end, the hash and the digest of each signed shard of the manifest; of a whole file it is one."""
+    for name, shard, digest in _signed_parts(signed):
+        if name == MANIFEST_NAME:
+            start, end = (0, size) if shard is None else shard
+            # That of a shard has the size of the shards after its name: sha256-sharded-1000000000.
+            yield start, end, digest.algorithm.partition("-sharded-")[0], digest.digest_value
+
+
+def _signed_parts(signed: manifest.Manifest) -> Iterator[tuple[str, tuple[int, int] | None, Any]]:
+    """Yield the name of each signed file, the range of its shard if it has shards, and the digest."""
+    is_sharded = signed.serialization_type["method"] == "shards"
+    for resource in signed.resource_descriptors():
+        if is_sharded:
+            name, start, end = resource.identifier.rsplit(":", 2)
+            yield name, (int(start), int(end)), resource.digest
+        else:
+            yield resource.identifier, None, resource.digest
+
+
+def _compare_names(bundle: Bundle, signed: manifest.Manifest) -> None:
+    """Refuse files that are not signed, and signed files that are not of the bundle."""
+    expected = {MANIFEST_NAME, *bundle.files}
+    names = {name for name, _, _ in _signed_parts(signed)}
+    present = expected if bundle.source is not None else set(os.listdir(bundle.path)) - {SIGNATURE_NAME}
+    if unsigned := (expected | present) - (expected & names):
+        raise SignatureError(
+            f"{bundle.location}: not signed: {format_names(sorted(unsigned))}: remove files that are not of the bundle, or sign it again",
+            reason="files",
+        )
+    if further := names - expected:
+        raise SignatureError(
+            f"{bundle.location}: files are signed that the bundle does not list: {format_names(sorted(further))}",
+            reason="files",
+        )

@@ -1,0 +1,387 @@
+"""Each way in which a bundle is not the one that a trusted signer has signed is refused: by the API, by the commands and by the server."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import stagepack
+from stagepack.cli import main
+from stagepack.errors import DigestError, ExportWarning, OptionError, OutputExistsError, SignatureError, StagepackError
+from stagepack.format.digest import stated_and_actual_digest
+from stagepack.format.writer import BundleWriter
+from tests.remote.http_server import HttpServer
+from tests.serve.servers import stagepack_server
+from tests.signing.signers import Authority, Signer, make_authority, make_signer
+
+MODEL_SIGNING = Path(sys.executable).with_name("model_signing")
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def model_signing(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(MODEL_SIGNING), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def accepted_by_model_signing(bundle_path: Path, public_key: Path) -> bool:
+    signature = ("--signature", bundle_path / "model.sig")
+    completed = model_signing("verify", "key", bundle_path, *signature, "--public_key", public_key)
+    return completed.returncode == 0 and "Verification succeeded" in completed.stdout
+
+
+def rewrite_manifest(bundle_path: Path) -> None:
+    """Change the manifest, and make its digest right again."""
+    path = bundle_path / "manifest.json"
+    content = path.read_bytes().replace(b'"stagepack": "0.1.0"', b'"stagepack": "9.9.9"')
+    stated, actual = stated_and_actual_digest(content)
+    assert stated is not None
+    path.write_bytes(content.replace(stated.encode(), actual.encode()))
+
+
+def change_weights(bundle_path: Path) -> None:
+    path = bundle_path / "stage-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+
+
+def make_link(bundle_path: Path) -> None:
+    """A file with the same content, elsewhere."""
+    target = bundle_path.with_name("weights")
+    (bundle_path / "stage-0.safetensors").rename(target)
+    (bundle_path / "stage-0.safetensors").symlink_to(target)
+
+
+def link_signature(bundle_path: Path) -> None:
+    (bundle_path / "model.sig").rename(bundle_path.with_name("signature"))
+    (bundle_path / "model.sig").symlink_to(bundle_path.with_name("signature"))
+
+
+def edit_signature(bundle_path: Path, edit: Callable[[dict[str, object]], object]) -> None:
+    fields = json.loads((bundle_path / "model.sig").read_text())
+    edit(fields)
+    (bundle_path / "model.sig").write_text(json.dumps(fields))
+
+
+def change_signed_payload(bundle_path: Path) -> None:
+    def edit(fields: dict[str, object]) -> None:
+        envelope = fields["dsseEnvelope"]
+        assert isinstance(envelope, dict)
+        envelope["payload"] = "e30="
+
+    edit_signature(bundle_path, edit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A bundle that was signed by the signer and then changed, or is not signed by it.
+
+    Attributes:
+        change: changes the signed bundle.
+        says: a part of the message.
+        error: the class of the error.
+        reason: that of a `SignatureError`.
+    """
+
+    change: Callable[[Path], object]
+    says: str
+    error: type[StagepackError] = SignatureError
+    reason: str = ""
+
+
+ROWS = {
+    "unsigned": Row(change=lambda path: (path / "model.sig").unlink(), reason="unsigned", says="found no model.sig"),
+    "changed manifest": Row(change=rewrite_manifest, reason="changed", says="is not the one that was signed"),
+    "changed byte": Row(change=change_weights, error=DigestError, says=r"stage-0.safetensors.*\[D2\]"),
+    "extra file": Row(change=lambda path: (path / "x.py").touch(), reason="files", says=r"not signed: x\.py"),
+    "missing file": Row(
+        change=lambda path: (path / "stage-0.safetensors").unlink(), error=DigestError, says=r"missing \[D1\]"
+    ),
+    "symlink": Row(change=make_link, error=DigestError, says=r"not a plain file \[D1\]"),
+    "signature is a symlink": Row(change=link_signature, reason="malformed", says="expected a plain file"),
+    "signature is no JSON": Row(
+        change=lambda path: (path / "model.sig").write_text("{"), reason="malformed", says="not a signature"
+    ),
+    "signature is nested": Row(
+        change=lambda path: (path / "model.sig").write_text('{"mediaType": ' + "[" * 100_000),
+        reason="malformed",
+        says="not a signature",
+    ),
+    "signature is too large": Row(
+        change=lambda path: (path / "model.sig").write_bytes(b" " * (2**24 + 1)), reason="malformed", says="at most"
+    ),
+    "signature of nothing": Row(
+        change=lambda path: edit_signature(path, lambda fields: fields["dsseEnvelope"].update(signatures=[])),  # type: ignore[attr-defined]
+        reason="untrusted",
+        says="not by a trusted signer",
+    ),
+    "changed payload": Row(change=change_signed_payload, reason="untrusted", says="InvalidSignature"),
+}
+
+
+@pytest.mark.parametrize("row_name", ROWS)
+def test_a_bundle_that_is_not_as_it_was_signed_is_refused(row_name: str, bundle_path: Path, signer: Signer) -> None:
+    row = ROWS[row_name]
+    stagepack.sign(bundle_path, key=signer.key)
+    row.change(bundle_path)
+    key = signer.public_key
+    for refuse in (
+        lambda: stagepack.verify(bundle_path, require_signature=key),
+        lambda: stagepack.load(bundle_path, require_signature=key),
+        lambda: stagepack.load_stage(bundle_path, 0, require_signature=[key]),
+        lambda: stagepack.load_entry_points(bundle_path, require_signature=key),
+    ):
+        with pytest.raises(row.error, match=row.says) as caught:
+            refuse()
+        assert getattr(caught.value, "reason", "") == row.reason
+    for command in (("verify", bundle_path, "--key", key), ("load", bundle_path, "--require-signature", key)):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("stagepack: ")
+        assert result.stderr.count("\n") == 1
+        assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "row_name", ["unsigned", "changed manifest", "changed byte", "extra file", "missing file", "symlink"]
+)
+def test_model_signing_refuses_the_same(row_name: str, bundle_path: Path, signer: Signer) -> None:
+    stagepack.sign(bundle_path, key=signer.key)
+    ROWS[row_name].change(bundle_path)
+    assert not accepted_by_model_signing(bundle_path, signer.public_key)
+
+
+def test_what_a_signer_has_signed_is_loaded(bundle_path: Path, signer: Signer, stranger: Signer) -> None:
+    stagepack.sign(bundle_path, key=signer.key)
+    assert accepted_by_model_signing(bundle_path, signer.public_key)
+    verified = stagepack.verify(bundle_path, require_signature=signer.public_key)
+    assert verified is not None
+    assert (verified.trusted_file, verified.subject) == (str(signer.public_key), None)
+    keys = [stranger.public_key, signer.public_key]
+    opened = stagepack.open(bundle_path, require_signature=keys)
+    assert stagepack.load(opened, require_signature=keys).bundle.digest == opened.digest
+    assert len(stagepack.load_entry_points(bundle_path, require_signature=keys)) == 1
+    stagepack.load_stage(bundle_path, 0, require_signature=signer.public_key)
+    result = run("verify", bundle_path, "--key", signer.public_key, "--json")
+    assert json.loads(result.stdout)["signature"] == {"trusted_file": str(signer.public_key), "subject": None}
+    assert run("load", bundle_path, "--require-signature", signer.public_key).exit_code == 0
+
+
+def test_another_signer_is_refused(bundle_path: Path, signer: Signer, stranger: Signer, authority: Authority) -> None:
+    stagepack.sign(bundle_path, key=stranger.key)
+    for trusted_file in (signer.public_key, authority.root):
+        with pytest.raises(SignatureError, match="not by a trusted signer") as caught:
+            stagepack.open(bundle_path, require_signature=trusted_file)
+        assert caught.value.reason == "untrusted"
+    result = run("verify", bundle_path, "--key", signer.public_key, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["signature"]["reason"] == "untrusted"
+    assert not accepted_by_model_signing(bundle_path, signer.public_key)
+
+
+@pytest.mark.parametrize("bits", [384, 521])
+def test_larger_keys_sign_too(bits: int, bundle_path: Path, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    larger = make_signer(tmp_path, "larger", {384: ec.SECP384R1(), 521: ec.SECP521R1()}[bits])
+    stagepack.sign(bundle_path, key=larger.key)
+    stagepack.verify(bundle_path, require_signature=larger.public_key)
+
+
+def test_certificates_are_followed_to_the_trusted_one(
+    bundle_path: Path, signer: Signer, authority: Authority, other_authority: Authority
+) -> None:
+    key, certificate, chain = ("--key", authority.key), ("--certificate", authority.certificate), authority.chain
+    result = run("sign", bundle_path, *key, *certificate, "--certificate-chain", chain)
+    assert result.exit_code == 0, result.output
+    result = run("verify", bundle_path, "--certificate", authority.root)
+    assert f"signature of CN=known signer: verified with {authority.root}" in result.stdout
+    signature = ("--signature", bundle_path / "model.sig")
+    trusted = ("--certificate_chain", authority.root)
+    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).returncode == 0
+    for trusted_file in (other_authority.root, signer.public_key, authority.certificate):
+        with pytest.raises(SignatureError) as caught:
+            stagepack.load(bundle_path, require_signature=trusted_file)
+        assert caught.value.reason == "untrusted"
+
+
+def test_the_certificates_between_may_be_those_of_the_verifier(
+    bundle_path: Path, authority: Authority, tmp_path: Path
+) -> None:
+    stagepack.sign(bundle_path, key=authority.key, certificate=authority.certificate)
+    with pytest.raises(SignatureError):
+        stagepack.open(bundle_path, require_signature=authority.root)
+    trusted_file = tmp_path / "authorities.crt"
+    trusted_file.write_bytes(authority.root.read_bytes() + authority.chain.read_bytes())
+    stagepack.open(bundle_path, require_signature=trusted_file)
+    signature = ("--signature", bundle_path / "model.sig")
+    trusted = ("--certificate_chain", trusted_file)
+    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).returncode == 0
+
+
+@pytest.mark.parametrize("days", [(-30, -1), (1, 30)], ids=["expired", "not valid yet"])
+def test_certificates_that_are_not_valid_now_are_refused(
+    days: tuple[int, int], bundle_path: Path, tmp_path: Path
+) -> None:
+    authority = make_authority(tmp_path, "late", signer_days=days)
+    stagepack.sign(
+        bundle_path, key=authority.key, certificate=authority.certificate, certificate_chain=[authority.chain]
+    )
+    with pytest.raises(SignatureError, match="'CN=late signer' is valid from") as caught:
+        stagepack.open(bundle_path, require_signature=authority.root)
+    assert caught.value.reason == "expired"
+    result = run("verify", bundle_path, "--certificate", authority.root)
+    assert result.exit_code == 1
+    assert "is valid from" in result.stderr
+
+
+def test_certificates_under_another_spelling_are_not_seen(
+    bundle_path: Path, tmp_path: Path, authority: Authority
+) -> None:
+    """A second chain in the file cannot be the one that is verified, or the one whose time is compared."""
+    late = make_authority(tmp_path, "late", signer_days=(-30, -1))
+    stagepack.sign(bundle_path, key=late.key, certificate=late.certificate, certificate_chain=[late.chain])
+    fields = json.loads((bundle_path / "model.sig").read_text())
+    material = fields["verificationMaterial"]
+    material["x509_certificate_chain"] = material.pop("x509CertificateChain")
+    (bundle_path / "model.sig").write_text(json.dumps(fields))
+    with pytest.raises(SignatureError):
+        stagepack.open(bundle_path, require_signature=late.root)
+
+
+def test_what_model_signing_has_signed_is_accepted(bundle_path: Path, signer: Signer, authority: Authority) -> None:
+    signature = ("--signature", bundle_path / "model.sig")
+    completed = model_signing("sign", "key", bundle_path, *signature, "--private_key", signer.key)
+    assert completed.returncode == 0, completed.stderr
+    stagepack.load(bundle_path, require_signature=signer.public_key)
+    assert run("verify", bundle_path, "--key", signer.public_key).exit_code == 0
+    files = ("--signing_certificate", authority.certificate, "--certificate_chain", authority.chain)
+    key = ("--private_key", authority.key)
+    assert model_signing("sign", "certificate", bundle_path, *signature, *key, *files).returncode == 0
+    stagepack.load(bundle_path, require_signature=authority.root)
+    (bundle_path / "notes").touch()
+    assert model_signing("sign", "key", bundle_path, *signature, "--private_key", signer.key).returncode == 0
+    with pytest.raises(SignatureError, match="notes"):
+        stagepack.load(bundle_path, require_signature=signer.public_key)
+
+
+@pytest.mark.parametrize("hashing", ["shards of sha256", "shards of blake2", "files by blake3", "one file"])
+def test_other_hashes_of_model_signing_are_accepted(hashing: str, bundle_path: Path, signer: Signer) -> None:
+    from model_signing import hashing as hashes
+    from model_signing import signing
+
+    config = hashes.Config()
+    method, _, algorithm = hashing.partition(" by " if "by" in hashing else " of ")
+    if method == "shards":
+        config.use_shard_serialization(hashing_algorithm=algorithm, shard_size=1000)  # type: ignore[arg-type]
+    elif method == "files":
+        config.use_file_serialization(hashing_algorithm="blake3")
+    path = bundle_path / "manifest.json" if hashing == "one file" else bundle_path
+    signature_path = bundle_path.with_name("model.sig")
+    signing.Config().use_elliptic_key_signer(private_key=signer.key).set_hashing_config(config).sign(
+        path, signature_path
+    )
+    shutil.move(signature_path, bundle_path / "model.sig")
+    if hashing == "one file":
+        with pytest.raises(SignatureError):
+            stagepack.open(bundle_path, require_signature=signer.public_key)
+    else:
+        stagepack.verify(bundle_path, require_signature=signer.public_key)
+        rewrite_manifest(bundle_path)
+        with pytest.raises(SignatureError, match="is not the one that was signed"):
+            stagepack.open(bundle_path, require_signature=signer.public_key)
+
+
+def test_the_signature_of_a_remote_bundle_is_verified(
+    bundle_path: Path, signer: Signer, stranger: Signer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "cache"))
+    with HttpServer(tmp_path) as server:
+        url = f"{server.url}/tiny.stagepack"
+        with pytest.raises(SignatureError) as caught:
+            stagepack.open(url, require_signature=signer.public_key)
+        assert caught.value.reason == "unsigned"
+        stagepack.sign(bundle_path, key=signer.key)
+        bundle = stagepack.open(url, require_signature=signer.public_key)
+        stagepack.load(url, require_signature=signer.public_key)
+        with pytest.raises(SignatureError) as caught:
+            stagepack.load(bundle, require_signature=stranger.public_key)
+        assert caught.value.reason == "untrusted"
+        assert run("pull", url, "-o", tmp_path / "pulled").exit_code == 0
+    stagepack.verify(tmp_path / "pulled", require_signature=signer.public_key)
+    with pytest.raises(OptionError, match="download the bundle first"):
+        stagepack.sign(url, key=signer.key)
+
+
+def test_a_bundle_that_is_not_in_order_is_not_signed(bundle_path: Path, signer: Signer) -> None:
+    change_weights(bundle_path)
+    with pytest.raises(DigestError):
+        stagepack.sign(bundle_path, key=signer.key)
+    assert not (bundle_path / "model.sig").exists()
+    assert sorted(path.name for path in bundle_path.parent.iterdir()) == ["tiny.stagepack"]
+
+
+def test_a_signature_is_replaced_only_on_request(bundle_path: Path, signer: Signer, stranger: Signer) -> None:
+    assert run("sign", bundle_path, "--key", signer.key).exit_code == 0
+    with pytest.raises(OutputExistsError, match="is signed already"):
+        stagepack.sign(bundle_path, key=stranger.key)
+    stagepack.verify(bundle_path, require_signature=signer.public_key)
+    assert run("sign", bundle_path, "--key", stranger.key, "--overwrite").exit_code == 0
+    stagepack.verify(bundle_path, require_signature=stranger.public_key)
+
+
+def test_files_that_are_no_keys_are_bad_options(
+    bundle_path: Path, signer: Signer, authority: Authority, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("no key")
+    for bad_key in (tmp_path / "missing", tmp_path / "text", signer.public_key):
+        with pytest.raises(OptionError):
+            stagepack.sign(bundle_path, key=bad_key)
+    with pytest.raises(OptionError, match="does not match"):
+        stagepack.sign(bundle_path, key=signer.key, certificate=authority.certificate)
+    with pytest.raises(OptionError, match="the certificate of the key too"):
+        stagepack.sign(bundle_path, key=signer.key, certificate_chain=[authority.chain])
+    stagepack.sign(bundle_path, key=signer.key)
+    for bad_file in (tmp_path / "missing", tmp_path / "text", signer.key, ()):
+        with pytest.raises(OptionError):
+            stagepack.open(bundle_path, require_signature=bad_file)
+    with pytest.raises(OptionError, match="leave out verify='manifest'"):
+        stagepack.load(bundle_path, verify="manifest", require_signature=signer.public_key)
+    result = run("load", bundle_path, "--verify", "off", "--require-signature", signer.public_key)
+    assert result.exit_code == 2
+    assert "requires --verify full" in result.stderr
+
+
+def test_a_change_of_a_signed_bundle_says_that_the_signature_is_gone(bundle_path: Path, signer: Signer) -> None:
+    stagepack.sign(bundle_path, key=signer.key)
+    bundle = stagepack.open(bundle_path)
+    with BundleWriter(bundle_path, overwrite=True) as writer:
+        for entry in bundle.manifest.files:
+            writer.link_file(bundle_path / entry.name, entry)
+        with pytest.warns(ExportWarning, match="sign it again"):
+            writer.finish(bundle.manifest)
+    with pytest.raises(SignatureError) as caught:
+        stagepack.open(bundle_path, require_signature=signer.public_key)
+    assert caught.value.reason == "unsigned"
+
+
+def test_the_server_refuses_what_is_not_signed_by_a_trusted_signer(
+    bundle_path: Path, signer: Signer, stranger: Signer
+) -> None:
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    required = ("--require-signature", signer.public_key)
+    assert "found no model.sig" in run("serve", bundle_path, *ports, *required).stderr
+    stagepack.sign(bundle_path, key=stranger.key)
+    result = run("serve", bundle_path, *ports, *required)
+    assert result.exit_code == 1
+    assert "not by a trusted signer" in result.stderr
+    stagepack.sign(bundle_path, key=signer.key, overwrite=True)
+    with stagepack_server([bundle_path], *map(str, required)) as server:
+        assert server.facts["models"][0]["name"] == "tiny"
