@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 # A name of a service, RFC 1035, short enough for the suffixes of its pods.
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
 _MODELS_FOLDER = PurePosixPath("/models")
-# Options of `stagepack serve` that depend on the pods.
-_DEPLOYMENT_OPTIONS = {"--host", "--http-port", "--grpc-port", "--device", "--processes"}
+# Options of `stagepack serve` that depend on the pods, and those for files that the pods do not have: their probes have no certificate.
+_DEPLOYMENT_OPTIONS = {"--host", "--http-port", "--grpc-port", "--device", "--processes"} | {
+    *("--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file")
+}
 _VOLUME_KINDS = get_args(BundleVolume.__annotations__["kind"])
 
 

@@ -101,7 +101,7 @@ def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
     worker_set, _, _ = write_deployment(layers, tmp_path, "--", "--runtime", "onnxruntime", "--deadline-s=20")
     for template in templates(worker_set):
         assert container_of(template)["command"][-3:] == ["--runtime", "onnxruntime", "--deadline-s=20"]
-    for refused in ("--processes", "--no-such-option", "--max-batch"):
+    for refused in ("--processes", "--no-such-option", "--max-batch", "--tls-key"):
         arguments = ["k8s", str(layers.path), "-o", str(tmp_path / "x.yaml"), "--", refused, "2"]
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2

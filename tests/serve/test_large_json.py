@@ -1,5 +1,6 @@
 """Large JSON: it is read and written as small JSON is, and others are answered meanwhile."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -14,6 +15,7 @@ import torch
 
 import stagepack
 from stagepack_serving.server import rest_request
+from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.messages import InferenceTensor
 from stagepack_serving.server.rest_request import RequestHeader, decode_request
@@ -151,6 +153,33 @@ def ask_meanwhile(server: Server, path: str, body: bytes) -> tuple[int, bytes, f
         return *future.result(), time.monotonic() - start_time, waits
 
 
+def test_the_event_loop_runs_while_large_json_is_read_and_written() -> None:
+    data = numpy.linspace(0, 1, 500_000).astype("float32")
+    body = bytearray(request_of(tensor_of("FP32", [data.size], data.tolist())).encode())
+
+    async def longest_stall() -> tuple[float, float]:
+        """The longest time for which the loop ran nothing else, and all time."""
+        stalls = []
+
+        async def tick() -> None:
+            while True:
+                start_time = time.monotonic()
+                await asyncio.sleep(0.001)
+                stalls.append(time.monotonic() - start_time)
+
+        ticking, start_time = asyncio.create_task(tick()), time.monotonic()
+        header, request = await beside_loop(len(body), decode_request, body, None)
+        content, _ = await beside_loop(len(body), encode_response, "m", "1", header, request.inputs)
+        seconds = time.monotonic() - start_time
+        ticking.cancel()
+        assert len(content) > 5_000_000
+        return max(stalls), seconds
+
+    stall, seconds = asyncio.run(longest_stall())
+    assert stall < seconds / 2, (stall, seconds)
+
+
+@pytest.mark.slow
 @pytest.mark.xdist_group("serve")
 def test_others_are_answered_while_large_json_is_read_and_written(large: Server) -> None:
     data = numpy.linspace(0, 1, 1_500_000).astype("float32")
@@ -162,6 +191,7 @@ def test_others_are_answered_while_large_json_is_read_and_written(large: Server)
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("serve")
 def test_hostile_json_does_not_stop_the_server(large: Server) -> None:
     bodies = {
         "infer": [

@@ -1,6 +1,7 @@
 """A thread that runs batches ends: the server says that it is not ready, answers what waits, and ends."""
 
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -12,9 +13,17 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+import stagepack
 from stagepack.errors import StageLostError
+from stagepack_serving.server.grpc_health import HealthService
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
+from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.served_models import ServedModels
 from tests.serve.servers import INFER, Client, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -26,12 +35,35 @@ import ctypes, signal, threading
 def kill(*_):
     for thread in threading.enumerate():
         if thread.name == "lane-0":
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 signal.signal(signal.SIGUSR1, kill)
 """
 
 
+def test_a_server_with_a_lost_thread_is_not_ready(tmp_path: Path) -> None:
+    bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
+    models = ServedModels(ServerLimits(), Metrics())
+    model = ServedModel("x", bundle, stagepack.load(bundle), models.limits, models.metrics)
+    models.serve([model])
+    health = HealthService(models)
+    assert models.is_ready
+    assert health._status("") == health._status("x") == HealthCheckResponse.SERVING
+    [thread] = model._scheduler._threads
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    call = QueuedCall(inputs={"x": numpy.ones((1, 2), "float32")})
+    model._scheduler.submit(call)
+    with pytest.raises(StageLostError, match="the thread of lane 0 has ended: SystemExit"):
+        call.answer.result(timeout=20)
+    thread.join(timeout=20)
+    assert not models.is_ready
+    assert not models.is_model_ready("x")
+    assert model.has_ended()
+    assert model.close(20)
+    assert health._status("") == health._status("x") == HealthCheckResponse.NOT_SERVING
+
+
+@pytest.mark.slow
 def test_the_server_is_not_ready_and_ends(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     (tmp_path / "killer.py").write_text(KILLER)
     log = tmp_path / "stderr"

@@ -74,7 +74,7 @@ def guarded(bundles: Mapping[str, Path], credentials: Credentials, tmp_path_fact
     options = [
         *credentials.server_options(),
         *("--tls-client-ca", str(credentials.authority.certificate_file)),
-        *("--token-file", str(credentials.token_file), "--first-request-s", "2"),
+        *("--token-file", str(credentials.token_file), "--first-request-s", "1"),
         *("--access-log", "--log-level", "debug"),
     ]
     log = tmp_path_factory.mktemp("log") / "stderr"
@@ -150,6 +150,13 @@ def test_curl_is_answered_with_a_token(server: Server, credentials: Credentials)
         assert curl(f"{url}{path}", *options)[2] == "200"
     _, page, _ = curl(f"{url}/metrics", *options, "--header", BEARER)
     assert 'status="UNAUTHENTICATED"' in page
+    _, answer, _ = curl(f"{url}/openapi.json", *options, "--header", BEARER)
+    document = json.loads(answer.split("\n\n")[-1])
+    assert document["security"] == [{"token": []}]
+    assert [path for path in document["paths"] if document["paths"][path].get("get", {}).get("security") == []] == [
+        "/v2/health/live",
+        "/v2/health/ready",
+    ]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import msgspec
 
 from stagepack_serving.server import openapi_schemas as answers
 from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields
+from stagepack_serving.server.rest_authentication import PATHS_WITHOUT_TOKEN
 from stagepack_serving.server.rest_repository import IndexRequest, LoadRequest, UnloadRequest
 from stagepack_serving.server.rest_request import RequestHeader
 
@@ -134,8 +135,11 @@ OPERATIONS: Final[Mapping[str, list[Operation]]] = {
 }
 
 
-def openapi_document() -> dict[str, Any]:
+def openapi_document(*, requires_token: bool = False) -> dict[str, Any]:
     """Build the OpenAPI document of the server.
+
+    Args:
+        requires_token: whether requests need a token.
 
     Returns:
         The document.
@@ -146,7 +150,7 @@ def openapi_document() -> dict[str, Any]:
     named_types = [part for part in types if part is not None and not isinstance(part, str)]
     schemas, components = msgspec.json.schema_components(named_types, ref_template="#/components/schemas/{name}")
     schema_of_type = dict(zip(named_types, schemas, strict=True))
-    return {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "stagepack serve",
@@ -160,6 +164,12 @@ def openapi_document() -> dict[str, Any]:
         },
         "components": {"schemas": components},
     }
+    if requires_token:
+        document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"token": []}]
+        for path in PATHS_WITHOUT_TOKEN:
+            document["paths"][path]["get"]["security"] = []
+    return document
 
 
 def _parameters(path: str) -> dict[str, Any]:

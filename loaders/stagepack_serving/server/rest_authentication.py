@@ -10,7 +10,7 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.tokens import AuthenticationError, TokenCheck, check_authorization
 
 # Kubernetes and load balancers ask them, and send no token.
-_OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
+PATHS_WITHOUT_TOKEN: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 # Below it, errors have OpenAI's form.
 _OPENAI_PREFIX: Final = "/v1/"
 
@@ -43,7 +43,7 @@ class TokenGuard:
         """
         values = [value.decode("latin-1") for header_name, value in scope["headers"] if header_name == b"authorization"]
         try:
-            if scope["path"] not in _OPEN_PATHS:
+            if scope["path"] not in PATHS_WITHOUT_TOKEN:
                 check_authorization(self._check_token, values)
         except AuthenticationError as error:
             is_openai = scope["path"].startswith(_OPENAI_PREFIX)

@@ -34,20 +34,19 @@ from stagepack_serving.server.tokens import TokenCheck
 class RestService:
     """The routes of the REST protocol, and ``/metrics`` for Prometheus."""
 
-    def __init__(self, control: ModelControl) -> None:
+    def __init__(self, control: ModelControl, check_token: TokenCheck | None = None) -> None:
         """Create the service.
 
         Args:
             control: the models to serve.
+            check_token: says whether a token is accepted; None if requests need none.
         """
         self._models = control.models
         self._control = control
+        self._check_token = check_token
 
-    def application(self, check_token: TokenCheck | None = None) -> ASGIApp:
+    def application(self) -> ASGIApp:
         """Build the ASGI application.
-
-        Args:
-            check_token: says whether a token is accepted; None if requests need none.
 
         Returns:
             The application.
@@ -81,8 +80,9 @@ class RestService:
         }
         application = Starlette(routes=routes, exception_handlers=exception_handlers)
         application.router.redirect_slashes = False
-        guarded = application if check_token is None else TokenGuard(application, check_token, self._models.metrics)
-        return ConnectionCloser(guarded, self._models)
+        if self._check_token is None:
+            return ConnectionCloser(application, self._models)
+        return ConnectionCloser(TokenGuard(application, self._check_token, self._models.metrics), self._models)
 
     async def _server_live(self, _: Request) -> Response:
         return Response()
@@ -94,7 +94,7 @@ class RestService:
         return Response(generate_latest(self._models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _openapi(self, _: Request) -> Response:
-        return JSONResponse(openapi_document())
+        return JSONResponse(openapi_document(requires_token=self._check_token is not None))
 
     async def _log_settings(self, _: Request) -> Response:
         return JSONResponse(log_settings())

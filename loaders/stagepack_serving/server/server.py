@@ -155,7 +155,7 @@ def _create_http_server(control: ModelControl, security: ServerSecurity) -> uvic
     """The HTTP server, not started yet."""
     limits = control.models.limits
     config = uvicorn.Config(
-        RestService(control).application(security.check_token),
+        RestService(control, security.check_token).application(),
         # Based on h11, which bounds the size of a request's head. Uvicorn prefers httptools where it is installed, which does not.
         http=functools.partial(LimitedConnection, limits=limits),  # type: ignore[arg-type]
         # A connection that becomes a WebSocket would have no limits.
