@@ -86,6 +86,19 @@ def write_at(descriptor: int, content: bytes | bytearray | memoryview, start: in
         remaining, start = remaining[written:], start + written
 
 
+def synchronize(path: Path) -> None:
+    """Return when a file or a folder is on disk.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _write_chunks(descriptor: int, pieces: Iterable[Piece], progress: ByteProgress | None) -> tuple[int, list[str]]:
     """Write all chunks; return the size of the file and their digests."""
     thread_count = min(usable_cpu_count(), _MOST_THREADS)

@@ -19,7 +19,7 @@ import msgspec
 from stagepack.errors import ExportWarning, OutputExistsError, WriteError
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.codec import encode_manifest
-from stagepack.format.file_writing import Piece, write_pieces
+from stagepack.format.file_writing import Piece, synchronize, write_pieces
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.threads import map_in_threads
@@ -205,7 +205,7 @@ class BundleWriter:
         manifest = msgspec.structs.replace(manifest, files=tuple(entries))
         raise_problems(check_manifest(manifest))
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
-        map_in_threads(_sync, [*self._unsynchronized, self._temporary_folder])
+        map_in_threads(synchronize, [*self._unsynchronized, self._temporary_folder])
         check_output_path(self._out, overwrite=self._overwrite)
         was_signed = os.path.lexists(self._out / SIGNATURE_NAME)
         try:
@@ -218,7 +218,7 @@ class BundleWriter:
             if os.path.lexists(self._replaced_folder) and not os.path.lexists(self._out):
                 os.rename(self._replaced_folder, self._out)
             raise
-        _sync(self._out.parent)
+        synchronize(self._out.parent)
         if was_signed:
             message = f"{self._out}: the bundle was signed, and is not any more, because it has changed: sign it again (stagepack sign)"
             warnings.warn(ExportWarning(message), stacklevel=2)
@@ -231,11 +231,3 @@ def _is_bundle(path: Path) -> bool:
         return False
     with manifest_path.open("rb") as file:
         return _MANIFEST_START.match(file.read(4096)) is not None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

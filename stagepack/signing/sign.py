@@ -8,6 +8,7 @@ from model_signing import hashing, signing
 
 from stagepack.errors import OptionError, OutputExistsError, WriteError
 from stagepack.format.chunks import ByteProgress
+from stagepack.format.file_writing import synchronize
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.validate import SIGNATURE_NAME
@@ -67,9 +68,9 @@ def sign_bundle(
         with TemporaryFolder(opened.path.resolve()) as temporary:
             new_path = temporary.path / SIGNATURE_NAME
             config.sign(opened.path, new_path)
-            _sync(new_path)
+            synchronize(new_path)
             new_path.replace(signature_path)
-            _sync(opened.path)
+            synchronize(opened.path)
     except OSError as error:
         raise WriteError(f"{signature_path}: could not be written: {error.strerror or error}") from error
     return opened
@@ -103,11 +104,3 @@ def _signer(
             f"{used}: expected PEM files of an unencrypted private key of the curve P-256, P-384 or P-521, and of its certificate: "
             f"{str(error).strip() or type(error).__name__}"
         ) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

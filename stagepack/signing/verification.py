@@ -7,6 +7,7 @@ which each file is compared when it is read (SPEC D2). So weights are read once,
 import contextlib
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,9 @@ def _signed_manifest(verifier: verifying.Config, signature_path: Path) -> manife
     """Verify a signature by the public interface of model_signing; return what it is over."""
     recorded = _RecordedManifest()
     verifier.set_hashing_config(_NoHashing(recorded))
-    verifier.verify(signature_path.parent, signature_path)
+    # It prints a warning for signatures of its versions before 1.1, and standard output is for the facts of our commands alone.
+    with contextlib.redirect_stdout(sys.stderr):
+        verifier.verify(signature_path.parent, signature_path)
     if recorded.signed is None:
         raise ValueError("this version of model_signing does not compare the signed files")
     return recorded.signed

@@ -1,6 +1,7 @@
 """Each way in which a bundle is not the one that a trusted signer has signed is refused: by the API, by the commands and by the server."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -184,6 +185,37 @@ def test_another_signer_is_refused(bundle_path: Path, signer: Signer, stranger: 
     assert result.exit_code == 1
     assert json.loads(result.stdout)["signature"]["reason"] == "untrusted"
     assert not accepted_by_model_signing(bundle_path, signer.public_key)
+
+
+def test_a_signature_with_changed_bytes_is_refused_or_says_the_same(bundle_path: Path, signer: Signer) -> None:
+    stagepack.sign(bundle_path, key=signer.key)
+    bundle = stagepack.open(bundle_path)
+    signature_path = bundle_path / "model.sig"
+    sound = signature_path.read_bytes()
+    choose = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        changed = bytearray(sound)
+        changed[choose.randrange(len(changed))] = choose.randrange(256)
+        signature_path.write_bytes(changed)
+        try:
+            stagepack.load(bundle, require_signature=signer.public_key)
+        except SignatureError:
+            refused += 1
+        else:
+            envelope = json.loads(changed.decode(errors="replace"))["dsseEnvelope"]
+            assert envelope["payload"] == json.loads(sound)["dsseEnvelope"]["payload"]
+    assert refused > 200
+
+
+def test_the_signature_of_another_bundle_of_the_signer_is_refused(bundle_path: Path, signer: Signer) -> None:
+    other_path = Path(shutil.copytree(bundle_path, bundle_path.with_name("other.stagepack")))
+    rewrite_manifest(other_path)
+    stagepack.sign(other_path, key=signer.key)
+    shutil.copy(other_path / "model.sig", bundle_path)
+    with pytest.raises(SignatureError) as caught:
+        stagepack.load(bundle_path, require_signature=signer.public_key)
+    assert caught.value.reason == "changed"
 
 
 @pytest.mark.parametrize("bits", [384, 521])
@@ -378,6 +410,9 @@ def test_the_server_refuses_what_is_not_signed_by_a_trusted_signer(
     ports = ("--http-port", "0", "--grpc-port", "0")
     required = ("--require-signature", signer.public_key)
     assert "found no model.sig" in run("serve", bundle_path, *ports, *required).stderr
+    repository = bundle_path.with_name("models")
+    shutil.copytree(bundle_path, repository / "tiny" / "1")
+    assert "found no model.sig" in run("serve", "--model-repository", repository, *ports, *required).stderr
     stagepack.sign(bundle_path, key=stranger.key)
     result = run("serve", bundle_path, *ports, *required)
     assert result.exit_code == 1
