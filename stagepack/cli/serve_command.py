@@ -50,7 +50,8 @@ if TYPE_CHECKING:
         "stagepack serve net.stagepack --device cuda:0 --max-batch 64",
         "stagepack serve chat=llama.stagepack embed=bert.stagepack --host 0.0.0.0",
         "stagepack serve --model-repository models --model-control poll",
-        "stagepack serve net.stagepack --tls-certificate server.pem --tls-key server.key --token-file tokens.txt",
+        "stagepack serve net.stagepack --tls-certificate tls.pem --tls-key tls.key",
+        "stagepack serve net.stagepack --token-file tokens.txt",
     ],
 )
 @click.argument("bundle_arguments", nargs=-1, metavar="[NAME=]BUNDLE...")

@@ -151,7 +151,15 @@ def test_a_bundle_that_is_not_as_it_was_signed_is_refused(row_name: str, bundle_
 
 
 @pytest.mark.parametrize(
-    "row_name", ["unsigned", "changed manifest", "changed byte", "extra file", "missing file", "symlink"]
+    "row_name",
+    [
+        "changed byte",
+        "extra file",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("unsigned", "changed manifest", "missing file", "symlink")
+        ),
+    ],
 )
 def test_model_signing_refuses_the_same(row_name: str, bundle_path: Path, signer: Signer) -> None:
     stagepack.sign(bundle_path, key=signer.key)
@@ -192,7 +200,7 @@ def test_a_signature_with_changed_bytes_is_refused_or_says_the_same(bundle_path:
     bundle = stagepack.open(bundle_path)
     signature_path = bundle_path / "model.sig"
     sound = signature_path.read_bytes()
-    choose = random.Random(0)
+    choose = random.Random(0)  # noqa: S311 - the same bytes each time
     refused = 0
     for _ in range(300):
         changed = bytearray(sound)

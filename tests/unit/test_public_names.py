@@ -40,6 +40,7 @@ def test_other_names_do_not_exist() -> None:
         ("torch", "stagepack.split_here", "torch"),
         ("onnx_ir", "stagepack.add_onnx", "onnx"),
         ("torch", "stagepack.add_onnx", "onnx"),
+        ("model_signing", "stagepack.sign", "sign"),
         ("ray", "stagepack.ray", "ray"),
         ("ray", "from stagepack.ray import launch", "ray"),
     ],
