@@ -6,6 +6,7 @@ see the same certificates, whatever duplicate keys or aliases the file has.
 
 import base64
 from datetime import UTC, datetime
+from typing import Annotated
 
 import msgspec
 from cryptography import x509
@@ -17,8 +18,12 @@ class _Certificate(msgspec.Struct, frozen=True, rename="camel"):
     raw_bytes: str
 
 
+# More would take memory and time before the signature is verified.
+_MOST_ITEMS = msgspec.Meta(max_length=16)
+
+
 class _CertificateChain(msgspec.Struct, frozen=True):
-    certificates: tuple[_Certificate, ...]
+    certificates: Annotated[tuple[_Certificate, ...], _MOST_ITEMS]
 
 
 class _PublicKey(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,7 +43,7 @@ class _DsseSignature(msgspec.Struct, frozen=True):
 class _Envelope(msgspec.Struct, frozen=True, rename="camel"):
     payload: str
     payload_type: str
-    signatures: tuple[_DsseSignature, ...]
+    signatures: Annotated[tuple[_DsseSignature, ...], _MOST_ITEMS]
 
 
 class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):

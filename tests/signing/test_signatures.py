@@ -123,6 +123,16 @@ ROWS = {
         reason="untrusted",
         says="not by a trusted signer",
     ),
+    "many certificates": Row(
+        change=lambda path: edit_signature(
+            path,
+            lambda fields: fields.update(
+                verificationMaterial={"x509CertificateChain": {"certificates": [{"rawBytes": ""}] * 100_000}}
+            ),
+        ),
+        reason="malformed",
+        says="length <= 16",
+    ),
     "changed payload": Row(change=change_signed_payload, reason="untrusted", says="InvalidSignature"),
 }
 
