@@ -9,6 +9,7 @@ import click
 
 from stagepack.cli.model_loading import ServeOptions
 from stagepack.cli.path_options import PathType
+from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
 
 if TYPE_CHECKING:
     from stagepack_serving.server.security import ServerSecurity
@@ -65,13 +66,15 @@ def check_security_options(options: ServeOptions) -> None:
 
 
 def server_security(options: ServeOptions) -> "ServerSecurity":
-    """Read and check the files that the options name.
+    """Read and check the files that the options name. In processes of torchrun that run stages only, the files need not be there.
 
     Args:
         options: the options of the command line.
     """
-    from stagepack_serving.server.security import read_security  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server.security import ServerSecurity, read_security  # noqa: PLC0415 - after the arguments are checked
 
+    if is_launched_group() and launched_rank() != 0:
+        return ServerSecurity()
     return read_security(
         tls_certificate=options.tls_certificate,
         tls_key=options.tls_key,

@@ -58,6 +58,27 @@ def test_the_reference_of_the_server_has_every_option() -> None:
     assert "| `--max-batch` | `32` |" in table
 
 
+def test_every_defence_of_the_server_has_a_test() -> None:
+    section = (
+        (ROOT / "docs/reference/server.md")
+        .read_text()
+        .partition("## Security\n")[2]
+        .partition("What the server does not do")[0]
+    )
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for row in rows:
+        file_name = ""
+        named_tests = re.findall(r"`((?:test_\w+\.py)?(?:::)?(?:test_\w+)?)`", row[4])
+        assert named_tests, row[1]
+        for named_test in named_tests:
+            found_file, _, test_name = named_test.rpartition("::") if "::" in named_test else ("", "", named_test)
+            if named_test.endswith(".py"):
+                found_file, test_name = named_test, ""
+            file_name = found_file or file_name
+            assert f"def {test_name}" in (ROOT / "tests/serve" / file_name).read_text(), named_test
+
+
 def test_the_reference_has_every_command() -> None:
     reference = command_reference()
     assert all(f"\n## {command}\n" in reference for command in main.list_commands(click.Context(main)))

@@ -4,14 +4,17 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import stagepack
+from stagepack.cli.security_options import server_security
 from stagepack.errors import OptionError
 from stagepack_serving.server.credential_reloading import WatchedFiles
 from stagepack_serving.server.errors import CredentialError
+from stagepack_serving.server.security import ServerSecurity
 from stagepack_serving.server.tls import ServerTls
 from stagepack_serving.server.tokens import AuthenticationError, StoredTokens, check_authorization
 from tests.serve.certificates import Certificate, make_certificate
@@ -190,3 +193,15 @@ def test_a_certificate_that_changes_before_its_key(tmp_path: Path, caplog: pytes
     caplog.clear()
     watched.check()
     assert not caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_process_that_serves_reads_the_files(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    for variable, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(variable, str(value))
+    options: Any = SimpleNamespace(tls_certificate=None, tls_key=None, tls_client_ca=None, token_file=Path("nothing"))
+    if rank == 0:
+        with pytest.raises(CredentialError):
+            server_security(options)
+    else:
+        assert server_security(options) == ServerSecurity()
