@@ -38,6 +38,10 @@ def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: Tr
             f"require_signature: the signature is over the digests of all files: leave out verify={verify!r}"
         )
     opened_bundle = opened(bundle, require_signature)
+    if require_signature is not None and not opened_bundle.compares_digests:
+        raise OptionError(
+            "require_signature: the signature is over the digests of all files: do not use without_digests()"
+        )
     return opened_bundle.without_digests() if verify == "off" else opened_bundle
 
 

@@ -404,6 +404,8 @@ def test_files_that_are_no_keys_are_bad_options(
             stagepack.open(bundle_path, require_signature=bad_file)
     with pytest.raises(OptionError, match="leave out verify='manifest'"):
         stagepack.load(bundle_path, verify="manifest", require_signature=signer.public_key)
+    with pytest.raises(OptionError, match="without_digests"):
+        stagepack.load(stagepack.open(bundle_path).without_digests(), require_signature=signer.public_key)
     result = run("load", bundle_path, "--verify", "off", "--require-signature", signer.public_key)
     assert result.exit_code == 2
     assert "requires --verify full" in result.stderr
