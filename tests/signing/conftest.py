@@ -8,13 +8,6 @@ import pytest
 
 from tests.conformance.vectors import TINY
 
-# Before `signers` is imported, which needs cryptography.
-pytest.importorskip(
-    "model_signing", reason="signatures are not tested: pip install 'stagepack[sign]' installs model_signing"
-)
-
-from tests.signing.signers import make_authority, make_signer
-
 if TYPE_CHECKING:
     from tests.signing.signers import Authority, Signer
 
@@ -26,21 +19,29 @@ def key_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def signer(key_folder: Path) -> "Signer":
+    from tests.signing.signers import make_signer
+
     return make_signer(key_folder, "release")
 
 
 @pytest.fixture(scope="session")
 def stranger(key_folder: Path) -> "Signer":
+    from tests.signing.signers import make_signer
+
     return make_signer(key_folder, "stranger")
 
 
 @pytest.fixture(scope="session")
 def authority(key_folder: Path) -> "Authority":
+    from tests.signing.signers import make_authority
+
     return make_authority(key_folder, "known")
 
 
 @pytest.fixture(scope="session")
 def other_authority(key_folder: Path) -> "Authority":
+    from tests.signing.signers import make_authority
+
     return make_authority(key_folder, "other")
 
 

@@ -19,6 +19,11 @@ from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.writer import BundleWriter
 from tests.remote.http_server import HttpServer
 from tests.serve.servers import stagepack_server
+
+pytest.importorskip(
+    "model_signing", reason="signatures are not tested: pip install 'stagepack[sign]' installs model_signing"
+)
+
 from tests.signing.signers import Authority, Signer, make_authority, make_signer
 
 MODEL_SIGNING = Path(sys.executable).with_name("model_signing")
