@@ -18,7 +18,6 @@ from stagepack.errors import DigestError, ExportWarning, OptionError, OutputExis
 from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.writer import BundleWriter
 from tests.remote.http_server import HttpServer
-from tests.serve.servers import stagepack_server
 
 pytest.importorskip(
     "model_signing", reason="signatures are not tested: pip install 'stagepack[sign]' installs model_signing"
@@ -427,21 +426,3 @@ def test_a_change_of_a_signed_bundle_says_that_the_signature_is_gone(bundle_path
     with pytest.raises(SignatureError) as caught:
         stagepack.open(bundle_path, require_signature=signer.public_key)
     assert caught.value.reason == "unsigned"
-
-
-def test_the_server_refuses_what_is_not_signed_by_a_trusted_signer(
-    bundle_path: Path, signer: Signer, stranger: Signer
-) -> None:
-    ports = ("--http-port", "0", "--grpc-port", "0")
-    required = ("--require-signature", signer.public_key)
-    assert "found no model.sig" in run("serve", bundle_path, *ports, *required).stderr
-    repository = bundle_path.with_name("models")
-    shutil.copytree(bundle_path, repository / "tiny" / "1")
-    assert "found no model.sig" in run("serve", "--model-repository", repository, *ports, *required).stderr
-    stagepack.sign(bundle_path, key=stranger.key)
-    result = run("serve", bundle_path, *ports, *required)
-    assert result.exit_code == 1
-    assert "not by a trusted signer" in result.stderr
-    stagepack.sign(bundle_path, key=signer.key, overwrite=True)
-    with stagepack_server([bundle_path], *map(str, required)) as server:
-        assert server.facts["models"][0]["name"] == "tiny"
