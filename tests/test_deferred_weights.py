@@ -248,6 +248,9 @@ def test_an_index_says_where_each_tensor_is(tmp_path: Path) -> None:
     for malformed in malformed_maps:
         with pytest.raises(CaptureError, match="expected an index with a weight_map"):
             read(malformed)
+    index.write_text('{"weight_map": {"b": "1.safetensors", "b": "2.safetensors"}}')
+    with pytest.raises(CaptureError, match="duplicate key 'b'"):
+        read_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_that_changes_while_it_is_exported_is_refused(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def checkpoint_file_tensors(path: Path) -> dict[str, CheckpointTensor]:
 def _sharded_tensors(index_path: Path) -> dict[str, CheckpointTensor]:
     """The tensors that an index names, each from the file that it names for it."""
     try:
-        weight_map: dict[str, str] = json.loads(index_path.read_bytes())["weight_map"]
+        weight_map: dict[str, str] = json.loads(index_path.read_bytes(), object_pairs_hook=_unique)["weight_map"]
         file_names = dict.fromkeys(weight_map.values())
         paths = {file_name: Path(file_name) for file_name in file_names}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -116,6 +116,15 @@ def _sharded_tensors(index_path: Path) -> dict[str, CheckpointTensor]:
     return {tensor_name: tensors_of_file[file_name][tensor_name] for tensor_name, file_name in weight_map.items()}
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON file; a key that occurs twice is refused, since readers differ in which one they take."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)[:200]!r}")
+    return fields
+
+
 def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
     # Not by the safetensors library, which does not say where in the file a tensor is.
     tensors = {}
@@ -124,7 +133,7 @@ def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
             header_length = int.from_bytes(file.read(8), "little")
             version = file_version(file.fileno())
             file_size = os.fstat(file.fileno()).st_size
-            header: dict[str, Any] = json.loads(file.read(min(header_length, file_size)))
+            header: dict[str, Any] = json.loads(file.read(min(header_length, file_size)), object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         for tensor_name, entry in header.items():
             dtype: torch.dtype = getattr(torch, TORCH_DTYPES[entry["dtype"]])

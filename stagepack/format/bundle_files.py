@@ -100,7 +100,10 @@ class BundleFiles:
         """The content of a file, and how it differs from the manifest."""
         if problems := check_size(self.path, entry):
             return b"", problems
-        content = (self.path / entry.name).read_bytes()
+        try:
+            content = (self.path / entry.name).read_bytes()
+        except OSError as error:
+            return b"", [Problem(rule="D1", where=entry.name, message=error.strerror or str(error))]
         return content, check_content(entry, content) if self.compares_digests else []
 
     def read_signature(self) -> bytes | None:

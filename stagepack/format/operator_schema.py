@@ -3,12 +3,14 @@
 The text in a bundle comes from strangers, so it is read here and not by the parser of torch, which such a text can crash.
 """
 
+import functools
 import re
 from typing import Final, NamedTuple
 
 _MAX_LENGTH: Final = 10_000  # the longest of torch has 1,000 characters
 _OPENING: Final = {"(": ")", "[": "]"}
 _SCHEMA: Final = re.compile(r"(?P<name>\w+::\w+(\.\w+)?)(?P<rest>\(.*)", re.ASCII)
+_ALIAS_ANNOTATION: Final = re.compile(r"[\w\]]\(([a-z][a-z|]*!?( -> [a-z*|]+)?)\)")
 _PARAMETER_NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Types that take all values of another type.
 _WIDER_TYPES: Final = {"int": {"SymInt", "Scalar"}, "float": {"SymFloat", "Scalar"}, "bool": {"SymBool", "Scalar"}}
@@ -66,6 +68,49 @@ def parse_schema(text: str) -> OperatorSchema | None:
     if results.startswith("(") and _end_of_bracket(results) == len(results) - 1:
         results = results[1:-1]
     return OperatorSchema(match["name"], parameters, tuple(_split(results)))
+
+
+class SchemaEffects(NamedTuple):
+    """What the alias annotations of a schema say, such as ``Tensor(a!) self``.
+
+    Attributes:
+        mutates: the parameters whose memory the operator writes.
+        aliases: pairs (index of a result, parameter) that may share memory.
+    """
+
+    mutates: frozenset[str]
+    aliases: frozenset[tuple[int, str]]
+
+
+@functools.lru_cache(maxsize=1024)
+def schema_effects(text: str) -> SchemaEffects | None:
+    """Return the effects that a schema states; None if the text is no schema.
+
+    Examples:
+        >>> schema_effects("aten::relu_(Tensor(a!) self) -> Tensor(a!)").mutates
+        frozenset({'self'})
+    """
+    if not _ALIAS_ANNOTATION.search(text):
+        # Most operators: parsing takes a millisecond.
+        return SchemaEffects(frozenset(), frozenset())
+    schema = parse_schema(text)
+    if schema is None:
+        return None
+    return SchemaEffects(
+        frozenset(parameter.name for parameter in schema.parameters if "!" in _alias_sets(parameter.type)),
+        frozenset(
+            (result_index, parameter.name)
+            for result_index, result in enumerate(schema.results)
+            for parameter in schema.parameters
+            if (_alias_sets(result) & _alias_sets(parameter.type)) - {"!"}
+        ),
+    )
+
+
+def _alias_sets(type_text: str) -> set[str]:
+    """The names before the arrow in the annotation of a type, such as ``(a! -> a|b)``, with ``!`` if it is written."""
+    match = _ALIAS_ANNOTATION.search(type_text)
+    return set(re.findall(r"\w+|!", match[1].split("->")[0])) if match is not None else set()
 
 
 def is_backward_compatible(schema: OperatorSchema, earlier: OperatorSchema) -> bool:

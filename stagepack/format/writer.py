@@ -97,6 +97,7 @@ class BundleWriter:
         self._overwrite = overwrite
         self._file_entries: list[File] = []
         self._unsynchronized: list[Path] = []
+        self._is_renamed = False
         try:
             self._locked_folder = TemporaryFolder(self._out)
         except OSError as error:
@@ -122,6 +123,11 @@ class BundleWriter:
             # Those of killed processes too: they are needed only as long as there is no output.
             for replaced_folder in siblings(self._out, "old"):
                 shutil.rmtree(replaced_folder, ignore_errors=True)
+        if isinstance(error, OSError) and self._is_renamed:
+            raise WriteError(
+                f"{self._out}: is written and complete, but the disk did not confirm that it keeps the name: {error.strerror or error}: "
+                "after a loss of power the output may be missing or the former one: check the disk, and write the bundle again"
+            ) from error
         if isinstance(error, OSError):
             raise WriteError(
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
@@ -213,6 +219,7 @@ class BundleWriter:
             if self._overwrite and os.path.lexists(self._out):
                 os.rename(self._out, self._replaced_folder)
             os.rename(self._temporary_folder, self._out)
+            self._is_renamed = True
         # After an interrupt too, the output must be the old bundle and not missing.
         except BaseException:
             if os.path.lexists(self._replaced_folder) and not os.path.lexists(self._out):

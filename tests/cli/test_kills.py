@@ -156,3 +156,10 @@ def test_random_kills(command: str, kills: int, bundle_path: Path, tmp_path: Pat
     assert process.returncode == 0
     assert stagepack.open(out).digest == digest
     assert os.listdir(tmp_path) == ["out.stagepack"]
+
+
+@pytest.mark.slow
+def test_kills_of_every_writer() -> None:
+    command = [sys.executable, "-m", "tools.kill_writers", "--kills", "10"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stagepack.format.operator_schema import is_backward_compatible, parse_schema
+from stagepack.format.operator_schema import is_backward_compatible, parse_schema, schema_effects
 
 
 def torch_schemas() -> Iterator[torch._C.FunctionSchema]:
@@ -84,3 +84,12 @@ def test_a_later_schema_takes_earlier_calls(schema: str, earlier: str, expected:
     assert is_backward_compatible(later_schema, earlier_schema) is expected
     torch_rule = torch._C.parse_schema(schema).is_backward_compatible_with(torch._C.parse_schema(earlier))  # type: ignore[attr-defined]
     assert torch_rule or not expected, "torch refuses what is accepted here"
+
+
+def test_effects_are_those_of_torch() -> None:
+    for schema in torch_schemas():
+        effects = schema_effects(str(schema))
+        assert effects is not None, schema
+        assert effects.mutates == {
+            argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+        }, schema

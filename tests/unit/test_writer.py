@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import stagepack
 from stagepack.errors import FormatError, LimitError, WriteError
 from stagepack.format import limits
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
@@ -213,3 +215,14 @@ def test_a_file_that_is_kept_is_linked_or_else_copied(
         before, links
     )
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.stagepack"}
+
+
+def test_a_disk_that_fails_after_the_rename_is_told_truly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("stagepack.format.writer.synchronize", fail)
+    with pytest.raises(WriteError, match=r"is written and complete, .* Input/output error"):
+        stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "m.stagepack")
+    stagepack.open(tmp_path / "m.stagepack").verify()

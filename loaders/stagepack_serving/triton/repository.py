@@ -6,7 +6,6 @@ Source: https://github.com/triton-inference-server/server, docs/user_guide/model
 import contextlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from google.protobuf import text_format
 
 from stagepack.errors import InputError, OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
+from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack_serving.triton.ensemble import ensemble_models
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.triton_model import TritonModel
@@ -62,18 +62,17 @@ def write_repository(
     bundle.check_digests(bundle.files)
     models = ensemble_models(bundle, options)
     old_folders = _find_old_models(root, options.model_name, overwrite=overwrite)
-    temporary = root / f".{secrets.token_hex(4)}.part"
     try:
-        for model in models:
-            _write_model(bundle, temporary / "new" / model.config.name, model, copy=options.copy)
-        (temporary / "old").mkdir()
-        moves = [(folder, temporary / "old" / folder.name) for folder in old_folders]
-        moves += [(temporary / "new" / model.config.name, root / model.config.name) for model in models]
-        _rename_all(moves)
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryFolder(root.resolve() / options.model_name) as temporary:
+            for model in models:
+                _write_model(bundle, temporary.path / "new" / model.config.name, model, copy=options.copy)
+            (temporary.path / "old").mkdir()
+            moves = [(folder, temporary.path / "old" / folder.name) for folder in old_folders]
+            moves += [(temporary.path / "new" / model.config.name, root / model.config.name) for model in models]
+            _rename_all(moves)
     except OSError as error:
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return [model.config.name for model in models]
 
 

@@ -24,6 +24,7 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
+from stagepack.format.operator_schema import schema_effects
 from stagepack.format.operators import is_denied_operator, is_operator_name
 from stagepack.format.traversal import child_arguments, sort_module_calls, subgraph_indices
 from stagepack.format.validate.graph_weights import check_graph_weights
@@ -159,6 +160,20 @@ def _check_op(op: Op, location: str) -> Iterator[BrokenRule]:
         yield "G12", location, f"{op.name[:80]}: duplicate parameter, or mutates or aliases name an unknown one"
     if any(result_index < 0 for result_index, _ in op.aliases):
         yield "G12", location, f"{op.name[:80]}: aliases name a negative result"
+    yield from _check_schema_facts(op, location)
+
+
+def _check_schema_facts(op: Op, location: str) -> Iterator[BrokenRule]:
+    """Yield where the facts of an operator contradict the text of its schema, which loaders compare with that of their torch."""
+    effects = schema_effects(op.schema) if op.schema else None
+    if effects is None:
+        return
+    if set(op.mutates) != effects.mutates:
+        message = f"mutates is {sorted(op.mutates)}, expected {sorted(effects.mutates)} by its schema"
+        yield "G12", location, f"{op.name[:80]}: {message}"[:400]
+    if missing := effects.aliases - set(op.aliases):
+        message = f"aliases has no {sorted(missing)}, which its schema states"
+        yield "G12", location, f"{op.name[:80]}: {message}"[:400]
 
 
 def _check_definition(value: Value, symbols: set[str], defined: set[str], location: str) -> Iterator[BrokenRule]:
