@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 _MAX_LENGTH: Final = 10_000  # the longest of torch has 1,000 characters
 _OPENING: Final = {"(": ")", "[": "]"}
 _SCHEMA: Final = re.compile(r"(?P<name>\w+::\w+(\.\w+)?)(?P<rest>\(.*)", re.ASCII)
-_ALIAS_ANNOTATION: Final = re.compile(r"[\w\]]\(([a-z][a-z|]*!?( -> [a-z*|]+)?)\)")
+_ALIAS_ANNOTATION: Final = re.compile(r"[\w\]]\(([a-z][a-z0-9_|]*!?( -> [a-z0-9_*|]+)?)\)")
 _PARAMETER_NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Types that take all values of another type.
 _WIDER_TYPES: Final = {"int": {"SymInt", "Scalar"}, "float": {"SymFloat", "Scalar"}, "bool": {"SymBool", "Scalar"}}

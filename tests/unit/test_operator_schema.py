@@ -93,3 +93,10 @@ def test_effects_are_those_of_torch() -> None:
         assert effects.mutates == {
             argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
         }, schema
+
+
+def test_alias_names_of_custom_operators_have_digits() -> None:
+    effects = schema_effects("mylib::step(Tensor(a0!) count, Tensor x, Tensor(a2!)? more) -> Tensor(a0!)")
+    assert effects is not None
+    assert effects.mutates == {"count", "more"}
+    assert effects.aliases == {(0, "count")}
