@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints
 
 LIBRARIES := $(VENV)-libraries
 
-.PHONY: help demo test lint typecheck schema-check smoke unit docs docs-outputs test-torch test-zoo test-libraries coverage coverage-libraries clean
+.PHONY: help demo test lint typecheck schema-check smoke unit docs docs-outputs test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  every model of the zoo; make test runs a fortieth of the architectures"
 	@echo "make test-libraries  models of other libraries (diffusers, timm, ...), in an environment of its own; make test runs those of torch"
+	@echo "make fuzz      all fuzzers, FUZZ_SECONDS each, by default an hour; make fuzz-short 3 minutes of bundles and 20 s of each parser"
 	@echo "make docs      the site of docs/, in build/site; make docs-outputs writes what is generated into the pages: references, diagrams, outputs of commands"
 	@echo "make coverage  write docs/coverage.md anew: an hour; make coverage-libraries its part on other libraries"
 	@echo "make clean     remove what the others made"
@@ -54,6 +55,17 @@ test-zoo: $(VENV)/ready $(VENV)/ready-ray
 $(VENV)/ready-ray: $(VENV)/ready
 	$(INSTALL) --no-build-isolation --editable '.[ray]'
 	touch $(VENV)/ready-ray
+
+# Contents and bundles that are found are kept in build/fuzz, and the next run begins with them.
+FUZZ_SECONDS ?= 3600
+FUZZ_PARSER_SECONDS ?= $(FUZZ_SECONDS)
+fuzz: $(VENV)/ready
+	@$(BIN)/python -c 'import atheris' || { echo "atheris, the fuzzer of parsers, has wheels only for Linux on x86_64 and Python 3.11 to 3.13"; exit 2; }
+	$(BIN)/python -m tools.fuzz_parsers --seconds $(FUZZ_PARSER_SECONDS); parsers=$$?; \
+	$(BIN)/python -W ignore -m tools.fuzz_bundles --cases 1000000 --seed $$(date +%s) --seconds $(FUZZ_SECONDS) && exit $$parsers
+
+fuzz-short:
+	$(MAKE) fuzz FUZZ_SECONDS=180 FUZZ_PARSER_SECONDS=20
 
 test-libraries: $(LIBRARIES)/ready
 	$(LIBRARIES)/bin/python -m pytest -n 2 --dist loadgroup tests/libraries

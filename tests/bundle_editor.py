@@ -177,7 +177,7 @@ class BundleEditor:
         """Change the manifest, and write it with its fields in order."""
         fields = self.manifest()
         change(fields)
-        self.write_manifest(sort_fields(fields, _MANIFEST_FIELDS))
+        self.write_manifest(sort_manifest(fields))
 
     def write_file(self, file_name: str, content: bytes) -> None:
         """Write a file, and list its size and digest in the manifest."""
@@ -205,7 +205,7 @@ class BundleEditor:
         """Change the graph in a file, and write it with its fields in order."""
         fields: dict[str, Any] = msgpack.unpackb((self.path / file_name).read_bytes())
         change(fields)
-        self.write_file(file_name, msgpack.packb(sort_fields(fields, _GRAPH_FIELDS)))
+        self.write_file(file_name, msgpack.packb(sort_graph(fields)))
 
     def edit_weight_header(self, file_name: str, change: Callable[[dict[str, Any]], object]) -> None:
         """Change the header of a weight file, and keep its data."""
@@ -263,6 +263,16 @@ def rename_value(fields: Any, old: str, new: str) -> Any:
     if isinstance(fields, list):
         return [rename_value(value, old, new) for value in fields]
     return new if isinstance(fields, str) and fields == old else fields
+
+
+def sort_manifest(fields: Any) -> Any:
+    """The fields of a manifest in the order of its one form."""
+    return sort_fields(fields, _MANIFEST_FIELDS)
+
+
+def sort_graph(fields: Any) -> Any:
+    """The fields of a graph in the order of its one encoding."""
+    return sort_fields(fields, _GRAPH_FIELDS)
 
 
 def sort_fields(fields: Any, order: list[str]) -> Any:

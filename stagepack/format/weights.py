@@ -200,6 +200,9 @@ def _stored_tensor(tensor_name: str, entry: object, data_start: int, file_name: 
         raise _error("W3", location, f"expected at most {limits.RANK} sizes and two offsets")
     if not all(type(size) is int and 0 <= size <= limits.TENSOR_ELEMENTS for size in (*shape, *offsets)):
         raise _error("W3", location, f"expected sizes and offsets from 0 to {limits.TENSOR_ELEMENTS}")
+    # A tensor without elements may have sizes whose product other readers of safetensors cannot hold.
+    if math.prod(size or 1 for size in shape) > limits.TENSOR_ELEMENTS:
+        raise _error("W3", location, f"expected at most {limits.TENSOR_ELEMENTS} as the product of the sizes above 0")
     start, end = offsets
     if not isinstance(dtype, str) or dtype not in HEADER_ITEM_SIZE:
         shown = repr(dtype[:80]) if isinstance(dtype, str) else type(dtype).__name__

@@ -26,6 +26,7 @@ from tests.bundle_editor import MANIFEST_NAME, BundleEditor, encode_header, enco
 SCHEMA = Path(__file__).parents[2] / "schema"
 VECTORS = SCHEMA / "vectors"
 TINY = VECTORS / "bundle" / "tiny.stagepack"
+FIXED_WIRE_TYPES = {"fixed64": 1, "fixed32": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,23 +104,38 @@ def _filled(pattern: Any, inner: Any) -> Any:
     return {key: _filled(part, inner) for key, part in pattern.items()} if isinstance(pattern, dict) else pattern
 
 
-def _weight_file(fields: dict[str, Any]) -> bytes:
-    """The weight file of a case: a header, as text or as containers, and a number of data bytes."""
+def file_content(case: Case) -> bytes:
+    """The content of the file that a case is about: a manifest, a graph, a weight file or an ONNX file."""
+    fields = case.fields
     if "hex" in fields:
         return bytes.fromhex(fields["hex"])
+    match case.kind:
+        case "manifest":
+            return fields["text"].encode() if "text" in fields else encode_manifest(case.document())
+        case "graph":
+            packed: bytes = msgpack.packb(case.document())
+            return packed
+        case "weights":
+            return _weight_file(fields)
+        case "onnx":
+            return protobuf(case.document())[: fields.get("bytes")]
+    raise ValueError(case.kind)
+
+
+def _weight_file(fields: dict[str, Any]) -> bytes:
+    """The weight file of a case: a header, as text or as containers, and a number of data bytes."""
     header = fields["header"]
     content = header.encode() if isinstance(header, str) else weight_file(encode_header(header), b"")[8:]
     return fields.get("length", len(content)).to_bytes(8, "little") + content + bytes(fields.get("data", 0))
 
 
 def _read_manifest(case: Case, folder: Path) -> None:
-    content = case.fields["text"].encode() if "text" in case.fields else encode_manifest(case.document())
-    (folder / "manifest.json").write_bytes(content)
+    (folder / "manifest.json").write_bytes(file_content(case))
     Bundle(folder)
 
 
 def _read_graph(case: Case, folder: Path) -> None:
-    content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else msgpack.packb(case.document())
+    content = file_content(case)
     file = read_graph(content, "graph", newer=is_newer_minor(case.fields.get("version", "1.0")))
     if "document" in case.fields:
         assert msgpack.unpackb(content) == case.document()
@@ -131,7 +147,7 @@ def _read_graph(case: Case, folder: Path) -> None:
 
 def _read_weights(case: Case, folder: Path) -> None:
     path = folder / "weights.safetensors"
-    path.write_bytes(_weight_file(case.fields))
+    path.write_bytes(file_content(case))
     found = read_weight_header(path)
     if "tensors" in case.fields:
         assert {name: [tensor.start, tensor.end] for name, tensor in found.items()} == case.fields["tensors"]
@@ -146,8 +162,7 @@ def _read_bundle(case: Case, folder: Path) -> None:
 
 def _read_onnx(case: Case, folder: Path) -> None:
     editor = BundleEditor.copy(TINY, folder / "case.stagepack")
-    content = bytes.fromhex(case.fields["hex"]) if "hex" in case.fields else protobuf(case.document())
-    editor.write_file("stage-0.onnx", content[: case.fields.get("bytes", len(content))])
+    editor.write_file("stage-0.onnx", file_content(case))
     fields = editor.manifest()
     fields["entry_points"][0]["stages"][0]["onnx"] = {"model": "stage-0.onnx"}
     editor.write_manifest(fields)
@@ -160,8 +175,9 @@ def protobuf(fields: list[list[Any]]) -> bytes:
     for number, part in fields:
         if isinstance(part, int):
             content += varint(number << 3) + varint(part)
-        elif isinstance(part, dict) and "fixed64" in part:
-            content += varint(number << 3 | 1) + bytes.fromhex(part["fixed64"])
+        elif isinstance(part, dict) and "hex" not in part:
+            [(kind, octets)] = part.items()
+            content += varint(number << 3 | FIXED_WIRE_TYPES[kind]) + bytes.fromhex(octets)
         else:
             octets = protobuf(part) if isinstance(part, list) else _octets(part)
             content += varint(number << 3 | 2) + varint(len(octets)) + octets

@@ -19,6 +19,13 @@ VALUES: list[Any] = [
     ["complex", 1.0, 2.0], ["complex", INFINITY, 0.0], ["complex", 0.0, -INFINITY], ["slice", 0, 1, None], ["subgraph", 0], {},
     {"op": "add", "args": ["batch", 1]},
 ]  # fmt: skip
+WRAPPERS: list[Callable[[Any], Any]] = [
+    lambda value: [value],
+    lambda value: ["list", [value]],
+    lambda value: ["dict", [["k", value]]],
+    lambda value: {"op": "add", "args": [value, 1]},
+    lambda value: {"type": "sequence", "kind": "list", "items": [value]},
+]
 SIZES = [0, 1, 2, 3, 4, 8, 64, 2**20, 2**31, 2**40, 2**62, 2**63 - 1, -1, -2, -(2**63)]
 
 
@@ -31,7 +38,8 @@ def locations(fields: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutate(fields: Any, generator: random.Random, values: Sequence[Any] = VALUES) -> None:
-    """Change one location: another value, a value from another location, none, the same twice, or a number near it.
+    """Change one location: another value, a value from another location, none, the same twice, a deep nest, an unknown field, or a
+    number near it.
 
     Args:
         fields: plain containers, which are changed.
@@ -40,7 +48,7 @@ def mutate(fields: Any, generator: random.Random, values: Sequence[Any] = VALUES
     """
     found = list(locations(fields))
     container, key = generator.choice(found)
-    kind = generator.randrange(6)
+    kind = generator.randrange(7)
     if kind < 2:
         container[key] = copy.deepcopy(generator.choice(values))
     elif kind == 2:
@@ -50,6 +58,12 @@ def mutate(fields: Any, generator: random.Random, values: Sequence[Any] = VALUES
         del container[key]
     elif kind == 4 and isinstance(container, list):
         container.insert(key, copy.deepcopy(container[key]))
+    elif kind == 5:
+        wrap = generator.choice(WRAPPERS)
+        for _ in range(generator.choice([1, 3, 63, 64, 65, 120])):
+            container[key] = wrap(container[key])
+    elif kind == 6 and isinstance(container, dict):
+        container[generator.choice(["unknown", *container])] = copy.deepcopy(generator.choice(values))
     elif isinstance(container[key], int) and not isinstance(container[key], bool):
         container[key] += generator.choice([-1, 1, 64, -64])
 

@@ -39,13 +39,12 @@ def timeout_parameter(parameters: Mapping[str, Any]) -> float:
         The time in seconds; infinity if the parameter is absent or 0.
 
     Raises:
-        RequestError: the timeout is not a non-negative integer.
+        RequestError: the timeout is not a non-negative integer of 64 bits.
     """
     timeout = parameters.get("timeout", 0)
-    if type(timeout) is not int or timeout < 0:
-        raise RequestError(
-            RequestStatus.BAD_REQUEST, f"the parameter timeout: expected microseconds, 0 or more, found {timeout!r}"
-        )
+    if type(timeout) is not int or not 0 <= timeout < 2**63:
+        expected = "expected microseconds, 0 or more and less than 2**63"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"the parameter timeout: {expected}, found {timeout!r}")
     return timeout / 1e6 if timeout else math.inf
 
 

@@ -43,7 +43,7 @@ def tensor_from_bytes(
         message = f"{datatype} {list(shape)} takes {expected_bytes} bytes, found {len(content)}"
         raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}")
     if datatype == "BOOL":  # A byte other than 0 and 1 would be an invalid bool.
-        array = numpy.frombuffer(content, numpy.uint8).reshape(shape) != 0
+        array = (numpy.frombuffer(content, numpy.uint8) != 0).reshape(shape)
     else:
         array = numpy.frombuffer(content, dtype).reshape(shape).copy()
     return InferenceTensor(name=tensor_name, datatype=datatype, array=array)

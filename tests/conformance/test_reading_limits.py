@@ -1,0 +1,73 @@
+"""However deep a content is nested, and however much of it is wrong: a `StagepackError`, and a short one."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+
+from stagepack.errors import FormatError, LimitError
+from stagepack.format.codec import convert_manifest, parse_json
+from stagepack.format.graph_reader import read_graph
+from stagepack.format.upgrade import check_version
+from stagepack.format.validate import check_manifest, raise_problems
+from tests.conformance.vectors import TINY, VECTORS
+
+GRAPH = json.loads((VECTORS / "graph" / "base.json").read_text())
+MANIFEST = json.loads((TINY / "manifest.json").read_text())
+
+
+def read_manifest(content: bytes) -> None:
+    fields = parse_json(content, "manifest")
+    check_version(fields, "manifest")
+    raise_problems(check_manifest(convert_manifest(fields, "manifest")))
+
+
+@pytest.fixture
+def own_limit() -> Iterator[None]:
+    """Python's own limit of recursion, which libraries that ran before in this process may have raised."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("own_limit")
+@pytest.mark.parametrize("depth", [100, 400, 1000, 100_000])
+def test_no_depth_is_too_deep_for_an_error(depth: int) -> None:
+    """Depths around Python's own limit: some decode, and must not break the checks after it."""
+    lists = msgpack.packb(GRAPH).replace(msgpack.packb(["value", "w0"]), b"\x92\xa4list\x91" * depth + b"\xc0", 1)
+    with pytest.raises(LimitError, match="L2"):
+        read_graph(lists, "graph")
+    tree = b'{"type":"sequence","kind":"list","items":[' * depth + b'{"type":"constant","value":null}' + b"]}" * depth
+    manifest = (
+        json.dumps(
+            MANIFEST
+            | {"entry_points": [MANIFEST["entry_points"][0] | {"signature": {"parameters": [], "result": "@"}}]}
+        )
+        .encode()
+        .replace(b'"@"', tree)
+    )
+    with pytest.raises(LimitError, match="L2"):
+        read_manifest(manifest)
+    unknown = json.dumps(MANIFEST | {"version": "@"}).encode().replace(b'"@"', b"[" * depth + b"]" * depth)
+    with pytest.raises(FormatError, match="M2" if depth < 900 else "L2"):
+        read_manifest(unknown)
+
+
+@pytest.mark.parametrize("fields", [None, 1, "x", [], {}, {"version": {}}, {"version": "1.0", "features": [{}, [], 1]}])
+def test_any_json_has_no_version(fields: Any) -> None:
+    with pytest.raises(FormatError, match=r"\[M[23]\]"):
+        check_version(fields, "manifest")
+    with pytest.raises(FormatError, match=r"\[E3\]"):
+        convert_manifest(fields, "manifest")
+
+
+def test_very_many_problems_make_a_short_error() -> None:
+    content = msgpack.packb({"nodes": [{"op": 9}] * 5000})
+    with pytest.raises(FormatError) as caught:
+        read_graph(content, "graph")
+    assert len(caught.value.problems) == 1000
+    assert len(str(caught.value)) < 3000
