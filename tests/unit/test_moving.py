@@ -8,11 +8,15 @@ import torch
 
 import stagepack
 from stagepack.errors import DeviceError
+from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
+from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.moving import move_stages
 from stagepack_loaders.torch.stage import TorchStage
+from tests.zoo.case import Case, answers, assert_equal, captured_answers
+from tests.zoo.cases import named
 
 
 class Counting(torch.nn.Module):
@@ -111,3 +115,22 @@ def test_a_stage_takes_numpy_arrays(bundle: Bundle) -> None:
     assert all(map(torch.equal, stage(ids.numpy()), stage(ids)))
     with pytest.raises(stagepack.errors.InputError, match=r"expected dtype int64, found float64"):
         stage(numpy.ones(6))
+
+
+@pytest.mark.parametrize(
+    "case",
+    named(
+        "aliasing-inputs-written",
+        "aliasing-input-written-and-returned",
+        "aliasing-several-inputs-written-in-several-layers",
+    ),
+    ids=lambda case: case.name,
+)
+def test_inputs_on_another_device_are_written_too(case: Case, tmp_path: Path) -> None:
+    """To torch, ``cpu:0`` is another device than ``cpu``: a stage on it gets copies of its inputs."""
+    capture = case.capture()
+    calls = [capture.inputs] * 3
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3))
+    for devices in (["cpu", "cpu:0", "cpu"], ["cpu:0", "cpu", "cpu:0"]):
+        pipeline = stagepack.load(bundle, devices[: len(bundle.stages)])
+        assert_equal(answers(pipeline, calls), captured_answers(capture, calls))

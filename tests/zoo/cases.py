@@ -23,6 +23,8 @@ EXAMPLES = examples.CASES
 ROWS = cases_of(tests.zoo.rows)
 ARCHITECTURES = cases_of(tests.zoo.architectures)
 CASES = [*EXAMPLES, *ROWS, *ARCHITECTURES]
+# What CI runs of them.
+SAMPLE = [*EXAMPLES, *ROWS[::2], *ARCHITECTURES[::40]]
 
 
 def named(*names: str) -> list[Case]:

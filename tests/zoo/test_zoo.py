@@ -24,7 +24,7 @@ from stagepack.partition.policies import PolicyNode
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
-from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS, named
+from tests.zoo.cases import CASES, ROWS, SAMPLE, named
 
 STAGES = (2, 3, 5)
 
@@ -44,7 +44,7 @@ def name_of(case: Case) -> str:
     return case.name
 
 
-@pytest.mark.parametrize("case", [*EXAMPLES, *each_nth(ROWS, 2), *each_nth(ARCHITECTURES, 40)], ids=name_of)
+@pytest.mark.parametrize("case", [*SAMPLE, *slow(case for case in CASES if case not in SAMPLE)], ids=name_of)
 def test_bit_exact(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     other = other_size(capture.program, capture.inputs)

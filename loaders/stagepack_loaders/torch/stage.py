@@ -20,6 +20,7 @@ from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.module_call import ModuleCallBody
 from stagepack_loaders.torch.output_contract import OutputContract
 from stagepack_loaders.torch.slots import register_weight, submodule
+from stagepack_loaders.torch.stage_inputs import StageInputs, move_input
 from stagepack_loaders.torch.state import StageState
 from stagepack_loaders.window_plan import Residency
 
@@ -85,6 +86,7 @@ class TorchStage(Container):
             child_modules(submodule(self, outer_path))[module_name] = module
         weights = code.graph.weights
         self._slots = [register_weight(self, weight, tensors[weight.value]) for weight in weights]
+        self._inputs = StageInputs(code.graph)
         self._output_contract = OutputContract(code.graph)
         self._state = StageState(weights, self._slots, state_names)
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, self._slots, strict=True)}
@@ -137,12 +139,13 @@ class TorchStage(Container):
         Raises:
             StageFailedError: an output has another type or shape than the bundle states.
         """
-        moved_values = [value.to(self.device) if isinstance(value, torch.Tensor) else value for value in values]
+        moved_values = [move_input(value, self.device) for value in values]
         compiled_module = self._code.compiled_module
         module = self._code.graph_module if compiled_module is None else compiled_module
         outputs: tuple[Any, ...] = module(*moved_values, *(self.weights() if weights is None else weights))
         if not torch.compiler.is_compiling():
             self._output_contract.check(moved_values, outputs)
+            self._inputs.write_back(values, moved_values)
         return outputs
 
     def reason_to_stay(self) -> str:
