@@ -8,6 +8,7 @@ from typing import Any, Final
 from safetensors import SafetensorError
 
 from stagepack.errors import InputError, WriteError
+from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS_BYTES
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
@@ -21,6 +22,7 @@ from stagepack.format.tree import (
     unflatten_tree,
 )
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
+from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES
@@ -60,24 +62,53 @@ def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, 
         The inputs by edge name, and the results as `run_on_inputs` returns them.
 
     Raises:
-        InputError: the bundle has no example.
+        InputError: the bundle has no example, or its bytes are no complex numbers.
         DigestError: the file of the example is not the one that the manifest lists.
         FormatError: the file breaks rules.
     """
+    inputs, results = _read_example_arrays(bundle, pipeline.arrays)
+    pipeline.seed(bundle.entry_point.seed)
+    return inputs, results
+
+
+def read_example_inputs(bundle: Bundle, array_ops: ArrayOps) -> dict[str, Any]:
+    """Read the recorded inputs, and check them as a call of a pipeline does.
+
+    Args:
+        bundle: the bundle.
+        array_ops: the arrays to return.
+
+    Returns:
+        The inputs by edge name; a symbolic scalar is a number.
+
+    Raises:
+        InputError: the bundle has no example, or it does not fit the entry point.
+        DigestError: the file of the example is not the one that the manifest lists.
+        FormatError: the file breaks rules.
+    """
+    entry_point = bundle.entry_point
+    values = _input_values(entry_point, _read_example_arrays(bundle, array_ops)[0])
+    bound_values = {edge_name: BoundArgument(edge_name, value) for edge_name, value in values.items()}
+    check_values(entry_point.inputs, bound_values, entry_point.symbols)
+    return values
+
+
+def _read_example_arrays(bundle: Bundle, array_ops: ArrayOps) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inputs by edge name and the results by number; see `read_example`."""
     if bundle.example is None:
         raise InputError(f"{bundle.location}: the bundle has no example to run: pass inputs")
     bundle.check_digests([bundle.example.name])
     read_weight_header(bundle.example)
-    tensors = pipeline.arrays.load(bundle.example)
-    pipeline.seed(bundle.entry_point.seed)
+    arrays = array_ops.load(bundle.example)
     inputs = {
-        tensor_name.removeprefix(INPUT_PREFIX): pipeline.arrays.copy(tensor)
-        for tensor_name, tensor in tensors.items()
-        if tensor_name.startswith(INPUT_PREFIX)
+        array_name.removeprefix(INPUT_PREFIX): array_ops.copy(array)
+        for array_name, array in arrays.items()
+        if array_name.startswith(INPUT_PREFIX)
     }
-    results = {tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor_name.startswith(OUTPUT_PREFIX)}
-    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.entry_point)), _restore_dtypes(
-        pipeline, results, _result_edges(pipeline.entry_point)
+    results = {array_name: array for array_name, array in arrays.items() if array_name.startswith(OUTPUT_PREFIX)}
+    return (
+        _restore_dtypes(array_ops, inputs, _input_edges(bundle.entry_point)),
+        _restore_dtypes(array_ops, results, _result_edges(bundle.entry_point)),
     )
 
 
@@ -111,17 +142,7 @@ def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict
         StageFailedError: an operator fails on the inputs.
     """
     entry_point = pipeline.entry_point
-    edges = _input_edges(entry_point)
-    if inputs.keys() != edges.keys():
-        raise InputError(f"expected the inputs {', '.join(edges) or '(none)'}, found {', '.join(inputs) or '(none)'}")
-    values = dict(inputs)
-    for edge_name, edge in edges.items():
-        if edge.dtype in SCALAR_DTYPES:
-            shape = list(inputs[edge_name].shape)
-            if math.prod(shape) != 1:
-                raise InputError(f"{edge_name}: expected one number, found the shape {shape}")
-            values[edge_name] = inputs[edge_name].item()
-    args, kwargs = _call_arguments(entry_point, values)
+    args, kwargs = _call_arguments(entry_point, _input_values(entry_point, inputs))
     with pipeline.inference():
         result = pipeline(*args, **kwargs)
     result_leaves = enumerate(flatten_tree(entry_point.signature.result, result, "the result"))
@@ -150,7 +171,7 @@ def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
         for tensor_name, tensor in tensors.items()
         if not tensor_name.startswith((OUTPUT_PREFIX, PADDING_PREFIX))
     }
-    return _restore_dtypes(pipeline, inputs, _input_edges(pipeline.entry_point))
+    return _restore_dtypes(pipeline.arrays, inputs, _input_edges(pipeline.entry_point))
 
 
 def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: Path) -> None:
@@ -182,12 +203,39 @@ def _result_edges(entry_point: EntryPoint) -> dict[str, Edge]:
     }
 
 
-def _restore_dtypes(pipeline: CallablePipeline, arrays: Mapping[str, Any], edges: Mapping[str, Edge]) -> dict[str, Any]:
-    """Return arrays of a safetensors file with those of complex numbers that it stores as bytes."""
-    array_ops = pipeline.arrays
+def _input_values(entry_point: EntryPoint, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a call by edge name, with numbers in the place of arrays of one element.
+
+    Raises:
+        InputError: an input is missing or unknown, or has several elements where one number is expected.
+    """
+    edges = _input_edges(entry_point)
+    if inputs.keys() != edges.keys():
+        raise InputError(f"expected the inputs {', '.join(edges) or '(none)'}, found {', '.join(inputs) or '(none)'}")
+    values = dict(inputs)
+    for edge_name, edge in edges.items():
+        if edge.dtype in SCALAR_DTYPES:
+            shape = list(inputs[edge_name].shape)
+            if math.prod(shape) != 1:
+                raise InputError(f"{edge_name}: expected one number, found the shape {shape}")
+            values[edge_name] = inputs[edge_name].item()
+    return values
+
+
+def _restore_dtypes(array_ops: ArrayOps, arrays: Mapping[str, Any], edges: Mapping[str, Edge]) -> dict[str, Any]:
+    """Return arrays of a safetensors file with those of complex numbers that it stores as bytes.
+
+    Raises:
+        InputError: there are other bytes than those of complex numbers.
+    """
     restored = dict(arrays)
     for array_name, edge in edges.items():
         if edge.dtype in STORED_AS_BYTES and array_name in arrays:
+            dtype, shape = str(arrays[array_name].dtype).removeprefix("torch."), list(arrays[array_name].shape)
+            item_size = STORED_AS_BYTES[edge.dtype]
+            if dtype != "uint8" or not shape or shape[-1] % item_size or not (edge.shape or shape == [item_size]):
+                expected = f"expected uint8 of {edge.dtype}, {item_size} for each number, in the last dimension"
+                raise InputError(f"{array_name}: {expected}, found {dtype}{shape}")
             stored = array_ops.to_elements(arrays[array_name], "uint8")
             elements = stored.view(ELEMENT_DTYPES[edge.dtype]).reshape(*stored.shape[:-1], -1, 2)
             restored[array_name] = array_ops.from_elements(elements, edge)

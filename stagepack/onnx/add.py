@@ -68,6 +68,8 @@ def add_onnx(
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         OperatorError: an operator is missing here, not allowed, or has another schema.
+        InputError: the example does not fit the bundle.
+        StageFailedError: a stage fails on the example in torch.
         WriteError: a file cannot be written, for example because the disk is full.
 
     Example:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from stagepack.errors import OperatorError
-from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.reader import Bundle
 from stagepack.onnx.float64_answers import float64_answers, rounding_error
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import TOLERANCE, Tolerance, compare_arrays
-from stagepack_loaders.example import INPUT_PREFIX
+from stagepack_loaders.example import read_example_inputs
 from stagepack_loaders.exchange import to_array, to_runtime
 from stagepack_loaders.preparation import prepare_stage
 from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 _RANDOM_OPERATORS = {
@@ -85,8 +85,10 @@ def check_stages(
 
     Raises:
         OperatorError: an operator is missing here, not allowed, or has another schema.
+        InputError: the example does not fit the bundle.
+        StageFailedError: a stage fails on the example in torch.
     """
-    values = _example_inputs(bundle)
+    values = None if bundle.example is None else read_example_inputs(bundle, TORCH_ARRAYS)
     for stage_number, entry in enumerate(bundle.stages):
         if values is None:
             yield StageCheck(reason="the bundle has no example")
@@ -96,7 +98,7 @@ def check_stages(
         inputs = [values[edge_name] for edge_name in entry.inputs]
         # The stage may write into its inputs.
         original_inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), typed_stage_errors(stage_number):
             outputs = stage.run(inputs)
         values.update(zip(entry.outputs, outputs, strict=True))
         if entry.onnx is None:
@@ -110,15 +112,6 @@ def check_stages(
                     answers, tolerance, partial(float64_answers, bundle, stage_number, original_inputs, allow_ops)
                 )
             )
-
-
-def _example_inputs(bundle: Bundle) -> dict[str, Any] | None:
-    """The inputs of the example by edge name; None if there is no example."""
-    if bundle.example is None:
-        return None
-    tensors = TORCH_ARRAYS.load(bundle.example)
-    inputs = {edge: tensors[INPUT_PREFIX + edge.name].clone() for edge in bundle.edges if edge.producer is None}
-    return {edge.name: tensor.item() if edge.dtype in SCALAR_DTYPES else tensor for edge, tensor in inputs.items()}
 
 
 def _answers(

@@ -3,13 +3,15 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
 
 import stagepack
-from stagepack.errors import FormatError, LimitError, OperatorError
+from stagepack.errors import FormatError, InputError, LimitError, OperatorError, StagepackError
 from stagepack.format.onnx import parse_onnx_model
+from stagepack.onnx.check import check_stages
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails
 
@@ -66,6 +68,23 @@ def test_an_onnx_file_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     command_fails("load", str(path), "--runtime", "onnxruntime", says=rf"\[{rule}\]")
     stagepack.load(path)  # in torch nobody looks at it
     stagepack.load_stage(path, 0, runtime="onnxruntime")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda fields: fields["input.x"].update(data_offsets=[0, 95]), FormatError, "W4"),
+        (lambda fields: fields["input.x"].update(shape=[24]), InputError, "expected 3 dimensions"),
+        (lambda fields: fields["input.x"].update(dtype="I32"), InputError, "int32"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_refused(
+    change: Callable[[dict[str, Any]], object], error: type[StagepackError], says: str, tmp_path: Path
+) -> None:
+    editor = BundleEditor.copy(TOWER, tmp_path / "tower.stagepack")
+    editor.edit_weight_header("example.safetensors", change)
+    with pytest.raises(error, match=says):
+        next(check_stages(stagepack.open(editor.path), ()))
 
 
 def test_what_onnxruntime_refuses_is_one_line(tmp_path: Path) -> None:
