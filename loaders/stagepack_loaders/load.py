@@ -112,8 +112,9 @@ def load(
         require_signature: a PEM file with the public key of a signer, or with certificates of authorities, or several: a bundle that none
             of them has signed is refused; see `stagepack.sign`. Only with ``verify="full"``: the signature is over the digests.
         copy: read the weights into memory of this process. By default the CPU uses weight files where they are, mapped: they are ready
-            in milliseconds, take no memory of the process, and are shared between processes. But if a weight file is cut short while it
-            is in use, the process is killed by SIGBUS; a copy is safe from that. Devices other than the CPU have copies anyway.
+            in milliseconds, take no memory of the process, and are shared between processes. Before one of them is changed, the process
+            copies it, so that calls answer as before; files for which the kernel does not promise that are copied at once. Devices other
+            than the CPU have copies anyway.
         compile: True compiles each distinct region once, ``"whole"`` each stage as a whole, by ``torch.compile`` at the first call.
         compiled: a folder that ``stagepack compile`` wrote for this bundle and this kind of device. Its native code is run.
         stream: return at once; threads read the weights into memory in the order of their first use, and a call waits for each weight

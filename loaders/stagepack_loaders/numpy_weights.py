@@ -7,27 +7,44 @@ from numpy.lib.stride_tricks import as_strided
 
 from stagepack.format.graph import Weight
 from stagepack.format.reader import Bundle
-from stagepack.format.weights import read_weight_header
 from stagepack_loaders.elements import Array
 from stagepack_loaders.numpy_arrays import numpy_dtype
+from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
 
-def map_stored_tensors(bundle: Bundle, stage_number: int) -> dict[str, Array]:
-    """Map the weight files of a stage. The arrays stay valid when the bundle is replaced or removed.
+def map_stored_tensors(bundle: Bundle, stage_number: int, *, verify: bool) -> dict[str, Array]:
+    """Map the weight files of a stage. The arrays stay as they are when the bundle is replaced, removed or written into.
+
+    Args:
+        bundle: the bundle.
+        stage_number: the stage.
+        verify: compare the weight files with their digests.
 
     Returns:
         The bytes of each stored tensor, by name.
+
+    Raises:
+        DigestError: a weight file is not the one that the manifest lists.
+        FormatError: a header breaks a rule.
     """
-    stored_tensors: dict[str, Array] = {}
-    bundle.fetch(bundle.stages[stage_number].weights)
-    for file_name in bundle.stages[stage_number].weights:
-        file_bytes = numpy.memmap(bundle.path / file_name, numpy.uint8, "r")
-        header = read_weight_header(bundle.path / file_name)
-        stored_tensors.update(
-            (stored_name, file_bytes[header_entry.start : header_entry.end])
-            for stored_name, header_entry in header.items()
+    weight_files = open_weight_files(bundle, bundle.stages[stage_number].weights, verify=verify, copy=False)
+    return stored_tensors(weight_files)
+
+
+def stored_tensors(weight_files: Mapping[str, WeightFile]) -> dict[str, Array]:
+    """Return the bytes of each stored tensor of weight files, by name. They cannot be written.
+
+    Args:
+        weight_files: the weight files, by name.
+    """
+    stored: dict[str, Array] = {}
+    for weight_file in weight_files.values():
+        content = numpy.frombuffer(weight_file.content, numpy.uint8)
+        content.flags.writeable = False
+        stored.update(
+            (stored_name, content[entry.start : entry.end]) for stored_name, entry in weight_file.tensors.items()
         )
-    return stored_tensors
+    return stored
 
 
 def read_weight(weight: Weight, stored_tensors: Mapping[str, Array]) -> Array:

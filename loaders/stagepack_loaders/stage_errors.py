@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from stagepack.errors import InputError, StageFailedError, StagepackError
+from stagepack_loaders.file_leases import check_files_in_use
 
 _OUT_OF_RANGE: Final = re.compile(
     "|".join(
@@ -43,9 +44,12 @@ def typed_stage_errors(stage_number: int) -> Iterator[None]:
         InputError: the stage raised `IndexError`, or an error whose message says that an index is out of range or that a check which
             the capture recorded failed.
         StageFailedError: the stage raised another error.
+        DigestError: a weight file was changed, and could not be copied before; see `stagepack_loaders.file_leases`.
     """
     try:
+        check_files_in_use()
         yield
+        check_files_in_use()
     except StagepackError:
         raise
     except Exception as error:

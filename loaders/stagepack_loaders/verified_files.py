@@ -23,12 +23,12 @@ from typing import Final
 from blake3 import blake3
 
 from stagepack.format.manifest import File
+from stagepack_loaders.file_systems import is_of_kind
 
 # The folder of the record; empty to keep none.
 FOLDER_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
 
 _BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
-_MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
 _FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs"})
 _SETTLED_SECONDS = 2.0
 
@@ -50,7 +50,7 @@ class VerifiedFiles:
         status = os.fstat(descriptor)
         owned = status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         settled = status.st_ctime + _SETTLED_SECONDS < time.time()
-        if self._folder is None or not owned or not settled or not _is_trusted_file_system(status.st_dev):
+        if self._folder is None or not owned or not settled or not is_of_kind(status.st_dev, _FILE_SYSTEMS):
             return None
         facts = (
             status.st_dev,
@@ -103,16 +103,3 @@ def _record_folder() -> Path | None:
     except (OSError, RuntimeError):
         return None
     return records / boot_id
-
-
-def _is_trusted_file_system(device: int) -> bool:
-    """Whether a device has a file system that changes the ctime at every write, and is not an image that a file holds."""
-    device_name = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        if Path(f"/sys/dev/block/{device_name}/loop").exists():
-            return False
-        mounts = [line.split() for line in _MOUNTS_PATH.read_text().splitlines()]
-    except OSError:
-        return False
-    kinds = {fields[fields.index("-") + 1] for fields in mounts if fields[2] == device_name and "-" in fields}
-    return bool(kinds) and kinds <= _FILE_SYSTEMS

@@ -2,10 +2,10 @@
 
 import contextlib
 import mmap
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from stagepack.errors import Problem
 from stagepack.format.chunk_reading import FileRead, read_chunks
@@ -14,6 +14,8 @@ from stagepack.format.file_checks import open_plain_file, raise_digest_problems
 from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor, parse_weight_header
+from stagepack_loaders.file_leases import has_lease, map_with_lease
+from stagepack_loaders.mapped_memory import new_memory
 from stagepack_loaders.verified_files import VerifiedFiles, write_back
 
 
@@ -31,14 +33,18 @@ class WeightFile:
 
 
 def map_weight_file(path: Path) -> WeightFile:
-    """Map a weight file copy-on-write.
+    """Map a weight file copy-on-write, or copy it if it can have no lease; see `stagepack_loaders.file_leases`.
 
     Raises:
         FormatError: its header breaks a rule.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        return _weight_file(_map(file), path.name)
+        content = map_with_lease(file.fileno(), path.name)
+        if content is None:
+            content = new_memory(os.fstat(file.fileno()).st_size)
+            file.readinto(content)
+        return _weight_file(content, path.name)
 
 
 def open_weight_files(
@@ -58,8 +64,8 @@ def open_weight_files(
         verify: compare the files with their digests, by as many threads as there are processors. Of copies, the bytes in memory are
             the ones compared. Files that are mapped are compared once and then again when they have changed or the machine was
             restarted; see `stagepack_loaders.verified_files`.
-        copy: read the files into memory of this process. Otherwise they are mapped: they take no memory of their own, but if another
-            process cuts a file short while it is in use, this process is killed (SIGBUS).
+        copy: read the files into memory of this process. Otherwise those are mapped that can have a lease, and take no memory of their
+            own until somebody is about to change them; see `stagepack_loaders.file_leases`.
         progress: called by several threads with the number of bytes that were read.
         unchanged: called with the size of each file that was compared earlier, and not again.
 
@@ -91,16 +97,29 @@ def _read_files(
     unchanged: ByteProgress | None,
 ) -> tuple[dict[str, mmap.mmap], list[Problem]]:
     """Return the content of each file by name, and the problems of those that differ from the manifest."""
-    problems: list[Problem] = []
     with contextlib.ExitStack() as open_files:
         files = {entry.name: open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in entries}
-        contents = {entry.name: _new_memory(entry) if copy else _map(files[entry.name]) for entry in entries}
-        if copy:
-            reads = [FileRead(entry, files[entry.name].fileno(), memoryview(contents[entry.name])) for entry in entries]
-            problems = read_chunks(reads, compare=verify, progress=progress)
-        elif verify:
-            reads = [FileRead(entry, files[entry.name].fileno()) for entry in entries]
-            problems = _compare_mapped(reads, progress, unchanged)
+        contents, reads, mapped_reads = {}, [], []
+        for entry in entries:
+            descriptor = files[entry.name].fileno()
+            content = None if copy else map_with_lease(descriptor, entry.name)
+            if content is None:
+                content = new_memory(entry.size)
+                reads.append(FileRead(entry, descriptor, memoryview(content)))
+            else:
+                mapped_reads.append(FileRead(entry, descriptor))
+            contents[entry.name] = content
+        problems = read_chunks(reads, compare=verify, progress=progress)
+        if verify:
+            problems += _compare_mapped(mapped_reads, progress, unchanged)
+            # Then the bytes in memory may not be the ones that were compared.
+            problems += [
+                Problem(
+                    rule="D2", where=read.entry.name, message="the file was changed while it was loaded: load it again"
+                )
+                for read in mapped_reads
+                if not has_lease(contents[read.entry.name])
+            ]
     return contents, problems
 
 
@@ -128,16 +147,3 @@ def _compare_mapped(
 
 def _weight_file(content: mmap.mmap, file_name: str) -> WeightFile:
     return WeightFile(content, parse_weight_header(content, file_name))
-
-
-def _map(file: BinaryIO) -> mmap.mmap:
-    return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def _new_memory(entry: File) -> mmap.mmap:
-    """Memory of the size of a file.
-
-    Large pages are not asked for: they are slow to get where memory is fragmented, and where a host has to find them for a virtual machine.
-    There, 2 GB were read into large pages in 2.5 s, and into others in 0.8 s.
-    """
-    return mmap.mmap(-1, entry.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
     "copy_weights",
     default=True,
     show_default=True,
-    help="Read the weights into memory. With --no-copy the CPU maps the weight files: they take no memory, and servers share them, but a "
-    "server is killed if one of its files is cut short.",
+    help="Read the weights into memory. With --no-copy the CPU maps the weight files: they take no memory, and servers share them, until "
+    "somebody is about to change a file.",
 )
 @device_memory_option
 @processes_option

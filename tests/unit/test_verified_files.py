@@ -13,10 +13,11 @@ import torch
 import stagepack
 from stagepack.errors import DigestError
 from stagepack_loaders import verified_files
+from stagepack_loaders.file_systems import is_of_kind
 from stagepack_loaders.weight_files import open_weight_files
 
 NAME = "stage-0.safetensors"
-IS_TRUSTED = verified_files._is_trusted_file_system(Path(tempfile.gettempdir()).stat().st_dev)
+IS_TRUSTED = is_of_kind(Path(tempfile.gettempdir()).stat().st_dev, verified_files._FILE_SYSTEMS)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def sound_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(sound_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle of its own, a record of its own, and a file system that is trusted, whatever it is."""
     monkeypatch.setenv(verified_files.FOLDER_VARIABLE, str(tmp_path / "record"))
-    monkeypatch.setattr(verified_files, "_is_trusted_file_system", lambda device: True)
+    monkeypatch.setattr(verified_files, "is_of_kind", lambda device, kinds: True)
     monkeypatch.setattr(verified_files, "_SETTLED_SECONDS", 0.0)
     shutil.copytree(sound_bundle, tmp_path / "m.stagepack")
     (tmp_path / "m.stagepack" / NAME).chmod(0o644)
@@ -110,7 +111,7 @@ def test_nothing_is_recorded_that_others_could_change(bundle: Path, monkeypatch:
     assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
     (bundle / NAME).chmod(0o644)
     with monkeypatch.context() as patch:
-        patch.setattr(verified_files, "_is_trusted_file_system", lambda device: False)
+        patch.setattr(verified_files, "is_of_kind", lambda device, kinds: False)
         assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
     with monkeypatch.context() as patch:
         patch.setattr(verified_files, "_SETTLED_SECONDS", 60.0)

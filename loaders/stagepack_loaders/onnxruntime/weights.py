@@ -38,7 +38,7 @@ class StageWeights:
         self._newer = is_newer_minor(bundle.manifest.version)
         self._files = _OpenFiles(bundle, bundle.stages[stage_number].weights) if copy else None
         # Of copies, the tensors that are kept.
-        self._stored = {} if copy else map_stored_tensors(bundle, stage_number)
+        self._stored = {} if copy else map_stored_tensors(bundle, stage_number, verify=False)
 
     def keep(self, weight_names: Collection[str], weight_files: Mapping[str, WeightFile], *, verified: bool) -> None:
         """Keep some weights in memory of their own.

@@ -128,7 +128,10 @@ class PlannedTorchStage:
         }
         tensors = {
             weight.value: self.cache.read(
-                weight, self.parts.stored_tensors, torch.device("cpu") if index in streamed_weights else self.device
+                weight,
+                self.parts.stored_tensors,
+                torch.device("cpu") if index in streamed_weights else self.device,
+                stage_entry.state,
             )
             for index, weight in enumerate(code.graph.weights)
         }

@@ -66,7 +66,7 @@ class PreparedTorchStage:
             self.bundle, stage_entry.weights, verify=verify, copy=copy, progress=self.progress, unchanged=self.unchanged
         )
         tensors = {
-            weight.value: self.cache.read(weight, self.stored_tensors, self.device)
+            weight.value: self.cache.read(weight, self.stored_tensors, self.device, stage_entry.state)
             for weight in self.code.graph.weights
         }
         return TorchStage(self.code, tensors, self.device, stage_entry.state)

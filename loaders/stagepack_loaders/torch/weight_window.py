@@ -137,11 +137,9 @@ class WeightWindow:
         with self._change:
             progress = self._progress[use_index]
             self._change.wait_for(lambda: not progress.missing_pieces)
-            if progress.error is not None:
-                raise DigestError(list(progress.error.problems))
         for event in progress.events:
             torch.cuda.current_stream(self.memory.device).wait_event(event)
-        self._bring_writes(passage)
+        self._bring_writes(passage, progress.error)
         return tuple(
             tensor if given is registered and TensorLayout.of(given) == layout else given.to(self.memory.device)
             for tensor, given, registered, layout in zip(
@@ -149,11 +147,19 @@ class WeightWindow:
             )
         )
 
-    def _bring_writes(self, passage: Passage) -> None:
-        """Copy what the user has written into the weights of a passage to their place."""
+    def _bring_writes(self, passage: Passage, read_error: DigestError | None) -> None:
+        """Copy what the user has written into the weights of a passage to their place, and what is no longer that of the file.
+
+        Raises:
+            DigestError: the file cannot be read, and has what the mapping has.
+        """
+        # After the file was read: if it was changed meanwhile, the mapping was replaced before.
+        written = [may_be_written(mapped.data_ptr(), len(mapped)) for mapped in passage.mapped]
+        if read_error is not None and not all(written):
+            raise DigestError(list(read_error.problems))
         offset = passage.position % self._window_bytes
-        for source, mapped in zip(passage.sources, passage.mapped, strict=True):
-            if may_be_written(mapped.data_ptr(), len(mapped)):
+        for source, mapped, is_written in zip(passage.sources, passage.mapped, written, strict=True):
+            if is_written:
                 self.memory[offset : offset + len(mapped)].copy_(mapped)
             offset += place_bytes(source.end - source.start)
 

@@ -1,6 +1,6 @@
 """The weights of stages: from weight files to tensors on a device."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -54,16 +54,22 @@ class WeightCache:
         self._verified_files.update(missing_files if verify else ())
 
     def read(
-        self, weight: Weight, stored_tensors: Mapping[str, tuple[Path, StoredTensor]], device: torch.device
+        self,
+        weight: Weight,
+        stored_tensors: Mapping[str, tuple[Path, StoredTensor]],
+        device: torch.device,
+        state_names: Collection[str] = (),
     ) -> torch.Tensor:
         """Return a weight as a tensor on a device; a parameter as a `torch.nn.Parameter`.
 
-        On the CPU its memory is that of the weight file, which is mapped unless `open_files` has copied it.
+        On the CPU its memory is that of the weight file, which is mapped unless `open_files` has copied it. Buffers that calls write
+        have memory of their own: a mapping may be replaced while a call writes.
 
         Args:
             weight: its entry in the graph.
             stored_tensors: the file and the position of each stored tensor, by name, from `Bundle.tensors`.
             device: the device.
+            state_names: the names of the buffers that calls write.
 
         Raises:
             FormatError: the header of the weight file breaks a rule.
@@ -71,11 +77,11 @@ class WeightCache:
         """
         key = (weight.names[0], device)
         if key not in self._weights:
-            tensor = (
-                zero_weight(weight, device)
-                if weight.zeros
-                else lay_out(weight, self._read_stored(*stored_tensors[weight.stored], device))
-            )
+            if weight.zeros:
+                tensor = zero_weight(weight, device)
+            else:
+                is_state = not set(state_names).isdisjoint(weight.names)
+                tensor = lay_out(weight, self._read_stored(*stored_tensors[weight.stored], device, copy=is_state))
             self._weights[key] = as_weight(weight, tensor)
         return self._weights[key]
 
@@ -88,7 +94,7 @@ class WeightCache:
         content = self._files[source.file_name].content
         return torch.frombuffer(content, dtype=torch.uint8, count=source.end - source.start, offset=source.start)
 
-    def _read_stored(self, path: Path, stored: StoredTensor, device: torch.device) -> torch.Tensor:
+    def _read_stored(self, path: Path, stored: StoredTensor, device: torch.device, *, copy: bool) -> torch.Tensor:
         key = (stored.name, device)
         if key not in self._stored:
             if path.name not in self._files:
@@ -97,7 +103,7 @@ class WeightCache:
             if weight_file.tensors.get(stored.name) != stored:
                 message = f"{stored.name[:80]}: the file was changed after its header was checked"
                 raise DigestError([Problem(rule="D1", where=path.name, message=message)])
-            self._stored[key] = _tensor_in_file(weight_file, stored).to(device)
+            self._stored[key] = _tensor_in_file(weight_file, stored).to(device, copy=copy)
         return self._stored[key]
 
 

@@ -34,7 +34,7 @@ def serve_pipelines(
 ) -> None:
     """Serve loaded pipelines over the Open Inference Protocol, REST and gRPC, until SIGTERM, SIGHUP or SIGINT. Call it in the main thread.
 
-    Load with ``copy=True`` what should outlive changes of the weight files.
+    Load with ``copy=True``: then no change of the weight files costs a request time.
 
     Args:
         pipelines: the pipelines by the names that clients call the models.

@@ -48,9 +48,7 @@ class PreparedNumpyStage:
         return NumpyStage.runtime
 
     def finish(self, *, verify: bool) -> NumpyStage:
-        if verify:
-            self.bundle.check_digests(self.bundle.stages[self.stage_number].weights)
-        stored = map_stored_tensors(self.bundle, self.stage_number)
+        stored = map_stored_tensors(self.bundle, self.stage_number, verify=verify)
         weights = {weight.value: read_weight(weight, stored) for weight in self.graph.weights}
         return NumpyStage(self.bundle, self.stage_number, self.graph, weights)
 
