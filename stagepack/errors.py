@@ -61,7 +61,7 @@ class InputError(StagepackError):
 
 
 class DeviceError(StagepackError):
-    """A device does not exist on this machine, or there are more devices than stages. Choose other devices."""
+    """A device does not exist on this machine or has not enough memory, or there are more devices than stages. Choose other devices."""
 
 
 class OperatorError(StagepackError):
@@ -93,7 +93,8 @@ class StageFailedError(StagepackError):
 class StageLostError(StagepackError):
     """A process that runs stages of a pipeline has ended, or no longer answers. Calls that were in flight have no answer.
 
-    Calls fail with this error until the launcher has started the process again. The state of sequences is lost.
+    Calls fail with this error until the launcher has started the process again. The state of sequences is lost. A GPU on which an index
+    was out of range computes nothing more in its process, which must be started again, too.
 
     Attributes:
         stages: the numbers of the stages that the process ran.

@@ -148,7 +148,7 @@ def load(
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         SignatureError: `require_signature` is given, and the bundle has no such signature.
         RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
-        DeviceError: a device does not exist here, or there are more devices than stages.
+        DeviceError: a device does not exist here, or has not enough memory for the weights, or there are more devices than stages.
         OperatorError: an operator is missing, not allowed, or has another schema; or a stage has no ONNX model, or one that this
             onnxruntime cannot run.
         CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.

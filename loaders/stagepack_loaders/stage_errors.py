@@ -1,4 +1,6 @@
-"""Errors that a stage raises in a call, as errors of stagepack: values of the inputs that are out of range, and other failures.
+"""Errors that a stage raises in a call, as errors of stagepack.
+
+They are values of the inputs that are out of range, a GPU that computes nothing more in this process, and other failures.
 
 Torch and ONNX Runtime have no common class for values that are out of range, such as a token id outside the vocabulary: torch raises
 `IndexError` or, like ONNX Runtime, `RuntimeError` with one of the messages below.
@@ -9,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from stagepack.errors import InputError, StageFailedError, StagepackError
+from stagepack.errors import InputError, StageFailedError, StageLostError, StagepackError
 from stagepack_loaders.file_leases import check_files_in_use
 
 _OUT_OF_RANGE: Final = re.compile(
@@ -25,6 +27,26 @@ _OUT_OF_RANGE: Final = re.compile(
             r"invalid ind(ex|ice) found",  # ONNX Runtime: GatherND, ScatterND
         )
     )
+)
+
+# Errors after which CUDA fails every call in the process, of torch ("CUDA error: ...") and of ONNX Runtime ("CUDA failure 710: ...").
+# They are those of the CUDA runtime that "leave the process in an inconsistent state".
+_DEVICE_LOST: Final = re.compile(
+    r"CUDA (?:error|failure \d+): (?:"
+    + "|".join(
+        (
+            "device-side assert triggered",  # an index out of range
+            "an illegal memory access was encountered",
+            "unspecified launch failure",
+            "misaligned address",
+            "an illegal instruction was encountered",
+            "the launch timed out and was terminated",
+            "uncorrectable ECC error encountered",
+            "hardware stack error",
+            "invalid program counter",
+        )
+    )
+    + ")"
 )
 
 
@@ -43,6 +65,7 @@ def typed_stage_errors(stage_number: int) -> Iterator[None]:
     Raises:
         InputError: the stage raised `IndexError`, or an error whose message says that an index is out of range or that a check which
             the capture recorded failed.
+        StageLostError: the stage raised an error after which its device computes nothing more in this process.
         StageFailedError: the stage raised another error.
         DigestError: a weight file was changed, and could not be copied before; see `stagepack_loaders.file_leases`.
     """
@@ -57,6 +80,12 @@ def typed_stage_errors(stage_number: int) -> Iterator[None]:
         if message is not None:
             raise InputError(f"an input value is out of range in stage {stage_number}: {message}") from error
         reason = f"{type(error).__name__}: {_first_line(str(error))}"
+        if _DEVICE_LOST.search(str(error)):
+            lost = (
+                f"stage {stage_number}, or one before it, failed on its device, which computes nothing more in this process: {reason}: "
+                "an index out of range is such an error: start the process again"
+            )
+            raise StageLostError(lost, stages=(stage_number,)) from error
         raise StageFailedError(f"stage {stage_number} failed: {reason}") from error
 
 

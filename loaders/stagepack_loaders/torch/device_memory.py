@@ -15,6 +15,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.aliasing import AliasClasses, alias_classes
 from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import StageCode, TorchStage
@@ -99,6 +100,7 @@ class PlannedTorchStage:
     def _positions(self) -> Sequence[int | None]:
         return self.device_plan.plan.positions[self.first_index : self.first_index + len(self.parts.uses)]
 
+    @typed_memory_errors()
     def finish(self, *, verify: bool) -> TorchStage:
         """Read the weights that stay, and begin to read those that the first call needs.
 
@@ -108,6 +110,7 @@ class PlannedTorchStage:
             verify: compare the weight files with their digests first.
 
         Raises:
+            DeviceError: the device has not enough memory.
             DigestError: a weight file is not the one that the manifest lists.
         """
         stage_entry = self.bundle.stages[self.stage_number]
@@ -160,6 +163,7 @@ class PlannedTorchStage:
         }
 
 
+@typed_memory_errors()
 def prepare_planned_stages(
     bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
 ) -> dict[int, PlannedTorchStage]:

@@ -1,5 +1,8 @@
 """Devices of torch, by name: those that the caller names, and those that a graph names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from stagepack.errors import DeviceError
@@ -43,3 +46,22 @@ def has_device(device_type: str) -> bool:
     except DeviceError:
         return False
     return True
+
+
+@contextmanager
+def typed_memory_errors() -> Iterator[None]:
+    """Raise an error of torch that a device has not enough memory for weights as one of stagepack. Also a decorator.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        DeviceError: the memory is not enough.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise DeviceError(
+            f"the weights do not fit into the memory of a device: {reason}: choose another device, more devices, or device_memory="
+        ) from None

@@ -7,6 +7,7 @@ import torch
 from stagepack.errors import DeviceError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import TorchStage
 
@@ -14,13 +15,15 @@ from stagepack_loaders.torch.stage import TorchStage
 _Span = tuple[int, int]
 
 
+@typed_memory_errors()
 def move_stages(bundle: Bundle, stages: Mapping[int, TorchStage], placement: Mapping[int, torch.device]) -> None:
     """Move stages to other devices; see `stagepack_loaders.base.Runtime.move_stages`.
 
     Tensors that are on one device and share memory share it afterwards, also between stages that are moved to one device.
 
     Raises:
-        DeviceError: a stage runs compiled code, has ``device_memory``, or names a device that this machine does not have.
+        DeviceError: a stage runs compiled code, has ``device_memory``, or names a device that this machine does not have; or a device has
+            not enough memory.
         DigestError: the weights of a stage are still arriving, and differ from those that the manifest lists.
     """
     options = PrepareOptions(

@@ -15,6 +15,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
+from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.module_builder import build_with_modules
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.stage import StageCode, TorchStage
@@ -50,6 +51,7 @@ class PreparedTorchStage:
         """The name of the runtime."""
         return TorchStage.runtime
 
+    @typed_memory_errors()
     def finish(self, *, verify: bool) -> TorchStage:
         """Read the weights of the stage, and nothing of other stages.
 
@@ -57,6 +59,7 @@ class PreparedTorchStage:
             verify: compare the weight files with their digests first.
 
         Raises:
+            DeviceError: the device has not enough memory.
             DigestError: a weight file is not the one that the manifest lists.
         """
         stage_entry = self.bundle.stages[self.stage_number]

@@ -16,6 +16,7 @@ from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.arriving_files import ArrivingFiles
 from stagepack_loaders.torch.arriving_weights import ArrivingWeight, ArrivingWeights
+from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.prepare import StageParts, build_code, read_parts
 from stagepack_loaders.torch.stage import StageCode, TorchStage
@@ -121,6 +122,7 @@ class StreamedTorchStage:
         """The name of the runtime."""
         return TorchStage.runtime
 
+    @typed_memory_errors()
     def finish(self, *, verify: bool) -> TorchStage:
         """Begin to read the weights. Returns when all are there, or, with a `GatedModule`, the buffers that calls write.
 
@@ -128,6 +130,7 @@ class StreamedTorchStage:
             verify: compare each chunk of a weight file with its digest before it is computed with.
 
         Raises:
+            DeviceError: the device has not enough memory.
             DigestError: a file cannot be read, or is not the one that the manifest lists.
             RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
         """

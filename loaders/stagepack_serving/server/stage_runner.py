@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy
 
+from stagepack.errors import StageLostError
 from stagepack_loaders.base import stage_state
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
 from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.sequences import RequestSequence
@@ -35,6 +37,7 @@ class StageRunner:
         self.batches_ahead = 1
         self._pipeline = pipeline
         self._interface = interface
+        self._lost_reason = ""
         self._stage_seconds = [
             metrics.stage_seconds.labels(model_name, version, str(stage_number))
             for stage_number in range(len(pipeline.stages))
@@ -52,7 +55,7 @@ class StageRunner:
         return input_values(self._pipeline, self._interface, inputs)
 
     def run_stage(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None) -> None:
-        """Run a stage, and wait until its device has finished.
+        """Run a stage, and wait until its device has finished. When a device is lost, no batch runs any more.
 
         Args:
             stage_number: the stage.
@@ -61,17 +64,27 @@ class StageRunner:
 
         Raises:
             InputError: the stage cannot use the values of the inputs.
+            StageFailedError: an operator failed.
+            StageLostError: an operator failed on a device that computes nothing more in this process.
         """
-        runtime = self._pipeline.runtimes[stage_number]
         start_time = time.perf_counter()
+        try:
+            self._run_and_wait(stage_number, values, sequence)
+        except StageLostError as error:
+            self._lost_reason = str(error)
+            raise
+        self._stage_seconds[stage_number].observe(time.perf_counter() - start_time)
+
+    def _run_and_wait(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None) -> None:
+        runtime, stage = self._pipeline.runtimes[stage_number], self._pipeline.stages[stage_number]
         with runtime.inference():
             if sequence is None:
                 self._pipeline.run_stage(stage_number, values)
             else:
-                with stage_state(self._pipeline.stages[stage_number], stage_number, sequence.stage_states):
+                with stage_state(stage, stage_number, sequence.stage_states):
                     self._pipeline.run_stage(stage_number, values)
-            runtime.wait(self._pipeline.stages[stage_number].device)
-        self._stage_seconds[stage_number].observe(time.perf_counter() - start_time)
+            with typed_stage_errors(stage_number):
+                runtime.wait(stage.device)
 
     def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
         """Convert the values after the last stage to the outputs of a batch.
@@ -98,11 +111,11 @@ class StageRunner:
 
     def unavailable_reason(self) -> str:
         """See `BatchRunner`."""
-        return ""
+        return self._lost_reason
 
     def has_ended(self) -> bool:
         """See `BatchRunner`."""
-        return False
+        return bool(self._lost_reason)
 
 
 def device_lanes(pipeline: Pipeline) -> list[list[int]]:
