@@ -1,6 +1,7 @@
 """What the graph of a Llama of tiny weights takes: bytes, folded and not, and with more layers; and the time to get it ready to run.
 
-Loading a bundle's graphs means: read, compare with the digest, check every rule, find the operators, build the fx modules. The other
+Loading a bundle's graphs means: read, compare with the digest, check every rule, find the operators, compare the stated values with what
+these return, build the fx modules. The other
 side is `torch.export.load` of the same program. Both are measured in this run, in turn; the medians and their ratio are printed.
 """
 
@@ -8,8 +9,9 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,10 +21,12 @@ from stagepack.capture.programs import Capture, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph
 from stagepack.format.folded import trivially_folded
+from stagepack.format.graph_reader import GraphFile
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.value_check import check_values
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 
@@ -58,11 +62,15 @@ def _measure(results: BenchmarkResults, folder: Path, options: argparse.Namespac
     table.add("unfolded over folded", unfolded / folded, "")
     table.add(f"more with {options.more} layers", _graph_bytes(larger) - folded, "bytes")
     ours: list[float] = []
+    checks: list[float] = []
     theirs: list[float] = []
+    graphs = _resolved_graphs(bundle.path)
     for _ in range(options.runs):
         ours.append(_timed(lambda: _load_graphs(bundle.path)))
+        checks.append(_timed(lambda: _check_values(graphs)))
         theirs.append(_timed(lambda: torch.export.load(program_path)))
     table.add("stagepack, graphs ready to run (median)", statistics.median(ours), "s")
+    table.add("share of the comparison of values (rule G16)", statistics.median(checks) / statistics.median(ours), "")
     table.add("torch.export.load (median)", statistics.median(theirs), "s")
     table.add("torch.export.load over stagepack", statistics.median(theirs) / statistics.median(ours), "")
     runs = results.table("The runs, in turn", "loader", *(str(run) for run in range(1, options.runs + 1)))
@@ -92,12 +100,31 @@ def _graph_bytes(bundle: Bundle) -> int:
 
 
 def _load_graphs(path: Path) -> None:
+    graphs = _resolved_graphs(path)
+    _check_values(graphs)
+    for loaded in graphs:
+        build_graph_module(*loaded.file, loaded.operators, torch.device("cpu"))
+
+
+class _ResolvedGraph(NamedTuple):
+    name: str
+    file: GraphFile
+    operators: Sequence[Callable[..., Any]]
+
+
+def _resolved_graphs(path: Path) -> list[_ResolvedGraph]:
+    """The graph of each stage, read and checked, with its operators."""
     bundle = Bundle(path)
-    for number in range(len(bundle.stages)):
+    resolved = []
+    for number, stage in enumerate(bundle.stages):
         file = bundle.graph_file(number, module_calls=False)
-        build_graph_module(
-            *file, resolve_operators(file.graph.ops, (), bundle.stages[number].graph), torch.device("cpu")
-        )
+        resolved.append(_ResolvedGraph(stage.graph, file, resolve_operators(file.graph.ops, (), stage.graph)))
+    return resolved
+
+
+def _check_values(graphs: Sequence[_ResolvedGraph]) -> None:
+    for loaded in graphs:
+        check_values(loaded.file.graph, loaded.operators, loaded.name)
 
 
 def _timed(function: Callable[[], object]) -> float:

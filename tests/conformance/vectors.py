@@ -21,6 +21,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import read_weight_header
+from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.value_check import check_values
 from tests.bundle_editor import MANIFEST_NAME, BundleEditor, encode_header, encode_manifest, weight_file
 
 SCHEMA = Path(__file__).parents[2] / "schema"
@@ -145,6 +147,11 @@ def _read_graph(case: Case, folder: Path) -> None:
         assert encode_graph(file.folded) == content
 
 
+def _read_calls(case: Case, folder: Path) -> None:
+    graph = read_graph(msgpack.packb(case.document()), "graph").graph
+    check_values(graph, resolve_operators(graph.ops, (), "graph"), "graph")
+
+
 def _read_weights(case: Case, folder: Path) -> None:
     path = folder / "weights.safetensors"
     path.write_bytes(file_content(case))
@@ -209,6 +216,7 @@ def _dim(dim: Any) -> Dim:
 _READERS = {
     "manifest": _read_manifest,
     "graph": _read_graph,
+    "calls": _read_calls,
     "weights": _read_weights,
     "onnx": _read_onnx,
     "bundle": _read_bundle,

@@ -47,7 +47,7 @@ def build_graph_module(
         device: the device that the graph calls its own.
 
     Raises:
-        OperatorError: a dtype, layout or memory format does not exist in this torch, or a call does not fit its operator.
+        OperatorError: a dtype, layout or memory format does not exist in this torch.
         DeviceError: the graph names a device that this machine does not have.
     """
     items, regions = region_functions(folded, graph)

@@ -30,7 +30,6 @@ from stagepack.format.graph import (
 from stagepack.format.traversal import output_names
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.operators import check_call
 from stagepack_loaders.torch.steps import all_values
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 
@@ -106,8 +105,6 @@ class FxBody:
     def call_operator(self, node: Node) -> None:
         """Append a call of an operator. If the operator returns a sequence, its items are defined one by one."""
         operator = self._parts.operators[node.op]
-        keywords = [parameter_name for parameter_name, _ in node.kwargs]
-        check_call(self._parts.graph.ops[node.op].name, operator, len(node.args), keywords)
         args = tuple(map(self._argument, node.args))
         kwargs = {parameter_name: self._argument(argument) for parameter_name, argument in node.kwargs}
         fx_name = next(iter(output_names(node)), None) if not node.unpack else None

@@ -19,6 +19,7 @@ from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.module_builder import build_with_modules
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.stage import StageCode, TorchStage
+from stagepack_loaders.torch.value_check import check_values
 from stagepack_loaders.torch.weights import WeightCache
 
 
@@ -121,13 +122,15 @@ class StageParts(NamedTuple):
 
 
 def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> StageParts:
-    """Read the graph of a stage, and find its operators.
+    """Read the graph of a stage, find its operators, and compare the values that it states with what these return.
 
     Raises:
         DigestError, FormatError, OperatorError: see `prepare_stages`.
     """
     folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
-    operators = resolve_operators(graph.ops, options.allow_ops, bundle.stages[stage_number].graph)
+    graph_name = bundle.stages[stage_number].graph
+    operators = resolve_operators(graph.ops, options.allow_ops, graph_name)
+    check_values(graph, operators, graph_name)
     if options.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
     if options.autocast:

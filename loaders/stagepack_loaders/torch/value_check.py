@@ -1,0 +1,397 @@
+"""Compare the values that a graph states with what its operators return, before weights are read (SPEC G16).
+
+Each operator runs on tensors of the device ``meta``, which have a type and a shape but no memory, at the sizes of the example. Calls
+that are alike run once: a model of many layers takes hardly longer than one of its layers.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from stagepack.errors import DeviceError, FormatError, OperatorError, Problem
+from stagepack.format.graph import (
+    Argument,
+    ComplexArg,
+    DeviceArg,
+    DictArg,
+    DtypeArg,
+    Graph,
+    LayoutArg,
+    ListArg,
+    MemoryFormatArg,
+    Node,
+    SliceArg,
+    TupleArg,
+    Value,
+    ValueArg,
+)
+from stagepack.format.shapes import Dim, evaluate_dim
+from stagepack.format.traversal import leaf_arguments
+from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
+from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.operators import check_call
+from stagepack_loaders.torch.torch_attributes import torch_attribute
+
+_MAX_PROBLEMS = 20
+_META = torch.device("meta")
+_SCALAR_TYPES: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
+# Under autocast these are cast to one another.
+_CAST_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+# The types of a schema that only one kind of argument fits. torch itself takes any integer in their place, and reads past its tables.
+_ONLY_KINDS: Mapping[str, type | None] = {
+    "ScalarType": DtypeArg,
+    "Layout": LayoutArg,
+    "MemoryFormat": MemoryFormatArg,
+    "Device": DeviceArg,
+    "str": str,
+    "Generator": None,
+    "Stream": None,
+}
+_KINDS_WITH_A_TYPE = tuple(kind for kind in _ONLY_KINDS.values() if kind is not None)
+
+
+class _Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        kind: the dtype of a tensor, or the class of a Python number.
+        content: the sizes of a tensor, or the number; None for a size or number that depends on data.
+    """
+
+    kind: torch.dtype | type
+    content: Any
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the value does not depend on data."""
+        return self.content is not None and (type(self.content) is not tuple or None not in self.content)
+
+
+class _Result(NamedTuple):
+    """What an operator returned.
+
+    Attributes:
+        facts: of each value; None for one that is neither tensor nor number. None in place of the list if it is not known what the
+            operator returns.
+        is_sequence: whether it returned a sequence.
+        reason: why it refused its arguments; empty if it did not.
+    """
+
+    facts: Sequence[_Fact | None] | None = None
+    is_sequence: bool = False
+    reason: str = ""
+
+
+_UNKNOWN = _Result()
+
+
+# How operators answered in this process, by operator, arguments and default dtype. It holds no tensors.
+_RESULTS: dict[object, _Result] = {}
+_MAX_RESULTS = 100_000
+
+
+def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_name: str) -> None:
+    """Compare the values of a graph and of its subgraphs with what its operators return.
+
+    Not compared are the results of operators of custom namespaces, of those that torch cannot run without data, and of those that take a
+    value whose size depends on data; and inside autocast, which floating-point type a result has.
+
+    Args:
+        graph: the graph, unfolded.
+        operators: the operator of each entry of its op table.
+        graph_name: the name of its file, for messages.
+
+    Raises:
+        FormatError: a value is not what its operator returns, or an operator refuses its arguments (G16).
+        OperatorError: the arguments of a call do not fit its operator by number and name, or a dtype, layout or memory format does not
+            exist in this torch.
+        DeviceError: the graph names a device that this machine does not have.
+    """
+    check = _GraphCheck(graph, operators, graph_name)
+    try:
+        with torch.no_grad():
+            check.run()
+    except (DeviceError, OperatorError) as error:
+        raise type(error)(f"{graph_name}: {error}") from None
+    if check.problems:
+        raise FormatError(check.problems)
+
+
+@dataclass(slots=True)
+class _GraphCheck:
+    """The check of one graph."""
+
+    graph: Graph
+    operators: Sequence[Callable[..., Any]]
+    graph_name: str
+    problems: list[Problem] = field(default_factory=list)
+    _sizes: dict[str, int] = field(init=False)
+    _casting_contexts: set[int] = field(init=False)
+    _overloads: list[Callable[..., Any]] = field(init=False)
+    _facts: dict[object, _Fact] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sizes = {symbol.name: symbol.example for symbol in self.graph.symbols if symbol.example is not None}
+        self._overloads = [inspect.unwrap(operator) for operator in self.operators]
+        self._casting_contexts = set()
+        for index, context in enumerate(self.graph.contexts):
+            autocast = context.autocast
+            if autocast.enabled if autocast is not None else context.parent in self._casting_contexts:
+                self._casting_contexts.add(index)
+
+    def run(self) -> None:
+        for subgraph in self.graph.subgraphs:
+            self._check_body(subgraph.inputs, subgraph.nodes, {}, is_subgraph=True)
+        weights = {
+            weight.value: _Fact(torch_attribute(weight.dtype, torch.dtype), weight.shape)
+            for weight in self.graph.weights
+        }
+        self._check_body(self.graph.inputs, self.graph.nodes, weights, is_subgraph=False)
+
+    def _check_body(
+        self, inputs: Sequence[Value], nodes: Sequence[Node], facts: dict[str, _Fact], *, is_subgraph: bool
+    ) -> None:
+        """Check the nodes of a graph or subgraph; `facts` are those of its weights."""
+        facts |= {value.name: self._stated(value) for value in inputs}
+        for node in nodes:
+            # A subgraph runs in the context of the node that calls it.
+            is_casting = bool(self._casting_contexts) if is_subgraph else node.context in self._casting_contexts
+            result = self._result(node, facts, is_casting=is_casting)
+            self._compare(node, result, facts, is_casting=is_casting)
+            if len(self.problems) >= _MAX_PROBLEMS:
+                return
+
+    def _result(self, node: Node, facts: Mapping[str, _Fact], *, is_casting: bool) -> _Result:
+        key = (
+            self.operators[node.op],
+            tuple([_argument_key(argument, facts) for argument in node.args]),
+            tuple([(name, _argument_key(argument, facts)) for name, argument in node.kwargs]),
+            is_casting,
+            torch.get_default_dtype(),
+        )
+        result = _RESULTS.get(key)
+        if result is None:
+            if len(_RESULTS) >= _MAX_RESULTS:
+                _RESULTS.clear()
+            result = _RESULTS[key] = self._run(node, facts, is_casting=is_casting)
+        return result
+
+    def _run(self, node: Node, facts: Mapping[str, _Fact], *, is_casting: bool) -> _Result:
+        """Run the operator of a node on tensors without memory."""
+        operator, overload = self.operators[node.op], self._overloads[node.op]
+        values = _MetaValues(facts, is_casting=is_casting)
+        check_call(self.graph.ops[node.op].name, overload, len(node.args), [name for name, _ in node.kwargs])
+        args = [values.argument(argument) for argument in node.args]
+        kwargs = {name: values.argument(argument) for name, argument in node.kwargs}
+        if isinstance(overload, OperatorOverload):
+            if reason := _misplaced_argument(node, overload):
+                return _Result(reason=reason)
+            if overload.namespace not in {"aten", "prims"}:
+                return _UNKNOWN
+        is_known = all(facts[name].is_known for name in _value_names(node))
+        is_assertion = self.graph.ops[node.op].name.startswith("aten._assert_")  # it compares when the graph runs
+        if isinstance(overload, HigherOrderOperator) or is_assertion or not is_known:
+            return _UNKNOWN
+        try:
+            returned = operator(*args, **kwargs)
+        except NotImplementedError:
+            return _UNKNOWN  # an operator without an implementation for `meta`
+        except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
+            if _needs_data(overload, error):
+                return _UNKNOWN
+            return _Result(reason=f"the operator refuses its arguments: {_first_line(error)}")
+        if isinstance(returned, list | tuple):
+            return _Result([_fact(item) for item in returned], is_sequence=True)
+        return _Result([_fact(returned)])
+
+    def _compare(self, node: Node, result: _Result, facts: dict[str, _Fact], *, is_casting: bool) -> None:
+        """Compare what a node states with what its operator returned, and take down what is known of its values."""
+        if result.reason:
+            self._add_problem(node, result.reason)
+        elif result.facts is not None and any(node.outputs):
+            if result.is_sequence != node.unpack:
+                self._add_problem(
+                    node, f"the operator returns {'several values' if result.is_sequence else 'one value'}"
+                )
+            elif len(node.outputs) > len(result.facts):
+                self._add_problem(
+                    node, f"it states {len(node.outputs)} values, the operator returns {len(result.facts)}"
+                )
+            else:
+                self._compare_values(node, result.facts, facts, is_casting=is_casting)
+                return
+        for value in node.outputs:
+            if value is not None:
+                facts[value.name] = self._stated(value)
+
+    def _compare_values(
+        self, node: Node, returned: Sequence[_Fact | None], facts: dict[str, _Fact], *, is_casting: bool
+    ) -> None:
+        for value, fact in zip(node.outputs, returned, strict=False):
+            if value is None:
+                continue
+            stated = self._stated(value)
+            if fact == stated:
+                facts[value.name] = stated
+            elif fact is None or not _fits(fact, stated, is_casting=is_casting):
+                found = "nothing" if fact is None else _describe(fact)
+                self._add_problem(node, f"it states {value.name} as {_describe(stated)}, the operator returns {found}")
+                facts[value.name] = stated
+            else:
+                facts[value.name] = stated if is_casting and stated.is_known else fact
+
+    def _add_problem(self, node: Node, message: str) -> None:
+        name = next((value.name for value in node.outputs if value is not None), "")
+        where = f"{self.graph_name}: {name} = {self.graph.ops[node.op].name}"
+        self.problems.append(Problem(rule="G16", where=where, message=message))
+
+    def _stated(self, value: Value) -> _Fact:
+        key = (value.dtype, value.shape, value.expr)
+        fact = self._facts.get(key)
+        if fact is None:
+            scalar_type = _SCALAR_TYPES.get(value.dtype)
+            if scalar_type is not None:
+                fact = _Fact(scalar_type, None if value.expr is None else self._size(value.expr))
+            else:
+                fact = _Fact(torch_attribute(value.dtype, torch.dtype), tuple(map(self._size, value.shape)))
+            self._facts[key] = fact
+        return fact
+
+    def _size(self, dim: Dim) -> int | None:
+        """A dimension at the sizes of the example; None if it depends on data."""
+        if type(dim) is int:
+            return dim
+        try:
+            return evaluate_dim(dim, self._sizes)
+        except (KeyError, ArithmeticError):
+            return None
+
+
+class _MetaValues:
+    """The arguments of operators, with tensors on the device ``meta``."""
+
+    def __init__(self, facts: Mapping[str, _Fact], *, is_casting: bool) -> None:
+        self._facts = facts
+        self._is_casting = is_casting
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def argument(self, argument: Argument) -> Any:
+        match argument:
+            case ValueArg(name):
+                fact = self._facts[name]
+                return self._tensor(name, fact) if isinstance(fact.kind, torch.dtype) else fact.content
+            case ListArg(items):
+                return [self.argument(item) for item in items]
+            case TupleArg(items):
+                return tuple([self.argument(item) for item in items])
+            case DictArg(items):
+                return {key: self.argument(item) for key, item in items}
+            case SliceArg(start, stop, step):
+                return slice(self.argument(start), self.argument(stop), self.argument(step))
+            case ComplexArg(real, imag):
+                return complex(real, imag)
+            case DtypeArg(name):
+                return torch_attribute(name, torch.dtype)
+            case LayoutArg(name):
+                return torch_attribute(name, torch.layout)
+            case MemoryFormatArg(name):
+                return torch_attribute(name, torch.memory_format)
+            case DeviceArg(name):
+                if name is not None:
+                    parse_device(name)
+                return _META
+            case _:
+                return argument
+
+    def _tensor(self, name: str, fact: _Fact) -> torch.Tensor | None:
+        """The tensor of a value, the same for each use: an operator may write one of its arguments. None if its sizes depend on data."""
+        if name not in self._tensors and fact.is_known:
+            dtype = torch.float32 if self._is_casting and fact.kind in _CAST_DTYPES else fact.kind
+            self._tensors[name] = torch.empty(fact.content, dtype=dtype, device=_META)  # type: ignore[arg-type]
+        return self._tensors.get(name)
+
+
+def _argument_key(argument: Argument, facts: Mapping[str, _Fact]) -> object:
+    """A key that is equal for arguments that operators treat alike, as far as types and shapes go."""
+    if isinstance(argument, ValueArg):
+        return facts[argument.name]
+    if isinstance(argument, ListArg | TupleArg):
+        return (type(argument), *[_argument_key(item, facts) for item in argument.items])
+    if isinstance(argument, DictArg | SliceArg):
+        return (argument, *[facts[name] for name in _names_in(argument)])
+    return (type(argument), argument)
+
+
+def _value_names(node: Node) -> Iterator[str]:
+    for argument in node.args:
+        yield from _names_in(argument)
+    for _, argument in node.kwargs:
+        yield from _names_in(argument)
+
+
+def _names_in(argument: Argument) -> Iterator[str]:
+    return (leaf.name for leaf in leaf_arguments(argument) if isinstance(leaf, ValueArg))
+
+
+def _misplaced_argument(node: Node, overload: OperatorOverload) -> str:
+    """What is wrong with an argument that is not of the one kind that its parameter takes; empty if nothing is."""
+    parameters = operator_schema(overload).arguments
+    named = {parameter.name: parameter for parameter in parameters}
+    passed = [*zip(parameters, node.args, strict=False), *((named[name], argument) for name, argument in node.kwargs)]
+    for parameter, argument in passed:
+        type_name = str(parameter.real_type).removeprefix("Optional[").removesuffix("]")
+        if argument is None or (type_name not in _ONLY_KINDS and not isinstance(argument, _KINDS_WITH_A_TYPE)):
+            continue
+        kind = _ONLY_KINDS.get(type_name)
+        if kind is None or not isinstance(argument, kind):
+            return f"the parameter {parameter.name} takes {type_name}, the node passes {_describe_argument(argument)}"
+    return ""
+
+
+def _describe_argument(argument: Argument) -> str:
+    """An argument in a message: a word for its kind, and a short name or number."""
+    kind = type(argument).__name__.removesuffix("Arg").lower()
+    content = getattr(argument, "name", argument if isinstance(argument, bool | int | float | str) else None)
+    return f"the {kind} {str(content)[:80]!r}" if content is not None else f"a {kind}"
+
+
+def _needs_data(overload: object, error: Exception) -> bool:
+    """Whether an operator failed since a tensor without memory has no data."""
+    tags = overload.tags if isinstance(overload, OperatorOverload) else ()
+    return (
+        torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or "meta tensor" in str(error)
+    )
+
+
+def _fact(value: object) -> _Fact | None:
+    if isinstance(value, torch.Tensor):
+        return _Fact(value.dtype, tuple(value.shape))
+    return _Fact(type(value), value) if isinstance(value, bool | int | float) else None
+
+
+def _fits(fact: _Fact, stated: _Fact, *, is_casting: bool) -> bool:
+    """Whether a value is what the graph states, as far as both are known."""
+    if fact.kind is not stated.kind and not (is_casting and fact.kind in _CAST_DTYPES and stated.kind in _CAST_DTYPES):
+        return False
+    if fact.content == stated.content or stated.content is None:
+        return True
+    if type(fact.content) is not tuple or type(stated.content) is not tuple:
+        return False
+    return len(fact.content) == len(stated.content) and all(
+        expected is None or expected == size for size, expected in zip(fact.content, stated.content, strict=True)
+    )
+
+
+def _describe(fact: _Fact) -> str:
+    if isinstance(fact.kind, torch.dtype):
+        sizes = ", ".join("?" if size is None else str(size) for size in fact.content)
+        return f"{str(fact.kind).removeprefix('torch.')} [{sizes}]"
+    return fact.kind.__name__ if fact.content is None else f"{fact.kind.__name__} {fact.content}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
