@@ -1,7 +1,6 @@
 """What users do with a bundle, for bundles that are not what they seem: each action ends in order or with a typed error.
 
-An action runs in a process of its own, with bounds on its time and memory, so that its end by a signal is seen, and nothing that it does
-reaches another action.
+The actions run in a process apart, with bounds on time and memory, so that its end by a signal is seen.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import resource
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
 
+# Of processor time.
 SECONDS = 20
 MEMORY_BYTES = 2 * 2**30
 
@@ -138,7 +138,8 @@ def _check_value(edge: Any, value: Any, sizes: dict[str, int]) -> None:
 ACTIONS: dict[str, Callable[[Case, Path], None]] = {
     "verify": command("verify", "{bundle}"),
     "verify --run": command("verify", "{bundle}", "--run"),
-    "inspect": command("inspect", "{bundle}", "--graph", "--json"),
+    "inspect --graph": command("inspect", "{bundle}", "--graph"),
+    "inspect --json": command("inspect", "{bundle}", "--json"),
     "plan": command("plan", "{bundle}"),
     "plan --stages": command("plan", "{bundle}", "--stages", "2"),
     "report": command("report", "{bundle}", "-o", "{out}.html"),
@@ -154,55 +155,69 @@ ACTIONS: dict[str, Callable[[Case, Path], None]] = {
 }
 
 
-def run_apart(action: Callable[[Case, Path], None], case: Case) -> Outcome:
-    """Run an action in a forked process, and return how it ended.
+def run_apart(actions: Mapping[str, Callable[[Case, Path], None]], case: Case) -> Iterator[tuple[str, Outcome]]:
+    """Run actions one after the other in a forked process, and yield how each ended. After one that ends the process comes another process.
 
     The caller must not have run any operator of torch in several threads before.
     """
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read_end)
-        _run_in_child(action, case, write_end)
-    os.close(write_end)
-    with os.fdopen(read_end, "rb") as pipe:
-        content = pipe.read()
-    _, status, usage = os.wait4(child, 0)
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        return Outcome("hang" if number == signal.SIGALRM else "signal", signal.Signals(number).name)
-    if not content:
-        return Outcome("signal", f"ended with status {os.waitstatus_to_exitcode(status)}")
-    outcome = Outcome(*json.loads(content))
-    if usage.ru_maxrss * 1024 > MEMORY_BYTES:
-        return Outcome("memory", f"{usage.ru_maxrss / 2**20:.1f} GiB")
-    return outcome
+    names = list(actions)
+    while names:
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read_end)
+            _run_in_child([actions[name] for name in names], case, write_end)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as pipe:
+            outcomes = [Outcome(*json.loads(line)) for line in pipe]
+        status = os.waitpid(child, 0)[1]
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            kind = "hang" if number in (signal.SIGPROF, signal.SIGALRM) else "signal"
+            outcomes.append(Outcome(kind, signal.Signals(number).name))
+        elif len(outcomes) < len(names):
+            outcomes.append(Outcome("signal", f"ended with status {os.waitstatus_to_exitcode(status)}"))
+        yield from zip(names, outcomes, strict=False)
+        names = names[len(outcomes) :]
 
 
-def _run_in_child(action: Callable[[Case, Path], None], case: Case, write_end: int) -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(SECONDS)
+def _run_in_child(actions: Sequence[Callable[[Case, Path], None]], case: Case, write_end: int) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = mapped_bytes + 2 * MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    outcome = Outcome("ok")
+    for action in actions:
+        # On a busy machine, a process waits for processors.
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.alarm(10 * SECONDS)
+        outcome = _run_action(action, case)
+        os.write(write_end, json.dumps([outcome.kind, outcome.detail]).encode() + b"\n")
+    os._exit(0)
+
+
+def _run_action(action: Callable[[Case, Path], None], case: Case) -> Outcome:
+    peak_before = _peak_bytes()
     try:
         with tempfile.TemporaryDirectory() as scratch:
             action(case, Path(scratch))
     except ValueDiffers as error:
-        outcome = Outcome("value", str(error))
+        return Outcome("value", str(error))
     except StagepackError as error:
-        outcome = Outcome("refused", f"{type(error).__name__}: {error}")
+        return Outcome("refused", f"{type(error).__name__}: {error}")
     except click.ClickException as error:
-        outcome = Outcome("refused", error.message)
+        return Outcome("refused", error.message)
     except BaseException as error:  # noqa: BLE001 - it is the finding
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        outcome = Outcome(
-            "exception", f"{type(error).__name__}: {str(error)[:200]} ({Path(frame.filename).name}:{frame.lineno})"
-        )
-    with os.fdopen(write_end, "w") as pipe:
-        json.dump([outcome.kind, outcome.detail], pipe)
-    os._exit(0)
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        return Outcome("exception", f"{type(error).__name__}: {str(error)[:200]} ({place})")
+    if _peak_bytes() > max(peak_before, MEMORY_BYTES):
+        return Outcome("memory", f"{_peak_bytes() / 2**30:.1f} GiB")
+    return Outcome("ok")
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
