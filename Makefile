@@ -62,10 +62,10 @@ FUZZ_PARSER_SECONDS ?= $(FUZZ_SECONDS)
 fuzz: $(VENV)/ready
 	@$(BIN)/python -c 'import atheris' || { echo "atheris, the fuzzer of parsers, has wheels only for Linux on x86_64 and Python 3.11 to 3.13"; exit 2; }
 	$(BIN)/python -m tools.fuzz_parsers --seconds $(FUZZ_PARSER_SECONDS); parsers=$$?; \
-	$(BIN)/python -W ignore -m tools.fuzz_bundles --cases 1000000 --seed $$(date +%s) --seconds $(FUZZ_SECONDS) && exit $$parsers
+	$(BIN)/python -W ignore -m tools.fuzz_bundles --cases 1000000 --seed $$(date +%s) --seconds $(FUZZ_SECONDS) $(FUZZ_OPTIONS) && exit $$parsers
 
 fuzz-short:
-	$(MAKE) fuzz FUZZ_SECONDS=180 FUZZ_PARSER_SECONDS=20
+	$(MAKE) fuzz FUZZ_SECONDS=180 FUZZ_PARSER_SECONDS=20 FUZZ_OPTIONS='--without onnx compile'
 
 test-libraries: $(LIBRARIES)/ready
 	$(LIBRARIES)/bin/python -m pytest -n 2 --dist loadgroup tests/libraries

@@ -24,11 +24,11 @@ from stagepack.format.weights import read_weight_header
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.value_check import check_values
 from tests.bundle_editor import MANIFEST_NAME, BundleEditor, encode_header, encode_manifest, weight_file
+from tests.protobuf_fields import message
 
 SCHEMA = Path(__file__).parents[2] / "schema"
 VECTORS = SCHEMA / "vectors"
 TINY = VECTORS / "bundle" / "tiny.stagepack"
-FIXED_WIRE_TYPES = {"fixed64": 1, "fixed32": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def file_content(case: Case) -> bytes:
         case "weights":
             return _weight_file(fields)
         case "onnx":
-            return protobuf(case.document())[: fields.get("bytes")]
+            return message(case.document())[: fields.get("bytes")]
     raise ValueError(case.kind)
 
 
@@ -174,30 +174,6 @@ def _read_onnx(case: Case, folder: Path) -> None:
     fields["entry_points"][0]["stages"][0]["onnx"] = {"model": "stage-0.onnx"}
     editor.write_manifest(fields)
     Bundle(editor.path).verify()
-
-
-def protobuf(fields: list[list[Any]]) -> bytes:
-    """A message of Protocol Buffers from the numbers of its fields and what stands in each."""
-    content = b""
-    for number, part in fields:
-        if isinstance(part, int):
-            content += varint(number << 3) + varint(part)
-        elif isinstance(part, dict) and "hex" not in part:
-            [(kind, octets)] = part.items()
-            content += varint(number << 3 | FIXED_WIRE_TYPES[kind]) + bytes.fromhex(octets)
-        else:
-            octets = protobuf(part) if isinstance(part, list) else _octets(part)
-            content += varint(number << 3 | 2) + varint(len(octets)) + octets
-    return content
-
-
-def varint(number: int) -> bytes:
-    """An integer of Protocol Buffers."""
-    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
-
-
-def _octets(part: Any) -> bytes:
-    return part.encode() if isinstance(part, str) else bytes.fromhex(part["hex"])
 
 
 def _read_shape(case: Case, folder: Path) -> None:

@@ -17,9 +17,9 @@ from stagepack.format.onnx import OnnxTensor, parse_onnx_model
 from stagepack.format.validate import check_onnx, raise_problems
 from stagepack.format.weights import parse_header_bytes
 from tests.bundle_editor import encode_header, encode_manifest, sort_graph, sort_manifest, weight_file
-from tests.conformance.vectors import SCHEMA, cases, file_content, protobuf
+from tests.conformance.vectors import SCHEMA, cases, file_content
 from tests.fuzz.parser import FuzzedParser
-from tests.fuzz.protobuf_fields import message_fields
+from tests.protobuf_fields import message, message_fields
 
 FROZEN = SCHEMA / "frozen"
 
@@ -90,7 +90,7 @@ def onnx_parser() -> FuzzedParser:
         assert sorted(map(str, model.tensors)) == sorted(map(str, _external_tensors(same)))
         raise_problems(check_onnx(model, stage, edges, headers, "stage-0.onnx"))
 
-    return FuzzedParser(read=read, seeds=_seeds("onnx", "*.onnx"), decode=message_fields, encode=protobuf)
+    return FuzzedParser(read=read, seeds=_seeds("onnx", "*.onnx"), decode=message_fields, encode=message)
 
 
 def _external_tensors(message: Any) -> list[OnnxTensor]:

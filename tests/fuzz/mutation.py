@@ -1,5 +1,6 @@
 """Random changes of the structure of a bundle, with its sizes and digests made right afterwards."""
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import msgpack
 
 from tests.bundle_editor import BundleEditor
+from tests.protobuf_fields import message, message_fields
 
 INFINITY = float("inf")
 VALUES: list[Any] = [
@@ -118,7 +120,7 @@ def mutate_file(
 
     Args:
         editor: the bundle.
-        file_name: the manifest, a graph, or a weight file, whose header is changed.
+        file_name: the manifest, a graph, an ONNX file, or a weight file, whose header is changed.
         generator: chooses.
         change_one: changes one location; by default `mutate`.
     """
@@ -136,6 +138,12 @@ def mutate_file(
         editor.edit_manifest(change)
     elif file_name.endswith(".msgpack"):
         editor.edit_graph_file(file_name, change)
+    elif file_name.endswith(".onnx"):
+        fields = message_fields((editor / file_name).read_bytes())
+        change(fields)
+        # What is no message any more stays as it was.
+        with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
+            editor.write_file(file_name, message(fields))
     else:
         editor.edit_weight_header(file_name, change)
 

@@ -26,9 +26,9 @@ from stagepack_serving.server.model_repository import FixedBundles
 from stagepack_serving.server.rest_service import RestService
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
-from tests.conformance.vectors import SCHEMA, protobuf
+from tests.conformance.vectors import SCHEMA
 from tests.fuzz.parser import FuzzedParser
-from tests.fuzz.protobuf_fields import message_fields
+from tests.protobuf_fields import message, message_fields
 
 MODELS = ("tower", "counting")
 X = {"name": "x", "datatype": "FP32", "shape": [1, 2, 4], "data": [0.5] * 8}
@@ -99,7 +99,7 @@ def grpc_parser() -> FuzzedParser:
             raise StagepackError(str(error)) from None
         loop.run_until_complete(service.ModelInfer(request, _GrpcContext()))
 
-    def message(**fields: Any) -> bytes:
+    def request(**fields: Any) -> bytes:
         content: bytes = pb.ModelInferRequest(**fields).SerializeToString()
         return content
 
@@ -112,28 +112,28 @@ def grpc_parser() -> FuzzedParser:
         "timeout": pb.InferParameter(uint64_param=1_000_000),
     }
     seeds = [
-        message(model_name="tower", id="7", inputs=[typed], outputs=[{"name": "output.0"}]),
-        message(model_name="tower", inputs=[typed | {"contents": None}], raw_input_contents=[bytes(32)]),
-        message(
+        request(model_name="tower", id="7", inputs=[typed], outputs=[{"name": "output.0"}]),
+        request(model_name="tower", inputs=[typed | {"contents": None}], raw_input_contents=[bytes(32)]),
+        request(
             model_name="counting",
             inputs=[ids, flag],
             parameters=start,
             raw_input_contents=[numpy.array([0, 1]).tobytes(), b"\1"],
         ),
-        message(
+        request(
             model_name="counting",
             inputs=[ids, flag | {"shape": []}],
             parameters=start,
             raw_input_contents=[bytes(16), b"\2"],
         ),
-        message(
+        request(
             model_name="counting",
             model_version="1",
             inputs=[ids | {"contents": {"int64_contents": [0, 1]}}, flag | {"contents": {"bool_contents": [True]}}],
             parameters={"sequence_id": pb.InferParameter(string_param="a")},
         ),
     ]
-    return FuzzedParser(read=read, seeds=seeds, decode=message_fields, encode=protobuf)
+    return FuzzedParser(read=read, seeds=seeds, decode=message_fields, encode=message)
 
 
 class _GrpcContext:

@@ -2,9 +2,32 @@
 
 from typing import Any
 
-from tests.conformance.vectors import FIXED_WIRE_TYPES
-
+FIXED_WIRE_TYPES = {"fixed64": 1, "fixed32": 5}
 _FIXED_KINDS = {wire_type: (kind, int(kind.removeprefix("fixed")) // 8) for kind, wire_type in FIXED_WIRE_TYPES.items()}
+
+
+def message(fields: list[list[Any]]) -> bytes:
+    """A message of Protocol Buffers from the numbers of its fields and what stands in each."""
+    content = b""
+    for number, part in fields:
+        if isinstance(part, int):
+            content += _varint(number << 3) + _varint(part)
+        elif isinstance(part, dict) and "hex" not in part:
+            [(kind, octets)] = part.items()
+            content += _varint(number << 3 | FIXED_WIRE_TYPES[kind]) + bytes.fromhex(octets)
+        else:
+            octets = message(part) if isinstance(part, list) else _octets(part)
+            content += _varint(number << 3 | 2) + _varint(len(octets)) + octets
+    return content
+
+
+def _varint(number: int) -> bytes:
+    """An integer as it is encoded."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
+
+
+def _octets(part: Any) -> bytes:
+    return part.encode() if isinstance(part, str) else bytes.fromhex(part["hex"])
 
 
 def message_fields(content: bytes) -> list[list[Any]]:
