@@ -1,0 +1,210 @@
+"""Loaded stages on a GPU: weights by every way, state, sequences, modules, other devices later, quantized weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import DigestError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.torch.stage import TorchStage
+from tests.gpu.answers import assert_close, calls_on, inputs_on
+from tests.zoo.case import Case, answers, assert_equal
+from tests.zoo.cases import named
+from tests.zoo.test_zoo import name_of, namespaces
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN = 1536
+
+
+class Tower(torch.nn.Module):
+    """Some chunks of weights, a tied weight, and a counter."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(6))
+        self.layers[5].weight = self.layers[0].weight
+        self.register_buffer("count", torch.full((), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x * self.count
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, torch.Tensor]:
+    """A bundle in three stages, and an input."""
+    torch.manual_seed(0)
+    out = tmp_path_factory.mktemp("tower") / "m.stagepack"
+    return stagepack.export(Tower(), (torch.randn(4, HIDDEN),), out=out, stages=3), torch.randn(4, HIDDEN)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{}, {"stream": True}, {"verify": "manifest"}, {"copy": True}, {"device_memory": "40MB"}], ids=str
+)
+def test_weights_arrive_by_every_way(
+    tower: tuple[Bundle, torch.Tensor], device: torch.device, options: dict[str, Any]
+) -> None:
+    bundle, x = tower
+    model = Tower().to(device)
+    pipeline: Any = stagepack.load(bundle, [str(device)], **options)
+    on_cpu = stagepack.load(bundle)
+    model.load_state_dict(on_cpu.state_dict())
+    model.count.fill_(3.0)
+    x = x.to(device)
+    for _ in range(3):
+        assert torch.equal(pipeline(x), model(x))
+    found = pipeline.state_dict()
+    for weight_name, weight in on_cpu.state_dict().items():
+        if weight_name != "count":
+            assert torch.equal(found[weight_name].cpu(), weight)
+    pipeline.reset_state()
+    model.count.fill_(3.0)
+    assert torch.equal(pipeline(x), model(x))
+    if "device_memory" in options:
+        assert sum(stage.residency.streamed_bytes for stage in pipeline.stages) > 0
+
+
+def test_a_changed_byte_is_found_on_the_way_to_the_device(
+    tower: tuple[Bundle, torch.Tensor], device: torch.device, tmp_path: Path
+) -> None:
+    bundle = stagepack.recut(tower[0], out=tmp_path / "m.stagepack", stages=1)
+    path = bundle.path / "stage-0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DigestError, match=r"stage-0\.safetensors"):
+        stagepack.load(bundle.path, [str(device)])
+
+
+@torch.no_grad()
+def test_weights_that_are_one_stay_one(tower: tuple[Bundle, torch.Tensor], device: torch.device) -> None:
+    pipeline = stagepack.load(tower[0], [str(device)])
+    state = pipeline.state_dict()
+    assert state["layers.0.weight"].data_ptr() == state["layers.5.weight"].data_ptr()
+
+
+@torch.no_grad()
+def test_stages_move_with_their_weights_and_their_state(
+    tower: tuple[Bundle, torch.Tensor], device: torch.device
+) -> None:
+    bundle, x = tower
+    pipeline, still = stagepack.load(bundle), stagepack.load(bundle)
+    assert torch.equal(pipeline(x), still(x))
+    pipeline.to(str(device))
+    assert pipeline.devices == (str(device),) * len(pipeline.stages)
+    assert_close(pipeline(x.to(device)), still(x))
+    pipeline.to("cpu")
+    assert torch.equal(pipeline(x), still(x))
+
+
+@torch.no_grad()
+def test_sequences_have_state_of_their_own(tower: tuple[Bundle, torch.Tensor], device: torch.device) -> None:
+    bundle, x = tower
+    pipeline = stagepack.load(bundle, [str(device)])
+    x = x.to(device)
+    expected = [pipeline(x) for _ in range(3)]
+    pipeline.reset_state()
+    with pipeline.sequence() as first, pipeline.sequence() as second:
+        for answer in expected:
+            assert torch.equal(first(x), answer)
+            assert torch.equal(second(x), answer)
+
+
+@pytest.mark.parametrize(
+    "case",
+    named("state-caches-of-several-layers", "state-static-cache-decoder", "operators-custom-operator-that-writes"),
+    ids=name_of,
+)
+def test_a_stage_runs_by_its_modules(case: Case, device: torch.device, tmp_path: Path) -> None:
+    capture = case.capture()
+    bundle = stagepack.export(
+        capture.program,
+        tuple(capture.inputs.args),
+        dict(capture.inputs.kwargs),
+        out=tmp_path / "m",
+        stages=1,
+        allow_ops=["tests"],
+    )
+    loaded: list[TorchStage] = [
+        stagepack.load_stage(
+            bundle, 0, device=device, modules=modules, types=case.classes(), allow_ops=namespaces(bundle)
+        )
+        for modules in (False, True)
+    ]
+    calls = calls_on([capture.inputs] * 2, device)
+    arguments = [leaf for leaf in torch.utils._pytree.tree_leaves((calls[0].args, calls[0].kwargs)) if leaf is not None]
+    given = [type(calls[0])(args=tuple(arguments))] * 2
+    assert_equal(answers(loaded[1], given), answers(loaded[0], given))
+
+
+@torch.no_grad()
+def test_a_module_of_a_stage_is_called_on_its_own(device: torch.device, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)).eval()
+    x = torch.randn(2, 8)
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m", stages=1)
+    stage = stagepack.load_stage(bundle, 0, device=device, modules=True)
+    model, x = model.to(device), x.to(device)
+    assert torch.equal(stage.get_submodule("0")(x), model[0](x))
+    assert torch.equal(stage(x)[0], model(x))
+
+
+def _quantize(config: Callable[[Any], Any], device: torch.device) -> torch.nn.Module:
+    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)]
+    model = torch.nn.Sequential(*layers).eval().requires_grad_(False).to(device)
+    quantization.quantize_(model, config(quantization))
+    return model
+
+
+def _compare_quantized(model: torch.nn.Module, device: torch.device, tmp_path: Path) -> None:
+    x = torch.randn(16, 256, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        expected = model(x)
+        namespaces_of_torchao = ["torchao", "mslk", "fbgemm"]
+        bundle = stagepack.export(model, (x,), out=tmp_path / "m", stages=2, allow_ops=namespaces_of_torchao)
+        found = stagepack.load(bundle, [str(device)], allow_ops=namespaces(bundle))(x)
+    assert torch.equal(found, expected)
+
+
+def test_weights_of_int8(device: torch.device, tmp_path: Path) -> None:
+    _compare_quantized(_quantize(lambda ao: ao.Int8WeightOnlyConfig(), device), device, tmp_path)
+
+
+def test_weights_of_float8(device: torch.device, tmp_path: Path) -> None:
+    _compare_quantized(_quantize(lambda ao: ao.Float8WeightOnlyConfig(), device), device, tmp_path)
+
+
+def test_weights_of_int4(cuda: torch.device, tmp_path: Path) -> None:
+    def config(ao: Any) -> Any:
+        return ao.Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+
+    _compare_quantized(_quantize(config, cuda), cuda, tmp_path)
+
+
+def test_products_of_float8(cuda: torch.device, tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability(cuda) < (8, 9):
+        pytest.skip("needs a GPU with float8 products, of compute capability 8.9 or newer")
+    _compare_quantized(_quantize(lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(), cuda), cuda, tmp_path)
+
+
+@pytest.mark.parametrize("case", named("shapes-attention-by-hand", "shapes-nonzero"), ids=name_of)
+def test_inputs_of_the_host_are_taken(case: Case, device: torch.device, tmp_path: Path) -> None:
+    capture = case.capture()
+    bundle = stagepack.export(
+        capture.program, tuple(capture.inputs.args), dict(capture.inputs.kwargs), out=tmp_path / "m", stages=2
+    )
+    pipeline = stagepack.load(bundle, [str(device)])
+    found, expected = answers(pipeline, [capture.inputs]), answers(pipeline, [inputs_on(capture.inputs, device)])
+    assert_close(found, expected)
