@@ -25,7 +25,9 @@ import struct
 import sys
 import threading
 import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from stagepack.errors import DigestError, Problem
@@ -47,12 +49,14 @@ class _Lease:
         descriptor: an open file of its own, which has the lease.
         file_name: its name.
         memory: the mapping.
+        keeper_count: how many keep the file as it is; see `kept_files`.
         end: ends the lease; called when nobody uses the mapping any more.
     """
 
     descriptor: int
     file_name: str
     memory: weakref.ref[mmap.mmap]
+    keeper_count: int = 0
     end: Any = field(init=False)
 
     def is_broken(self) -> bool:
@@ -130,6 +134,43 @@ def has_lease(memory: mmap.mmap) -> bool:
     return any(lease.memory() is memory for lease in list(_leases))
 
 
+@contextlib.contextmanager
+def kept_files(memories: Mapping[Path, mmap.mmap]) -> Iterator[None]:
+    """Leave files as they are, while other code reads them by their paths: who is about to change one waits until the end.
+
+    Args:
+        memories: mappings of the files, of `map_with_lease`, by path.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        DigestError: a file has lost its lease, or another one is at its path.
+    """
+    with _lock:
+        lease_of_memory = {id(lease.memory()): lease for lease in _leases}
+        leases = {path: lease_of_memory.get(id(memory)) for path, memory in memories.items()}
+        kept_leases = [lease for lease in leases.values() if lease is not None]
+        for lease in kept_leases:
+            lease.keeper_count += 1
+    try:
+        _check_paths(leases)
+        yield
+        _check_paths(leases)
+    finally:
+        with _lock:
+            for lease in kept_leases:
+                lease.keeper_count -= 1
+        _detach_broken()
+
+
+def _check_paths(leases: Mapping[Path, _Lease | None]) -> None:
+    for path, lease in leases.items():
+        if lease is None or not path.exists() or not os.path.samestat(os.fstat(lease.descriptor), path.lstat()):
+            message = "the file was replaced while it was loaded: load the bundle again"
+            raise DigestError([Problem(rule="D1", where=path.name, message=message)])
+
+
 def check_files_in_use() -> None:
     """Check that all files that are mapped are as they were when they were mapped, or copied as they were.
 
@@ -162,7 +203,7 @@ def _detach_broken() -> None:
         for lease in list(_leases):
             # In use while it is replaced: otherwise its address could be that of other memory by then.
             memory = lease.memory()
-            if memory is not None and lease.is_broken():
+            if memory is not None and not lease.keeper_count and lease.is_broken():
                 _detach(lease, memory)
 
 

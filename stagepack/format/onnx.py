@@ -7,6 +7,7 @@ The field numbers are those of onnx.proto (https://github.com/onnx/onnx/blob/mai
 Buffers (https://protobuf.dev/programming-guides/encoding).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -119,12 +120,16 @@ class OnnxTensor:
 
     Attributes:
         name: its name.
+        element_type: the number of its element type.
+        shape: its sizes.
         location: the name of the file.
         offset: its first byte, from the start of the file.
         length: its size in bytes.
     """
 
     name: str
+    element_type: int
+    shape: tuple[int, ...]
     location: str
     offset: int
     length: int
@@ -139,12 +144,14 @@ class OnnxModel:
         outputs: the outputs of its graph.
         operators: pairs of the domain and the name of each operator that a node calls.
         tensors: the tensors whose bytes are in other files.
+        initializers: those of `tensors` that are initializers of its graph, and whose names no other tensor of the file has.
     """
 
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
     operators: frozenset[tuple[str, str]]
     tensors: tuple[OnnxTensor, ...]
+    initializers: tuple[OnnxTensor, ...]
 
 
 def onnx_element_type(dtype: str) -> int | None:
@@ -172,11 +179,17 @@ def parse_onnx_model(content: bytes, file_name: str) -> OnnxModel:
         external = _ExternalReferences()
         for message_type, nested_message in _nested_messages("Model", model):
             external.add(message_type, nested_message)
+        initializer_names = {_string(tensor, 8) for tensor in graph.get(5, [])}
         return OnnxModel(
             inputs=tuple(map(_onnx_value, graph.get(11, []))),
             outputs=tuple(map(_onnx_value, graph.get(12, []))),
             operators=frozenset(external.operators),
             tensors=tuple(external.tensors),
+            initializers=tuple(
+                tensor
+                for tensor in external.tensors
+                if tensor.name in initializer_names and external.tensor_names[tensor.name] == 1
+            ),
         )
     except _TooLargeError as error:
         rule, reason = error.args
@@ -192,12 +205,15 @@ class _ExternalReferences:
 
     operators: set[tuple[str, str]] = field(default_factory=set)
     tensors: list[OnnxTensor] = field(default_factory=list)
+    tensor_names: Counter[str] = field(default_factory=Counter)
 
     def add(self, message_type: str, message: _Message) -> None:
         if message_type == "Node":
             self.operators.add((_string(message, 7), _string(message, 4)))
-        elif message_type == "Tensor" and (13 in message or _integer(message, 14)):
-            self.tensors.append(_external_tensor(message))
+        elif message_type == "Tensor":
+            self.tensor_names[_string(message, 8)] += 1
+            if 13 in message or _integer(message, 14):
+                self.tensors.append(_external_tensor(message))
 
 
 def _external_tensor(message: _Message) -> OnnxTensor:
@@ -213,7 +229,14 @@ def _external_tensor(message: _Message) -> OnnxTensor:
     for key in ("offset", "length"):
         if not (values[key].isascii() and values[key].isdecimal() and len(values[key]) <= 18):
             raise ValueError(f"a tensor in another file: expected a decimal {key}, found {values[key][:40]!r}")
-    return OnnxTensor(_string(message, 8), values["location"], int(values["offset"]), int(values["length"]))
+    return OnnxTensor(
+        name=_string(message, 8),
+        element_type=_integer(message, 2),
+        shape=tuple(_integers(message, 1)),
+        location=values["location"],
+        offset=int(values["offset"]),
+        length=int(values["length"]),
+    )
 
 
 def _onnx_value(message: _Message) -> OnnxValue:
@@ -239,6 +262,18 @@ def _string(message: _Message, field_number: int) -> str:
 def _integer(message: _Message, field_number: int) -> int:
     [content] = message.get(field_number, [0])
     return int(content)
+
+
+def _integers(message: _Message, field_number: int) -> Iterator[int]:
+    """Yield the integers of a repeated field, packed or not."""
+    for content in message.get(field_number, []):
+        if isinstance(content, int):
+            yield content % 2**64
+            continue
+        position = 0
+        while position < len(content):
+            number, position = _varint(content, position)
+            yield number % 2**64
 
 
 def _nested_messages(message_type: str, message: _Message) -> Iterator[tuple[str, _Message]]:

@@ -98,7 +98,16 @@ def _external_tensors(message: Any) -> list[OnnxTensor]:
     tensors = []
     if isinstance(message, onnx.TensorProto) and message.data_location == onnx.TensorProto.EXTERNAL:
         entries = {entry.key: entry.value for entry in message.external_data}
-        tensors.append(OnnxTensor(message.name, entries["location"], int(entries["offset"]), int(entries["length"])))
+        tensors.append(
+            OnnxTensor(
+                name=message.name,
+                element_type=message.data_type,
+                shape=tuple(size % 2**64 for size in message.dims),
+                location=entries["location"],
+                offset=int(entries["offset"]),
+                length=int(entries["length"]),
+            )
+        )
     for descriptor, content in message.ListFields():
         if descriptor.message_type is not None:
             for nested in content if descriptor.is_repeated else [content]:

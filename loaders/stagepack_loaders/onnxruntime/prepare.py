@@ -1,8 +1,8 @@
 """Check the ONNX files of stages, then make sessions of them."""
 
 import os
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,9 @@ import onnxruntime
 from stagepack.errors import OperatorError
 from stagepack.format.reader import Bundle, OnnxFile
 from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.file_leases import has_lease, kept_files
 from stagepack_loaders.onnxruntime.devices import PROVIDERS, Device
+from stagepack_loaders.onnxruntime.initializers import initializers_in_files
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 from stagepack_loaders.onnxruntime.weights import StageWeights
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
@@ -58,41 +60,29 @@ class PreparedOnnxRuntimeStage:
             DigestError: a weight file is not the one that the manifest lists.
             OperatorError: this onnxruntime cannot run the stage.
         """
-        return self.finish_unchecked(self.weight_files() if verify else ())
+        return self.finish_from(_open_weight_files([self], verify=verify), verified=verify)
 
-    def finish_unchecked(self, unchecked_files: Collection[str]) -> OnnxRuntimeStage:
-        """Make the session of the stage, after some of its weight files are compared with their digests.
+    def finish_from(self, weight_files: Mapping[str, WeightFile], *, verified: bool) -> OnnxRuntimeStage:
+        """Make the session of the stage.
 
         Args:
-            unchecked_files: the names of these files.
+            weight_files: its weight files in memory, by name, and others.
+            verified: they were compared with their digests.
 
         Raises:
             DigestError, OperatorError: see `finish`.
         """
-        weights = StageWeights(self.bundle, self.stage_number, self.graph_content, copy=self.options.copy)
-        copied_files: dict[str, WeightFile] = {}
-        if self.options.copy:
-            copied_files = open_weight_files(
-                self.bundle,
-                self.weight_files(),
-                verify=bool(unchecked_files),
-                copy=True,
-                progress=self.options.progress,
-            )
-            weights.keep(self.bundle.stages[self.stage_number].state, copied_files, verified=bool(unchecked_files))
-        else:
-            self._check(unchecked_files)
+        own_files = {file_name: weight_files[file_name] for file_name in self.weight_files()}
+        is_mapped = all(has_lease(weight_file.content) for weight_file in own_files.values())
+        weights = StageWeights(self.bundle, self.stage_number, self.graph_content, own_files, mapped=is_mapped)
+        if not is_mapped:
+            weights.keep(self.bundle.stages[self.stage_number].state, own_files, verified=verified)
         # ONNX Runtime takes no model without outputs.
-        session = self._make_session(copied_files) if self.onnx.model.outputs else None
+        session = self._make_session(own_files, is_mapped=is_mapped) if self.onnx.model.outputs else None
         return OnnxRuntimeStage(self.bundle, self.stage_number, self.device, session, weights)
 
-    def _check(self, file_names: Iterable[str]) -> None:
-        """Compare weight files with their digests, unless they are unchanged since they were compared."""
-        progress, unchanged = self.options.progress, self.options.unchanged
-        open_weight_files(self.bundle, file_names, verify=True, copy=False, progress=progress, unchanged=unchanged)
-
-    def _make_session(self, copied_files: Mapping[str, WeightFile]) -> onnxruntime.InferenceSession:
-        """Make the session. It copies what it needs of the copied files, and maps others as far as it does not rearrange their tensors."""
+    def _make_session(self, weight_files: Mapping[str, WeightFile], *, is_mapped: bool) -> onnxruntime.InferenceSession:
+        """Make the session. It works on mapped files as far as it does not rearrange their tensors, and copies what it needs of others."""
         providers: list[Any] = [PROVIDERS["cpu"]]
         if self.device.type != "cpu":
             providers.insert(0, (PROVIDERS[self.device.type], {"device_id": self.device.index}))
@@ -103,10 +93,23 @@ class PreparedOnnxRuntimeStage:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         folder = str(self.bundle.path.absolute())
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-        if copied_files:
-            contents = [weight_file.content for weight_file in copied_files.values()]
+        contents = [weight_file.content for weight_file in weight_files.values()]
+        on_files = self.device.type == "cpu" and is_mapped
+        values = initializers_in_files(self.onnx.model, weight_files) if on_files else None
+        if values is None:
             sizes = [len(content) for content in contents]
-            options.add_external_initializers_from_files_in_memory(list(copied_files), contents, sizes)
+            options.add_external_initializers_from_files_in_memory(list(weight_files), contents, sizes)
+            return self._new_session(options, providers)
+        for initializer_name, value in values.items():
+            options.add_initializer(initializer_name, value)
+        # What it computes once from initializers, it reads from the files, by their paths.
+        with kept_files({self.bundle.path / file_name: file.content for file_name, file in weight_files.items()}):
+            session = self._new_session(options, providers)
+        # The session has no reference of its own.
+        weakref.finalize(session, values.clear).atexit = False
+        return session
+
+    def _new_session(self, options: onnxruntime.SessionOptions, providers: list[Any]) -> onnxruntime.InferenceSession:
         try:  # from the bytes that were checked, not from the file
             return onnxruntime.InferenceSession(self.onnx.content, options, providers=providers, enable_fallback=0)
         except Exception as error:  # noqa: BLE001 - errors of onnxruntime have no other common base
@@ -132,20 +135,30 @@ def finish_stages(
         DigestError: a weight file is not the one that the manifest lists.
         OperatorError: this onnxruntime cannot run a stage.
     """
-    stage_counts = Counter(
-        name for stage in stages.values() for name in set(stage.weight_files()) if verify and not stage.options.copy
-    )
-    bundle.check_digests([name for name, stage_count in stage_counts.items() if stage_count > 1])
+    weight_files = _open_weight_files(stages.values(), verify=verify)
 
     def finish(stage: PreparedOnnxRuntimeStage) -> OnnxRuntimeStage:
-        # Of copies, the bytes in memory are the ones compared.
-        if stage.options.copy:
-            return stage.finish(verify=verify)
-        return stage.finish_unchecked([name for name in stage.weight_files() if stage_counts[name] == 1])
+        return stage.finish_from(weight_files, verified=verify)
 
     # A session is made by one thread, most of the time without the GIL: three sessions of 0.9 s took 0.5 s on two processors.
     with ThreadPoolExecutor(max(1, len(stages))) as pool:
         return dict(zip(stages, pool.map(finish, stages.values()), strict=True))
+
+
+def _open_weight_files(stages: Collection[PreparedOnnxRuntimeStage], *, verify: bool) -> dict[str, WeightFile]:
+    """Bring the weight files of stages that were prepared together into memory."""
+    weight_files: dict[str, WeightFile] = {}
+    for stage in stages:
+        missing_files = [file_name for file_name in stage.weight_files() if file_name not in weight_files]
+        weight_files |= open_weight_files(
+            stage.bundle,
+            missing_files,
+            verify=verify,
+            copy=stage.options.copy,
+            progress=stage.options.progress,
+            unchanged=stage.options.unchanged,
+        )
+    return weight_files
 
 
 def prepare_stages(

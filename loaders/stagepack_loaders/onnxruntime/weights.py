@@ -17,28 +17,37 @@ from stagepack.format.reader import Bundle
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header
 from stagepack_loaders.elements import Array
-from stagepack_loaders.numpy_weights import map_stored_tensors, read_weight
+from stagepack_loaders.numpy_weights import read_weight, stored_tensors
 from stagepack_loaders.weight_files import WeightFile
 
 
 class StageWeights:
     """The weights of a stage as read-only arrays. They stay valid when the bundle is replaced or removed."""
 
-    def __init__(self, bundle: Bundle, stage_number: int, graph_content: bytes, *, copy: bool) -> None:
-        """Map the weight files, or open them.
+    def __init__(
+        self,
+        bundle: Bundle,
+        stage_number: int,
+        graph_content: bytes,
+        weight_files: Mapping[str, WeightFile],
+        *,
+        mapped: bool,
+    ) -> None:
+        """Keep the weight files, if they are mapped, or open them.
 
         Args:
             bundle: the bundle of the stage.
             stage_number: the stage.
             graph_content: the content of its graph file, whose table of weights is read when it is needed.
-            copy: open the files, and read them again each time: mapped ones must not be cut short.
+            weight_files: the weight files in memory, by name.
+            mapped: keep these. Copies are not kept, and the files are read again each time.
         """
         self._graph_name = bundle.stages[stage_number].graph
         self._graph_content = graph_content
         self._newer = is_newer_minor(bundle.manifest.version)
-        self._files = _OpenFiles(bundle, bundle.stages[stage_number].weights) if copy else None
+        self._files = None if mapped else _OpenFiles(bundle, bundle.stages[stage_number].weights)
         # Of copies, the tensors that are kept.
-        self._stored = {} if copy else map_stored_tensors(bundle, stage_number, verify=False)
+        self._stored = stored_tensors(weight_files) if mapped else {}
 
     def keep(self, weight_names: Collection[str], weight_files: Mapping[str, WeightFile], *, verified: bool) -> None:
         """Keep some weights in memory of their own.

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
@@ -24,8 +24,8 @@ class TorchArrays:
         return isinstance(value, torch.Tensor)
 
     def load(self, path: Path) -> dict[str, torch.Tensor]:
-        """See `ArrayOps`. The file is mapped."""
-        return load_file(path)
+        """See `ArrayOps`. The file is not mapped: it may change while the tensors are in use."""
+        return load(path.read_bytes())
 
     def save(self, arrays: Mapping[str, torch.Tensor], path: Path) -> None:
         """See `ArrayOps`."""
@@ -34,7 +34,7 @@ class TorchArrays:
         )
 
     def copy(self, array: torch.Tensor) -> torch.Tensor:
-        """See `ArrayOps`. Memory mapped from a file may begin at any byte, where some kernels add in another order."""
+        """See `ArrayOps`. Memory read from a file may begin at any byte, where some kernels add in another order."""
         return array.clone()
 
     def array(self, value: object) -> torch.Tensor:
