@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from stagepack.errors import InputError, WriteError
+from stagepack.format.codec import JSON_ERRORS
 from stagepack_loaders.run_trace import RunTrace, Span, SpanKind
 
 _NANOSECONDS = 1000  # in a microsecond, the unit of the format
@@ -54,7 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> RunTrace:
         content = msgspec.json.decode(Path(path).read_bytes(), type=_TraceFile)
     except OSError as error:
         raise InputError(f"{path}: the trace cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise InputError(f"{path}: expected a trace, as written by 'stagepack load --trace': {error}") from None
     processes: dict[int, str] = {}
     threads: dict[tuple[int, int], str] = {}

@@ -5,11 +5,11 @@ one, or a folder of ``torch.distributed.checkpoint``.
 """
 
 import json
-import math
 import mmap
 import os
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from stagepack.capture.torch_messages import format_torch_error
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, FormatError
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange, FileVersion, file_version
+from stagepack.format.weights import parse_header_entry
 
 # The files of a folder that has no more than a checkpoint, in the order in which transformers looks for them.
 _FOLDER_FILES = (
@@ -120,8 +121,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of a JSON file; a key that occurs twice is refused, since readers differ in which one they take."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)[:200]!r}")
+        [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"duplicate key {duplicate[:200]!r}")
     return fields
 
 
@@ -136,19 +137,18 @@ def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
             header: dict[str, Any] = json.loads(file.read(min(header_length, file_size)), object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         for tensor_name, entry in header.items():
-            dtype: torch.dtype = getattr(torch, TORCH_DTYPES[entry["dtype"]])
-            shape = tuple(entry["shape"])
-            start, end = (8 + header_length + offset for offset in entry["data_offsets"])
-            size = math.prod(shape) * dtype.itemsize
-            if end - start != size or not 0 <= start <= end <= file_size:
+            stored = parse_header_entry(tensor_name, entry, 8 + header_length, path.name)
+            dtype: torch.dtype = getattr(torch, TORCH_DTYPES[stored.dtype])
+            size = stored.end - stored.start
+            if stored.end > file_size:
                 raise ValueError(f"{tensor_name}: its {size} bytes are not in the file")  # noqa: TRY301 - as for other errors
             tensors[tensor_name] = CheckpointTensor(
                 dtype=dtype,
-                shape=shape,
-                read=partial(map_tensor, path, start, dtype, shape, version),
-                location=FileRange(path=path, start=start, size=size, version=version),
+                shape=stored.shape,
+                read=partial(map_tensor, path, stored.start, dtype, stored.shape, version),
+                location=FileRange(path=path, start=stored.start, size=size, version=version),
             )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (FormatError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CaptureError(f"{path}: cannot be read as a safetensors file: {error}") from error
     return tensors
 

@@ -8,7 +8,7 @@ import collections
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -17,6 +17,9 @@ from stagepack.format import digest
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.manifest import Manifest
 from stagepack.format.upgrade import is_newer_minor
+
+# What `msgspec.json.decode` raises for bytes that are not JSON in UTF-8, are nested too deep, or are of another type.
+JSON_ERRORS: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 _graph_encoder = msgspec.msgpack.Encoder()
 _graph_decoder = msgspec.msgpack.Decoder(FoldedGraph)

@@ -171,7 +171,8 @@ def parse_header_bytes(read: Callable[[int], bytes], file_size: int, file_name: 
         raise _error("W2", file_name, f"expected {METADATA_KEY} to be an object of strings")
     data_start = 8 + header_length
     tensors = {
-        tensor_name: _stored_tensor(tensor_name, entry, data_start, file_name) for tensor_name, entry in fields.items()
+        tensor_name: parse_header_entry(tensor_name, entry, data_start, file_name)
+        for tensor_name, entry in fields.items()
     }
     layout_problems = _layout_problems(tensors.values(), data_start, file_size, file_name)
     problems = list(itertools.islice(layout_problems, limits.REPORTED_PROBLEMS))
@@ -190,8 +191,18 @@ def _is_metadata(fields: object) -> bool:
     return isinstance(fields, dict) and all(isinstance(metadata_value, str) for metadata_value in fields.values())
 
 
-def _stored_tensor(tensor_name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:
-    """The tensor of a header entry; its offsets are counted from `data_start`."""
+def parse_header_entry(tensor_name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:
+    """Check one entry of the header of a safetensors file.
+
+    Args:
+        tensor_name: its key.
+        entry: its value.
+        data_start: the first byte of the data, from which its offsets are counted.
+        file_name: the name of the file, for messages.
+
+    Raises:
+        FormatError: the entry breaks one of the rules W3 or W4.
+    """
     location = f"{file_name}: {tensor_name[:80]}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _error("W3", location, "expected an object with dtype, shape and data_offsets")

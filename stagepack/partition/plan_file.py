@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from stagepack.errors import CutError, WriteError
+from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.plan import Plan
 
 
@@ -32,7 +33,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         return msgspec.json.decode(Path(path).read_bytes(), type=Plan)
     except OSError as error:
         raise CutError(f"{path}: the plan cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise CutError(f"{path}: expected a plan, as written by 'stagepack plan --out': {error}") from None
 
 

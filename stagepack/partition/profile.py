@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from stagepack.errors import CutError, WriteError
+from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.graph import Graph
 
 # Finite, so that sums of times are numbers of 64 bits.
@@ -132,7 +133,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         return msgspec.json.decode(Path(path).read_bytes(), type=Profile)
     except OSError as error:
         raise CutError(f"{path}: the profile cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise CutError(f"{path}: expected a profile, as written by 'stagepack profile': {error}") from None
 
 

@@ -12,6 +12,7 @@ import msgspec
 from cryptography import x509
 
 from stagepack.errors import SignatureError
+from stagepack.format.codec import JSON_ERRORS
 
 
 class _Certificate(msgspec.Struct, frozen=True, rename="camel"):
@@ -72,7 +73,7 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
         """
         try:
             return msgspec.json.decode(content, type=cls)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        except JSON_ERRORS as error:
             raise SignatureError(
                 f"{location}: model.sig is not a signature of model_signing: {error}", reason="malformed"
             ) from None

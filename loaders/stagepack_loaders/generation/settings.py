@@ -8,6 +8,8 @@ import msgspec
 import numpy
 
 from stagepack.errors import InputError
+from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.limits import Int64
 from stagepack.format.reader import Bundle
 from stagepack_loaders.elements import Array
 
@@ -38,21 +40,21 @@ class GenerationSettings:
         seed: the seed of the generator that draws; None for any.
     """
 
-    max_new_tokens: int | None = None
-    max_length: int = 20
+    max_new_tokens: Int64 | None = None
+    max_length: Int64 = 20
     do_sample: bool = False
     temperature: float = 1.0
-    top_k: int = 50
+    top_k: Int64 = 50
     top_p: float = 1.0
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    eos_token_id: tuple[int, ...] = ()
-    pad_token_id: int | None = None
-    decoder_start_token_id: int = 0
-    decoder_input_ids: tuple[int, ...] = ()
-    seed: int | None = None
+    suppress_tokens: tuple[Int64, ...] = ()
+    begin_suppress_tokens: tuple[Int64, ...] = ()
+    eos_token_id: tuple[Int64, ...] = ()
+    pad_token_id: Int64 | None = None
+    decoder_start_token_id: Int64 = 0
+    decoder_input_ids: tuple[Int64, ...] = ()
+    seed: Int64 | None = None
 
     def first_tokens(self, batch_size: int) -> Array:
         """Return what a decoder after an encoder begins with.
@@ -82,11 +84,11 @@ class GenerationSettings:
         if unknown := settings.keys() - known_names:
             raise InputError(f"unknown setting {sorted(unknown)[0]!r}: expected one of {', '.join(known_names)}")
         given = {name: value for name, value in settings.items() if value is not None}
-        for name in _TOKEN_LISTS & given.keys():
-            given[name] = [given[name]] if isinstance(given[name], int) else list(given[name])
         try:
+            for name in _TOKEN_LISTS & given.keys():
+                given[name] = [given[name]] if isinstance(given[name], int) else list(given[name])
             return msgspec.convert(_as_fields(self) | given, GenerationSettings)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, TypeError) as error:
             raise InputError(f"the settings of generation: {error}") from None
 
 
@@ -109,7 +111,7 @@ def read_settings(bundle: Bundle) -> GenerationSettings:
         stored: Any = msgspec.json.decode(bundle.read(_FILE_NAME), type=dict[str, Any])
         known = {name: value for name, value in stored.items() if name in GenerationSettings.__dataclass_fields__}
         return GenerationSettings().override(known)
-    except (msgspec.DecodeError, InputError) as error:
+    except (*JSON_ERRORS, InputError) as error:
         raise InputError(f"{bundle.location}: {_FILE_NAME}: {error}") from None
 
 

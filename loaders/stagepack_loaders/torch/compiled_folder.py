@@ -116,7 +116,7 @@ class CompiledFolder:
                 f"{self._path / LIST_NAME}: {error.strerror}: expected a folder that stagepack compile wrote: choose it, or write it "
                 f"(stagepack compile {bundle.path} -o {self._path})"
             ) from None
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise CompiledError(
                 f"{self._path / LIST_NAME}: expected the file that stagepack compile wrote, found another one: compile the bundle again"
             ) from None

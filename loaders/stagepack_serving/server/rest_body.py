@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from stagepack.format.codec import JSON_ERRORS
 from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.rest_compression import decompress_body
@@ -98,5 +99,5 @@ async def read_fields(request: Request, fields_type: type[Fields]) -> Fields:
     body = await read_body(request, _MAX_FIELDS_BYTES)
     try:
         return msgspec.json.decode(body or b"{}", type=fields_type)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the body violates the protocol: {error}") from None

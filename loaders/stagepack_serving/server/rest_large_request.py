@@ -6,6 +6,7 @@ import msgspec
 import numpy
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from stagepack.format.codec import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 # Of a request without the numbers of its inputs.
@@ -98,7 +99,7 @@ def _find_numbers(content: bytes) -> list[tuple[int, int] | None]:
             for text, number in _NON_FINITE_NUMBERS:
                 content = content.replace(text, number)
             outline = msgspec.json.decode(content, type=_RequestOutline)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
     address = _address(content)
     spans: list[tuple[int, int] | None] = []

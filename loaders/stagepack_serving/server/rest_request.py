@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from stagepack.format.codec import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.json_numbers import array_from_json
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
@@ -136,7 +137,7 @@ def _decode_json(json_part: memoryview) -> tuple[RequestHeader, list[NumberDecod
         header = msgspec.json.decode(json_part, type=RequestHeader)
     except msgspec.ValidationError as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         if not _NON_FINITE_PATTERN.search(json_part):
             raise RequestError(RequestStatus.BAD_REQUEST, f"the request is not valid JSON: {error}") from None
         return _decode_non_finite_json(bytes(json_part))

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from stagepack.format.codec import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.sampling_fields import SamplingFields, convert_fields
 
@@ -161,7 +162,7 @@ def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields]) -> A
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request is no valid JSON object: {error}") from None
     for field_name in fields.keys() & _NEUTRAL_VALUES.keys():
         if fields[field_name] not in (None, *_NEUTRAL_VALUES[field_name]):

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
+from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.reader import Bundle
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate
@@ -119,7 +120,7 @@ def _read_fields(bundle: Bundle, asset_name: str) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(bundle.read(asset_name), type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except JSON_ERRORS as error:
         raise AssetError(f"{bundle.location}: {asset_name}: expected a JSON object: {error}") from None
 
 
@@ -127,8 +128,8 @@ def _template_in(config: Mapping[str, Any]) -> str | None:
     """The chat template in the configuration of a tokenizer, which may have several by name."""
     template = config.get("chat_template")
     if isinstance(template, list):
-        named_templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named_templates.get("default")
+        named_templates = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named_templates[0].get("template") if named_templates else None
     return template if isinstance(template, str) else None
 
 
