@@ -60,7 +60,7 @@ class Block:
 
 def documented_pages() -> list[Path]:
     """The Markdown pages whose blocks are run, relative to the root of the tree."""
-    pages_outside = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
+    pages_outside = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")]
     return sorted(
         page_path.relative_to(ROOT)
         for page_path in (*pages_outside, *(ROOT / "docs").rglob("*.md"))

@@ -18,6 +18,7 @@ TREE_ROOT = Path(__file__).parents[2]
 INCLUDED_PAGES = {
     "CHANGELOG.md": "development/changelog.md",
     "CONTRIBUTING.md": "development/contributing.md",
+    "SECURITY.md": "development/security.md",
     "examples/README.md": "how-to/examples.md",
     "loaders/README.md": "how-to/write-a-loader.md",
     "schema/CHANGES.md": "reference/format-changes.md",
