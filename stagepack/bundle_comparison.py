@@ -112,7 +112,11 @@ class _Model:
 
 
 def _signature_differences(first: Bundle, second: Bundle) -> Iterator[str]:
-    for field, title in (("signature", "how the model is called"), ("symbols", "the dynamic sizes")):
+    for field, title in (
+        ("signature", "how the model is called"),
+        ("symbols", "the dynamic sizes"),
+        ("guards", "the conditions on sizes"),
+    ):
         if getattr(first.entry_point, field) != getattr(second.entry_point, field):
             yield f"{title}: differs"
     if first.manifest.device != second.manifest.device:

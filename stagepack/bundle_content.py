@@ -64,6 +64,7 @@ class StoredEntryPoint:
             name=entry_point.name,
             signature=entry_point.signature,
             symbols=entry_point.symbols,
+            guards=entry_point.guards,
             cut=Cut(
                 stages=tuple(stages),
                 edges=entry_point.edges,

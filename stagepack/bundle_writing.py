@@ -17,7 +17,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import EntryPoint, Manifest, Producer, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.plan import Plan
-from stagepack.format.shapes import Symbol
+from stagepack.format.shapes import Guard, Symbol
 from stagepack.format.signature import Signature
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
@@ -43,6 +43,7 @@ class EntryPointContent:
         name: its name in the bundle.
         signature: how it is called.
         symbols: the dynamic sizes.
+        guards: the conditions on them.
         cut: its stages and edges.
         plan: how it is cut; None if that is not known.
         seed: the seed of the random numbers of the example.
@@ -52,6 +53,7 @@ class EntryPointContent:
     name: str
     signature: Signature
     symbols: tuple[Symbol, ...]
+    guards: tuple[Guard, ...]
     cut: Cut
     plan: Plan | None
     seed: int
@@ -158,6 +160,7 @@ def _manifest_entry_point(
         edges=entry_point.cut.edges,
         plan=entry_point.plan,
         symbols=entry_point.symbols,
+        guards=entry_point.guards,
         example=example_file,
         seed=entry_point.seed,
     )

@@ -159,6 +159,7 @@ def export_entry_points(
                 name=name,
                 signature=program.signature,
                 symbols=program.graph.symbols,
+                guards=program.guards,
                 cut=partition.cut,
                 plan=partition.plan,
                 seed=EXAMPLE_SEED,

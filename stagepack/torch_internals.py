@@ -125,6 +125,24 @@ def example_symbol_values(size: torch.SymInt) -> "dict[sympy.Symbol, sympy.Integ
     return dict(size.node.shape_env.backed_var_to_val)
 
 
+def symbolic_guards(program: ExportedProgram, size: torch.SymInt) -> "list[sympy.Basic]":
+    """Return the conditions on symbols that a program was traced for, beyond the ranges of symbols.
+
+    A program that was read from a file has only their texts, and its module a function that asserts them: called with symbolic sizes, it
+    makes conditions of them again.
+
+    Args:
+        program: the program.
+        size: one of its symbolic sizes.
+    """
+    environment = size.node.shape_env
+    if not environment.guards and getattr(program, "_guards_code", []):
+        module = program.module()
+        assert_guards: Any = module._guards_fn
+        assert_guards(*(node.meta["val"] for node in module.graph.find_nodes(op="placeholder")))
+    return [guard.expr for guard in environment.guards]
+
+
 def assert_in_trace(condition: Any) -> None:
     """Assert a condition on symbolic sizes, which the rest of the trace knows to hold."""
     torch._check(condition)

@@ -7,7 +7,7 @@ from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Symbol, symbol_names
+from stagepack.format.shapes import Symbol, format_guard, symbol_names
 from stagepack_loaders import example
 from stagepack_loaders.callable_pipeline import CallablePipeline
 
@@ -76,6 +76,9 @@ def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
         return "the model has no inputs and outputs"
     if any(batch_symbol.name in symbol_names(dim) for edge in edges for dim in edge.shape[1:]):
         return f"{batch_symbol.name} is a later dimension too"
+    for guard in bundle.entry_point.guards:
+        if batch_symbol.name in {*symbol_names(guard.left), *symbol_names(guard.right)}:
+            return f"the model was captured for {format_guard(guard)}"
     return batch_symbol
 
 

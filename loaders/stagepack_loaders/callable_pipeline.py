@@ -176,7 +176,7 @@ class CallablePipeline(ABC):
     def _bind_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
         """Return the values of a call by edge name, and the sizes of the symbols that they determine."""
         bound_arguments = bind_call(self.entry_point.signature, args, kwargs)
-        sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols)
+        sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols, self.entry_point.guards)
         return {edge_name: argument.value for edge_name, argument in bound_arguments.items()}, sizes
 
     def _build_result(self, values: Mapping[str, Any], arrays: ArrayOps) -> Any:

@@ -89,7 +89,7 @@ def read_example_inputs(bundle: Bundle, array_ops: ArrayOps) -> dict[str, Any]:
     entry_point = bundle.entry_point
     values = _input_values(entry_point, _read_example_arrays(bundle, array_ops)[0])
     bound_values = {edge_name: BoundArgument(edge_name, value) for edge_name, value in values.items()}
-    check_values(entry_point.inputs, bound_values, entry_point.symbols)
+    check_values(entry_point.inputs, bound_values, entry_point.symbols, entry_point.guards)
     return values
 
 

@@ -6,7 +6,7 @@ from stagepack.cli.output import count_of, print_line, print_table
 from stagepack.cli.quantities import format_bytes, format_flops
 from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import format_range, format_shape
+from stagepack.format.shapes import format_guard, format_range, format_shape
 from stagepack.format.tree import value_names
 
 
@@ -37,6 +37,7 @@ def _entry_point_facts(bundle: Bundle) -> dict[str, Any]:
     return {
         "entry_point": bundle.entry_point.name,
         "symbols": {symbol.name: {"min": symbol.min, "max": symbol.max} for symbol in bundle.entry_point.symbols},
+        "guards": [format_guard(guard) for guard in bundle.entry_point.guards],
         "stages": [
             {
                 "stage": stage_number,
@@ -95,6 +96,8 @@ def _print_entry_point(bundle: Bundle, facts: dict[str, Any]) -> None:
     if bundle.entry_point.symbols:
         ranges = ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.entry_point.symbols)
         print_line(f"dynamic sizes: {ranges}")
+    if bundle.entry_point.guards:
+        print_line(f"only for sizes with {', '.join(map(format_guard, bundle.entry_point.guards))}")
     print_stages(bundle)
     edge_rows = [
         [edge.name, f"{edge.dtype}{format_shape(edge.shape)}", *_ends(edge, fact["result"])]

@@ -14,11 +14,14 @@ from stagepack.format.manifest import Edge
 from stagepack.format.shapes import (
     Dim,
     Expr,
+    Guard,
     Symbol,
     evaluate_dim,
     format_dim,
+    format_guard,
     format_range,
     format_shape,
+    guard_holds,
     size_in_range,
     symbol_names,
 )
@@ -86,14 +89,18 @@ def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def check_values(
-    expected: Iterable[Value | Edge], bound: Mapping[str, BoundArgument], symbols: Iterable[Symbol]
+    expected: Iterable[Value | Edge],
+    bound: Mapping[str, BoundArgument],
+    symbols: Iterable[Symbol],
+    guards: Iterable[Guard] = (),
 ) -> dict[str, int]:
-    """Check values against their dtypes, shapes and ranges.
+    """Check values against their dtypes, shapes and ranges, and their sizes against conditions.
 
     Args:
         expected: the values of a graph, or edges.
         bound: the object for each expected value, by value name.
         symbols: the symbols whose ranges are checked.
+        guards: the conditions on the sizes of symbols.
 
     Returns:
         The size of each symbol that the values determine.
@@ -126,6 +133,11 @@ def check_values(
         if symbol.name in sizes and not size_in_range(symbol, sizes[symbol.name]):
             allowed = f"{format_range(symbol)} ({symbol.name!r})"
             raise InputError(f"{origins[symbol.name]}: expected {allowed}, found {sizes[symbol.name]}")
+    for guard in guards:
+        if not guard_holds(guard, sizes):
+            names = dict.fromkeys(name for side in (guard.left, guard.right) for name in symbol_names(side))
+            found = ", ".join(f"{name} = {sizes[name]} ({origins[name]})" for name in names)
+            raise InputError(f"expected {format_guard(guard)}, for which the model was captured, found {found}")
     return sizes
 
 

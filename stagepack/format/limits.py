@@ -38,6 +38,9 @@ UNFOLDED_ITEMS = 2**22
 # Operands of one operation in a dimension.
 EXPR_TERMS = 1024
 
+# Conditions on the sizes of one entry point.
+GUARDS = 1024
+
 NAME_CHARACTERS = 1024
 
 # Problems that one error lists.

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from stagepack.format.limits import Int64
 from stagepack.format.plan import Plan, Run, run_members
-from stagepack.format.shapes import Dim, Symbol, format_shape
+from stagepack.format.shapes import Dim, Guard, Symbol, format_shape
 from stagepack.format.signature import Signature
 
 
@@ -125,6 +125,7 @@ class EntryPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
         plan: how it was cut, and the estimated costs of the stages.
         example: the name of the file with the recorded example, if there is one.
         symbols: the symbols in the shapes of edges.
+        guards: the conditions on sizes under which the graphs compute what the model computes.
         seed: the seed of the random generators under which the example was recorded.
     """
 
@@ -135,6 +136,7 @@ class EntryPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
     plan: Plan | None = None
     example: str | None = None
     symbols: tuple[Symbol, ...] = ()
+    guards: tuple[Guard, ...] = ()
     seed: Int64 = 0
 
     @property

@@ -1,4 +1,4 @@
-"""Dimensions of shapes: integers, symbols, and arithmetic over symbols (SPEC S1 to S3)."""
+"""Dimensions of shapes: integers, symbols, arithmetic over symbols, and conditions on them (SPEC S1 to S4)."""
 
 import functools
 import operator
@@ -26,6 +26,20 @@ class Symbol(Struct, frozen=True, kw_only=True, omit_defaults=True):
     min: Int64 | None = None
     max: Int64 | None = None
     example: Int64 | None = None
+
+
+class Guard(Struct, frozen=True, kw_only=True):
+    """A condition on sizes that the graph was captured for.
+
+    Attributes:
+        left: the dimension on the left side.
+        relation: how they must compare, a key of `RELATIONS`.
+        right: the dimension on the right side.
+    """
+
+    left: "Dim"
+    relation: str
+    right: "Dim"
 
 
 class Expr(Struct, frozen=True, kw_only=True):
@@ -76,6 +90,10 @@ OPERATIONS: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
         "min": min,
     }
 )
+RELATIONS: Final[Mapping[str, Callable[[int, int], bool]]] = MappingProxyType(
+    {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le}
+)
+_RELATION_SIGNS: Final = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 _OPERATOR_SIGNS: Final = {"add": " + ", "mul": "*", "floordiv": "//", "mod": " % ", "pow": "**"}
 _MAX_EXPONENT: Final = 64
 
@@ -122,6 +140,14 @@ def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
     return OPERATIONS[dim.op](*(evaluate_dim(arg, sizes) for arg in dim.args))
 
 
+def guard_holds(guard: Guard, sizes: Mapping[str, int]) -> bool:
+    """Whether a condition on sizes holds; True if a symbol has no size, or a side has no value."""
+    try:
+        return RELATIONS[guard.relation](evaluate_dim(guard.left, sizes), evaluate_dim(guard.right, sizes))
+    except (KeyError, ArithmeticError):
+        return True
+
+
 def size_in_range(symbol: Symbol, size: int) -> bool:
     """Whether a size is in the range of a symbol; both ends are included."""
     return (symbol.min is None or size >= symbol.min) and (symbol.max is None or size <= symbol.max)
@@ -137,6 +163,11 @@ def format_dim(dim: Dim) -> str:
         f"({format_dim(arg)})" if isinstance(arg, Expr) and dim.op != "add" else format_dim(arg) for arg in dim.args
     )
     return _OPERATOR_SIGNS[dim.op].join(operands)
+
+
+def format_guard(guard: Guard) -> str:
+    """Return a condition on sizes as text, such as ``batch % 2 == 0``."""
+    return f"{format_dim(guard.left)} {_RELATION_SIGNS[guard.relation]} {format_dim(guard.right)}"
 
 
 def format_shape(shape: tuple[Dim, ...]) -> str:

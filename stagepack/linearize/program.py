@@ -5,12 +5,12 @@ list, and get the context as a property. Results of operators that return severa
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -26,8 +26,9 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from stagepack.capture.module_calls import TracedCalls
-from stagepack.errors import UnsupportedError
+from stagepack.errors import ExportWarning, UnsupportedError
 from stagepack.format.graph import Argument, Graph, ValueArg
+from stagepack.format.shapes import Guard
 from stagepack.format.signature import Signature
 from stagepack.format.traversal import child_arguments
 from stagepack.graph.analysis import GraphAnalysis
@@ -40,7 +41,7 @@ from stagepack.linearize.signature import program_signature
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.weight_table import WeightTable, weight_table
-from stagepack.torch_internals import example_symbol_values, is_vmap_boundary, tree_leaves
+from stagepack.torch_internals import example_symbol_values, is_vmap_boundary, symbolic_guards, tree_leaves
 
 _WEIGHT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -52,6 +53,7 @@ class LinearizedProgram:
     Attributes:
         graph: the whole model.
         signature: how the model is called.
+        guards: the conditions on its dynamic sizes.
         weights: the weights of the model, and the tensors to store.
         split_positions: the positions of the nodes before which ``split_here`` was called.
         device: the type of the device that the program was captured on.
@@ -59,6 +61,7 @@ class LinearizedProgram:
 
     graph: Graph
     signature: Signature
+    guards: tuple[Guard, ...]
     weights: WeightTable
     split_positions: tuple[int, ...]
     device: str
@@ -109,7 +112,8 @@ def linearize_program(
     program = _without_vmap(program)
     tensors = program_tensors(program)
     weights = weight_table(tensors, store_zeros=store_zeros, data_of=data_of)
-    symbols = SymbolTable(program.range_constraints, dim_names, _example_values(program))
+    size = _symbolic_size(program)
+    symbols = SymbolTable(program.range_constraints, dim_names, {} if size is None else example_symbol_values(size))
     tables = Tables(symbols, program_device(program, tensors), weights.values)
     body = BodyBuilder(tables, program.graph_module)
     input_leaves = _bind_inputs(program, body)
@@ -118,6 +122,7 @@ def linearize_program(
     return LinearizedProgram(
         graph=_graph(body, weights, result_leaves, traced_calls or TracedCalls()),
         signature=program_signature(program, input_leaves, result_leaves, forward),
+        guards=tuple(dict.fromkeys(_guards(program, symbols))),
         weights=weights,
         split_positions=tuple(tables.split_positions),
         device=tables.device,
@@ -150,14 +155,26 @@ def _without_vmap(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _example_values(program: ExportedProgram) -> dict[sympy.Symbol, sympy.Integer]:
-    """The values of torch's symbols in the example."""
+def _symbolic_size(program: ExportedProgram) -> torch.SymInt | None:
+    """A symbolic size of a program, from which all its symbols can be reached; None if it has none."""
     for node in program.graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             for size in value.shape if isinstance(value, torch.Tensor) else (value,):
                 if isinstance(size, torch.SymInt):
-                    return example_symbol_values(size)
-    return {}
+                    return size
+    return None
+
+
+def _guards(program: ExportedProgram, symbols: SymbolTable) -> Iterator[Guard]:
+    """The conditions on the sizes of inputs under which the program does what the model does, but for those that ranges imply."""
+    size = _symbolic_size(program)
+    for condition in filter(symbols.has_symbols, () if size is None else symbolic_guards(program, size)):
+        guard = symbols.guard(condition)
+        if guard is None:
+            message = f"the model was captured for sizes with {condition}, which a bundle cannot state: check the answers at others"
+            warnings.warn(ExportWarning(message), stacklevel=2)
+        elif not symbols.is_implied(guard):
+            yield guard
 
 
 def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import sympy
 import torch
 
-from stagepack.format.shapes import Dim, Expr, Symbol
+from stagepack.format.shapes import Dim, Expr, Guard, Symbol, guard_holds, symbol_names
 from stagepack.format.validate import is_identifier
 from stagepack.torch_internals import symbolic_expression, symbolic_functions
 
@@ -17,6 +17,16 @@ _OPERATIONS: Mapping[type, str] = {
     sympy.Min: "min",
     **symbolic_functions(),
 }
+# The relation, and whether its sides are exchanged.
+_RELATIONS: Mapping[type, tuple[str, bool]] = {
+    sympy.Eq: ("eq", False),
+    sympy.Ne: ("ne", False),
+    sympy.StrictLessThan: ("lt", False),
+    sympy.LessThan: ("le", False),
+    sympy.StrictGreaterThan: ("lt", True),
+    sympy.GreaterThan: ("le", True),
+}
+_MAX_TRIED_SIZES = 10_000
 _MAX_BOUND = 2**62  # torch's infinities are larger
 
 
@@ -46,6 +56,10 @@ class SymbolTable:
         """The symbols that were used so far, in the order of their first use."""
         return tuple(self._symbols.values())
 
+    def has_symbols(self, condition: sympy.Basic) -> bool:
+        """Return whether all symbols of a condition were used so far."""
+        return all(symbol in self._symbols for symbol in condition.free_symbols)
+
     def dim(self, size: "int | torch.SymInt") -> Dim:
         """Return a size as a dimension.
 
@@ -61,6 +75,25 @@ class SymbolTable:
         """Return a symbolic integer as a dimension; None if the format cannot express its arithmetic."""
         expression = symbolic_expression(size)
         return self._dim(expression) if self._is_expressible(expression) else None
+
+    def guard(self, condition: sympy.Basic) -> Guard | None:
+        """Return a relation of torch's symbols as a condition; None if the format cannot express it."""
+        if type(condition) not in _RELATIONS:
+            return None
+        relation, is_swapped = _RELATIONS[type(condition)]
+        left, right = reversed(condition.args) if is_swapped else condition.args
+        if not self._is_expressible(left) or not self._is_expressible(right):
+            return None
+        return Guard(left=self._dim(left), relation=relation, right=self._dim(right))
+
+    def is_implied(self, guard: Guard) -> bool:
+        """Return whether a condition on one symbol holds for all sizes in its range, as far as the range is small enough to try."""
+        names = {*symbol_names(guard.left), *symbol_names(guard.right)}
+        ranges = [symbol for symbol in self.symbols if symbol.name in names]
+        if len(ranges) != 1 or ranges[0].min is None or ranges[0].max is None:
+            return False
+        sizes = range(ranges[0].min, ranges[0].max + 1)
+        return len(sizes) <= _MAX_TRIED_SIZES and all(guard_holds(guard, {ranges[0].name: size}) for size in sizes)
 
     def _is_expressible(self, expression: sympy.Expr) -> bool:
         if expression.is_Integer or expression.is_Symbol:

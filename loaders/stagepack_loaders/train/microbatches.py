@@ -1,6 +1,6 @@
 """Cut the inputs of a call into microbatches of equal size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,7 @@ import torch
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.manifest import Edge
-from stagepack.format.shapes import Symbol
+from stagepack.format.manifest import EntryPoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +27,21 @@ class CallInputs:
     sizes: Mapping[str, int]
 
 
-def cut_inputs(
-    inputs: Sequence[Edge], arguments: Mapping[str, BoundArgument], symbols: Sequence[Symbol], microbatch_count: int
-) -> CallInputs:
+def cut_inputs(entry_point: EntryPoint, arguments: Mapping[str, BoundArgument], microbatch_count: int) -> CallInputs:
     """Return the inputs of a call for a number of microbatches.
 
     The first dimension of the first tensor is the batch. Inputs whose first dimension is the same are cut; all others are the same for
     each microbatch.
 
     Args:
-        inputs: the inputs of the model.
+        entry_point: the entry point that is called.
         arguments: the arguments of the call, by edge name.
-        symbols: the symbols of the entry point.
         microbatch_count: the number of microbatches.
 
     Raises:
         InputError: the batch is no multiple of the number of microbatches, or a microbatch does not fit the bundle.
     """
+    inputs = entry_point.inputs
     batch_edge = next((edge for edge in inputs if edge.shape and edge.dtype not in SCALAR_DTYPES), None)
     if batch_edge is None:
         raise InputError("the model has no input with a batch dimension")
@@ -66,5 +63,5 @@ def cut_inputs(
             replicated.add(edge.name)
             values[edge.name] = value.expand(microbatch_count, *value.shape)
         microbatch[edge.name] = BoundArgument(location, first_value)
-    sizes = check_values(inputs, microbatch, symbols)
+    sizes = check_values(inputs, microbatch, entry_point.symbols, entry_point.guards)
     return CallInputs(values=values, replicated=frozenset(replicated), sizes=sizes)

@@ -107,7 +107,6 @@ class Training:
         self._checked_batches = 0
         self.allow_ops = options.allow_ops
         self._entry_point = bundle.entry_point
-        self._inputs = tuple(edge for edge in bundle.edges if edge.producer is None)
         self._boundaries = find_boundaries(bundle.entry_point)
         self._own_inputs = {edge.name for number in stages for edge in self._boundaries[number].model_inputs}
         differentiable = find_differentiable(bundle, adapts=options.modules)
@@ -312,7 +311,7 @@ class Training:
         if not torch.is_grad_enabled():
             raise OptionError("gradients are off: call step outside of torch.no_grad and torch.inference_mode")
         arguments = bind_call(self._entry_point.signature, args, kwargs)
-        call = cut_inputs(self._inputs, arguments, self._entry_point.symbols, self._microbatches)
+        call = cut_inputs(self._entry_point, arguments, self._microbatches)
         self._loss.set_target(target)
         self._check_frozen_parameters()
         with self.guarded():

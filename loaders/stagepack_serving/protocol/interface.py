@@ -92,7 +92,7 @@ class Interface:
         Args:
             entry_point: the entry point of the bundle.
         """
-        self._symbols = entry_point.symbols
+        self._symbols, self._guards = entry_point.symbols, entry_point.guards
         edges = {edge.name: edge for edge in entry_point.edges}
         self.inputs: Mapping[str, InterfaceTensor] = {
             edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in entry_point.edges if edge.producer is None
@@ -150,7 +150,7 @@ class Interface:
             is_scalar = edge.dtype in SCALAR_DTYPES
             value = scalars[edge.name] if is_scalar else _TensorFacts(edge_shapes[edge.name], edge.dtype)
             arguments[edge.name] = BoundArgument(edge.name, value)
-        check_values(edges, arguments, self._symbols)
+        check_values(edges, arguments, self._symbols, self._guards)
 
     def check_outputs(self, output_names: Iterable[str]) -> None:
         """Check the names of requested outputs.

@@ -86,7 +86,7 @@ class TritonPythonModel:
     def _read_interface(self, bundle: Bundle) -> None:
         stage = bundle.stages[self._stage_number]
         edges = {edge.name: edge for edge in bundle.edges}
-        self._symbols = bundle.entry_point.symbols
+        self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards
         self._inputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.inputs]
         self._outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]
         self._has_state = bool(stage.state)
@@ -107,7 +107,7 @@ class TritonPythonModel:
                 value = self._arrays.copy(value)
             values.append(value)
             arguments[tensor.name] = BoundArgument(tensor.name, value)
-        check_values([tensor.edge for tensor in self._inputs], arguments, self._symbols)
+        check_values([tensor.edge for tensor in self._inputs], arguments, self._symbols, self._guards)
         return values
 
     def _answer(self, group_inputs: Sequence[Sequence[Any]], first_request: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from stagepack.format.validate.names import (
 )
 from stagepack.format.validate.problems import BrokenRule, format_names
 from stagepack.format.validate.signature import check_depth, check_signature
-from stagepack.format.validate.sizes import check_symbols, check_type
+from stagepack.format.validate.sizes import check_guards, check_symbols, check_type
 
 
 def check_manifest(manifest: Manifest) -> Iterator[Problem]:
@@ -63,6 +63,7 @@ def _check_entry_point(entry_point: EntryPoint, listed: set[str]) -> Iterator[Br
     if entry_point.plan is not None:
         yield from _check_plan(entry_point.plan, len(entry_point.stages))
     yield from check_symbols(entry_point.symbols)
+    yield from check_guards(entry_point.guards, entry_point.symbols)
     depth_problems = list(check_depth(entry_point.signature, "signature"))
     yield from depth_problems
     if not depth_problems:

@@ -1,4 +1,4 @@
-"""The rules on symbols, dimensions and types of values, in manifests and graphs (SPEC S1 to S3)."""
+"""The rules on symbols, dimensions and types of values, in manifests and graphs (SPEC S1 to S4)."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,18 @@ from stagepack.format import limits
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
-from stagepack.format.shapes import OPERATIONS, Dim, Expr, Symbol, format_range, size_in_range
+from stagepack.format.shapes import (
+    OPERATIONS,
+    RELATIONS,
+    Dim,
+    Expr,
+    Guard,
+    Symbol,
+    format_guard,
+    format_range,
+    guard_holds,
+    size_in_range,
+)
 from stagepack.format.validate.names import WORD_PATTERN, is_identifier
 from stagepack.format.validate.problems import BrokenRule
 
@@ -26,6 +37,26 @@ def check_symbols(symbols: tuple[Symbol, ...]) -> Iterator[BrokenRule]:
             yield "S1", location, f"min {symbol.min} is greater than max {symbol.max}"
         if symbol.example is not None and not size_in_range(symbol, symbol.example):
             yield "S1", location, f"expected an example of {format_range(symbol)}, found {symbol.example}"
+
+
+def check_guards(guards: tuple[Guard, ...], symbols: tuple[Symbol, ...]) -> Iterator[BrokenRule]:
+    """Yield the problems of the conditions on sizes (S4)."""
+    names = {symbol.name for symbol in symbols}
+    examples = {symbol.name: symbol.example for symbol in symbols if symbol.example is not None}
+    if len(guards) > limits.GUARDS:
+        yield "L1", "guards", f"expected at most {limits.GUARDS}, found {len(guards)}"
+        return
+    for index, guard in enumerate(guards):
+        location = f"guard {index}"
+        problems = [
+            *check_dim(guard.left, names, f"{location}, left"),
+            *check_dim(guard.right, names, f"{location}, right"),
+        ]
+        yield from problems
+        if guard.relation not in RELATIONS:
+            yield "S4", location, f"{guard.relation[:80]!r} is not a relation"
+        elif not problems and not guard_holds(guard, examples):
+            yield "S4", location, f"expected {format_guard(guard)[:200]}, which the sizes of the example break"
 
 
 def check_dim(dim: Dim, symbols: set[str], location: str, depth: int = 0) -> Iterator[BrokenRule]:
