@@ -26,10 +26,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=4.5, help="how much the pictures follow the texts")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--enlarge", type=int, default=1, help="draw each pixel as a square of so many")
     options = parser.parse_args()
     pictures = draw(options.folder, options.texts, options.steps, options.guidance, options.seed)
     pixels = (numpy.concatenate(list(pictures.permute(0, 2, 3, 1).float().numpy()), axis=1) * 255).round()
-    Image.fromarray(pixels.astype(numpy.uint8)).save(options.out)
+    image = Image.fromarray(pixels.astype(numpy.uint8))
+    image.resize((image.width * options.enlarge, image.height * options.enlarge), Image.Resampling.NEAREST).save(
+        options.out
+    )
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", help="folder of the pipeline")
     parser.add_argument(
-        "--steps", type=int, default=1500, help="of the transformer; the autoencoder takes a third of them"
+        "--steps", type=int, default=4000, help="of the transformer; the autoencoder takes a third of them"
     )
     options = parser.parse_args()
     pipeline = make_pipeline()
