@@ -10,7 +10,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints
 
 LIBRARIES := $(VENV)-libraries
 
-.PHONY: help demo test lint typecheck schema-check smoke unit docs docs-outputs test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
+GPU_WHEELS := build/gpu-wheels
+
+.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
@@ -19,6 +21,7 @@ help:
 	@echo "make test-zoo  every model of the zoo; make test runs a fortieth of the architectures"
 	@echo "make test-libraries  models of other libraries (diffusers, timm, ...), in an environment of its own; make test runs those of torch"
 	@echo "make fuzz      all fuzzers, FUZZ_SECONDS each, by default an hour; make fuzz-short 3 minutes of bundles and 20 s of each parser"
+	@echo "make gpu       tests and benchmarks on a GPU, in 8 minutes, with $(PYTHON) and the wheels that make gpu-wheels collects; see CONTRIBUTING.md"
 	@echo "make docs      the site of docs/, in build/site; make docs-outputs writes what is generated into the pages: references, diagrams, outputs of commands"
 	@echo "make coverage  write docs/coverage.md anew: an hour; make coverage-libraries its part on other libraries"
 	@echo "make clean     remove what the others made"
@@ -69,6 +72,13 @@ fuzz-short:
 
 test-libraries: $(LIBRARIES)/ready
 	$(LIBRARIES)/bin/python -m pytest -n 2 --dist loadgroup tests/libraries
+
+# On a machine with a CUDA torch and no package index: with $(PYTHON), or with $(VENV) where it is. The results are in build/gpu.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tools.gpu_run $(if $(wildcard $(GPU_WHEELS)),--wheels $(GPU_WHEELS)) $(GPU_OPTIONS)
+
+gpu-wheels: $(VENV)/ready
+	$(BIN)/python -m tools.gpu_wheels $(GPU_WHEELS)
 
 # The libraries, and by a line of a .pth file all that is in $(VENV): 0.4 GB to download, 0.9 GB installed. openai-whisper requires triton,
 # which only its transcription uses; sam2 builds no CUDA code, and against the torch that is there. The extension of torchaudio, which no

@@ -28,6 +28,7 @@ from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark
 
 LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}
 HIDDEN = {"cpu": 512, "cuda": 2048}
+TINY_LAYERS, TINY_HIDDEN = (2, 3), 128
 CALLS = 15
 
 
@@ -35,24 +36,28 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny tries the measurements")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--hidden", type=int, help=argparse.SUPPRESS)
     add_json_option(parser)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(_MEASURES[options.measure](options.device, options.layers)))
+        print(json.dumps(_MEASURES[options.measure](options.device, options.layers, options.hidden)))
         return
     with benchmark_results(options.json, device=options.device) as results:
-        _measure_all(results, options.device)
+        is_tiny = options.size == "tiny"
+        layers = TINY_LAYERS if is_tiny else LAYERS[options.device]
+        _measure_all(results, options.device, layers, TINY_HIDDEN if is_tiny else HIDDEN[options.device])
 
 
-def _measure_all(results: BenchmarkResults, device: str) -> None:
+def _measure_all(results: BenchmarkResults, device: str, layers: tuple[int, int], hidden: int) -> None:
     """Measure a small and a large model, each in processes of its own."""
-    few, many = LAYERS[device]
-    short = _in_a_process("regions", device, few)
-    seconds = _in_a_process("regions", device, many) | _in_a_process("whole", device, many)
+    few, many = layers
+    short = _in_a_process("regions", device, few, hidden)
+    seconds = _in_a_process("regions", device, many, hidden) | _in_a_process("whole", device, many, hidden)
     table = results.table(
-        f"Time to the first answer of a Llama-like model, hidden size {HIDDEN[device]}",
+        f"Time to the first answer of a Llama-like model, hidden size {hidden}",
         "what is compiled",
         "layers",
         "seconds",
@@ -72,24 +77,14 @@ def _measure_all(results: BenchmarkResults, device: str) -> None:
         steady.add(title, seconds[f"steady {side}"] * 1e3, seconds[f"steady {side}"] / seconds["steady whole"])
 
 
-def _in_a_process(measure: str, device: str, layers: int) -> dict[str, float]:
+def _in_a_process(measure: str, device: str, layers: int, hidden: int) -> dict[str, float]:
     """A measurement in a process of its own, with an empty cache of the compiler that is not used again."""
+    arguments = ("--measure", measure, "--device", device, "--layers", str(layers), "--hidden", str(hidden))
     with tempfile.TemporaryDirectory() as cache:
         completed = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tools.bench_compile",
-                "--measure",
-                measure,
-                "--device",
-                device,
-                "--layers",
-                str(layers),
-            ],
+            [sys.executable, "-m", "tools.bench_compile", *arguments],
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
             check=True,
         )
@@ -98,15 +93,15 @@ def _in_a_process(measure: str, device: str, layers: int) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _regions(device: str, layers: int) -> dict[str, float]:
-    _, ids, bundle = _model(device, layers)
+def _regions(device: str, layers: int, hidden: int) -> dict[str, float]:
+    _, ids, bundle = _model(device, layers, hidden)
     pipe = stagepack.load(bundle, [device], compile=True)
     return {"first": _timed(lambda: pipe(ids), device)}
 
 
 @torch.no_grad()
-def _whole(device: str, layers: int) -> dict[str, float]:
-    model, ids, bundle = _model(device, layers)
+def _whole(device: str, layers: int, hidden: int) -> dict[str, float]:
+    model, ids, bundle = _model(device, layers, hidden)
     whole = torch.compile(model)
     seconds = {"whole": _timed(lambda: whole(ids, use_cache=False), device)}
     compile_ahead(bundle, bundle.parent / "compiled", device)
@@ -132,9 +127,8 @@ def _whole(device: str, layers: int) -> dict[str, float]:
 _MEASURES = {"regions": _regions, "whole": _whole}
 
 
-def _model(device: str, layers: int) -> tuple[LlamaForCausalLM, torch.Tensor, Path]:
+def _model(device: str, layers: int, hidden: int) -> tuple[LlamaForCausalLM, torch.Tensor, Path]:
     """A model with random weights, a batch for it, and its bundle."""
-    hidden = HIDDEN[device]
     config = LlamaConfig(
         vocab_size=1024,
         hidden_size=hidden,

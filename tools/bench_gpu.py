@@ -1,0 +1,324 @@
+"""What a cut costs on one device: ``python -m tools.bench_gpu [cut] [memory] [streams] [serving]``, all of them without a name.
+
+A model of equal transformer blocks in bfloat16 is loaded in 1, 2, 4 and 8 stages on one device. Both sides of each ratio are measured in
+one run, in turns; the medians count. ``--device cpu --size tiny`` tries the measurements without a GPU.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stagepack
+from stagepack.format.reader import Bundle
+from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+
+STAGE_COUNTS = (1, 2, 4, 8)
+WARMUP_CALLS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of the model and of the measurements.
+
+    Attributes:
+        layers: the number of blocks.
+        hidden: the size of their hidden state.
+        batch: the rows of an input.
+        sequence: the positions of a row.
+        calls: how many calls are timed.
+        requests: how many requests a server gets.
+    """
+
+    layers: int
+    hidden: int
+    batch: int
+    sequence: int
+    calls: int
+    requests: int
+
+
+SIZES = {
+    "full": Sizes(layers=12, hidden=2048, batch=4, sequence=512, calls=30, requests=400),
+    "tiny": Sizes(layers=8, hidden=64, batch=2, sequence=8, calls=3, requests=8),
+}
+
+
+class Block(torch.nn.Module):
+    """Attention and a feed-forward layer, each with a norm and a residual."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = torch.nn.LayerNorm(hidden), torch.nn.LayerNorm(hidden)
+        self.projections, self.out = torch.nn.Linear(hidden, 3 * hidden), torch.nn.Linear(hidden, hidden)
+        self.up, self.down = torch.nn.Linear(hidden, 4 * hidden), torch.nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix positions, then features."""
+        batch, sequence, hidden = x.shape
+        heads = self.projections(self.first_norm(x)).view(batch, sequence, 3, -1, 64).permute(2, 0, 3, 1, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.second_norm(x))))
+
+
+class Bench:
+    """The model, its bundles and its input.
+
+    Attributes:
+        model: the model, on the device.
+        bundles: its bundle by the number of stages.
+        x: an input on the device.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, sizes: Sizes) -> None:
+        """Make the model, and write a bundle for each number of stages."""
+        torch.manual_seed(0)
+        self.device, self.sizes, self._folder = device, sizes, folder
+        blocks = [Block(sizes.hidden).to(device, torch.bfloat16) for _ in range(sizes.layers)]
+        self.model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
+        self.x = torch.randn(sizes.batch, sizes.sequence, sizes.hidden, device=device, dtype=torch.bfloat16)
+        self.program = torch.export.export(self.model, (self.x,)).module()
+        first = stagepack.export(self.model, (self.x,), out=folder / "1.stagepack", stages=1)
+        self.bundles: dict[int, Bundle] = {1: first}
+        for stage_count in STAGE_COUNTS[1:]:
+            self.bundles[stage_count] = stagepack.recut(
+                first, out=folder / f"{stage_count}.stagepack", stages=stage_count
+            )
+
+    def load(self, stage_count: int, **options: Any) -> Any:
+        """Return a pipeline on the device."""
+        return stagepack.load(self.bundles[stage_count], [str(self.device)], **options)
+
+    def wait(self) -> None:
+        """Return when the device has finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, sides: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Return the median time of a call of each side, which are called in turns."""
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(WARMUP_CALLS + self.sizes.calls):
+            for side, call in sides.items():
+                self.wait()
+                started = time.perf_counter()
+                call()
+                self.wait()
+                times[side].append(time.perf_counter() - started)
+        return {side: statistics.median(side_times[WARMUP_CALLS:]) for side, side_times in times.items()}
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure what the command line names."""
+    parts: Mapping[str, Callable[[Bench, BenchmarkResults], None]] = {
+        "cut": measure_cut,
+        "memory": measure_memory,
+        "streams": measure_streams,
+        "serving": measure_serving,
+    }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="all of them by default")
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=[*SIZES], default="full")
+    add_json_option(parser)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        benchmark_results(options.json, device=device_name) as results,
+    ):
+        bench = Bench(Path(folder), device, SIZES[options.size])
+        for part_name in options.parts or parts:
+            parts[part_name](bench, results)
+
+
+def measure_cut(bench: Bench, results: BenchmarkResults) -> None:
+    """Calls by number of stages against the captured program: eager, compiled, and as CUDA graphs."""
+    eager = {f"{count} stages": _call(bench.load(count), bench.x) for count in STAGE_COUNTS}
+    table = results.table(
+        f"A call of {bench.sizes.layers} blocks, hidden size {bench.sizes.hidden}, by the number of stages on one device",
+        "how",
+        "stages",
+        "milliseconds",
+        "of the captured program",
+    )
+    program = {"program": _call(bench.program, bench.x)}
+    seconds = bench.seconds(program | eager)
+    for count in STAGE_COUNTS:
+        table.add("eager", count, seconds[f"{count} stages"] * 1e3, seconds[f"{count} stages"] / seconds["program"])
+    if bench.device.type == "cuda":
+        graphs = {side: cuda_graph(call) for side, call in (program | eager).items()}
+        seconds = bench.seconds(graphs)
+        for count in STAGE_COUNTS:
+            ratio = seconds[f"{count} stages"] / seconds["program"]
+            table.add("CUDA graph", count, seconds[f"{count} stages"] * 1e3, ratio)
+    compiled = {
+        "captured program": _call(torch.compile(bench.program), bench.x),
+        "4 stages, each as a whole": _call(bench.load(4, compile="whole"), bench.x),
+        "4 stages, by regions": _call(bench.load(4, compile=True), bench.x),
+    }
+    seconds = bench.seconds(compiled)
+    steady = results.table("The same, compiled", "what is compiled", "milliseconds", "of the captured program")
+    for side in compiled:
+        steady.add(side, seconds[side] * 1e3, seconds[side] / seconds["captured program"])
+
+
+def measure_memory(bench: Bench, results: BenchmarkResults) -> None:
+    """The memory on the device after loading and at the highest point of a call, against the weights."""
+    table = results.table(
+        "Memory on the device", "stages", "weights, MB", "after loading, of weights", "most in a call, MB"
+    )
+    for count in STAGE_COUNTS:
+        bench.wait()
+        before = device_bytes(bench.device)
+        pipeline = bench.load(count)
+        weight_bytes = sum(stage.weight_bytes for stage in bench.bundles[count].stages)
+        loaded = device_bytes(bench.device) - before
+        if bench.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(bench.device)
+        pipeline(bench.x)
+        bench.wait()
+        most = device_bytes(bench.device, highest=True) - before - loaded
+        table.add(str(count), weight_bytes / 1e6, loaded / weight_bytes, most / 1e6)
+        del pipeline
+
+
+def device_bytes(device: torch.device, *, highest: bool = False) -> int:
+    """Return the bytes that tensors have on a GPU, now or at most; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) if highest else torch.cuda.memory_allocated(device)
+
+
+def measure_streams(bench: Bench, results: BenchmarkResults) -> None:
+    """Batches through two stages: one after the other, and each stage on a stream of its own."""
+    stages = [stagepack.load_stage(bench.bundles[2], number, device=bench.device) for number in range(2)]
+    batches = [bench.x.clone() for _ in range(8)]
+
+    def on_one() -> list[torch.Tensor]:
+        return [stages[1](*stages[0](batch))[0] for batch in batches]
+
+    sides: dict[str, Callable[[], object]] = {"one stream": on_one}
+    if bench.device.type == "cuda":
+        sides["two streams"] = lambda: on_two_streams(stages, batches, bench.device)
+    seconds = bench.seconds(sides)
+    table = results.table("8 batches through two stages on one device", "streams", "milliseconds", "of one stream")
+    for side in sides:
+        table.add(side, seconds[side] * 1e3, seconds[side] / seconds["one stream"])
+
+
+def on_two_streams(stages: list[Any], batches: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Run each stage on a stream of its own; the second one takes a batch when the first one has made it."""
+    current, streams = torch.cuda.current_stream(device), [torch.cuda.Stream(device) for _ in stages]
+    answers = []
+    for stream in streams:
+        stream.wait_stream(current)
+    for batch in batches:
+        with torch.cuda.stream(streams[0]):
+            (hidden,) = stages[0](batch)
+            event = streams[0].record_event()
+        with torch.cuda.stream(streams[1]):
+            streams[1].wait_event(event)
+            hidden.record_stream(streams[1])
+            answers.append(stages[1](hidden)[0])
+    for stream in streams:
+        current.wait_stream(stream)
+    return answers
+
+
+def measure_serving(bench: Bench, results: BenchmarkResults) -> None:
+    """Requests of one row in a second, of 32 clients, with batching and without."""
+    torch.manual_seed(0)
+    hidden = bench.sizes.hidden
+    model = torch.nn.Sequential(*(torch.nn.Linear(hidden, hidden) for _ in range(bench.sizes.layers))).eval()
+    rows = torch.export.Dim("rows", min=1, max=64)
+    bundle = stagepack.export(
+        model,
+        (torch.randn(2, hidden),),
+        out=Path(bench.bundles[1].path).parent / "served.stagepack",
+        stages=2,
+        dynamic_shapes=({0: rows},),
+    )
+    table = results.table("Requests of one row, 32 clients", "largest batch", "requests per second", "of no batching")
+    rates = {
+        largest: requests_per_second(bundle, str(bench.device), largest, hidden, bench.sizes.requests)
+        for largest in (1, 32)
+    }
+    for largest, rate in rates.items():
+        table.add(str(largest), rate, rate / rates[1])
+
+
+def requests_per_second(bundle: Bundle, device: str, largest: int, hidden: int, request_count: int) -> float:
+    """Return how many requests a server answers in a second."""
+    tensor = {"name": bundle.edges[0].name, "datatype": "FP32", "shape": [1, hidden], "data": [0.5] * hidden}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    with server(bundle, "--device", device, "--max-batch", str(largest)) as port:
+        url = f"http://127.0.0.1:{port}/v2/models/served/infer"
+
+        def ask(count: int) -> None:
+            for _ in range(count):
+                with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
+                    answer.read()
+
+        ask(4)
+        threads = [threading.Thread(target=ask, args=(max(1, request_count // 32),)) for _ in range(32)]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return 32 * max(1, request_count // 32) / (time.perf_counter() - started)
+
+
+@contextmanager
+def server(bundle: Bundle, *options: str) -> Iterator[int]:
+    """Serve a bundle in a process; yield the port."""
+    command = [sys.executable, "-m", "stagepack", "serve", str(bundle.path), "--json", "--grpc-port", "0"]
+    process = subprocess.Popen([*command, "--http-port", "0", *options], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        lines: list[str] = []
+        while not lines or lines[-1] != "}\n":
+            lines.append(process.stdout.readline())
+            if not lines[-1]:
+                raise RuntimeError(f"the server ended with status {process.wait()}")
+        yield json.loads("".join(lines))["http_port"]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def cuda_graph(call: Callable[[], object]) -> Callable[[], object]:
+    """Return a call that replays the work of another one as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP_CALLS):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _call(module: Callable[..., object], x: torch.Tensor) -> Callable[[], object]:
+    return lambda: module(x)
+
+
+if __name__ == "__main__":
+    main()
