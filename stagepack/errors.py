@@ -38,7 +38,10 @@ class CaptureError(StagepackError):
 
 
 class UnsupportedError(StagepackError):
-    """The captured program contains something that a bundle cannot represent; the message names it. Change the model."""
+    """The captured program contains something that a bundle, or the protocol that serves it, cannot represent; the message names it.
+
+    Change the model.
+    """
 
 
 class CutError(StagepackError):

@@ -271,8 +271,14 @@ def sort_manifest(fields: Any) -> Any:
 
 
 def sort_graph(fields: Any) -> Any:
-    """The fields of a graph in the order of its one encoding."""
-    return sort_fields(fields, _GRAPH_FIELDS)
+    """The fields of a graph in the order of its one encoding. A region has its nodes before its weights, a graph after them."""
+    graph = sort_fields(fields, _GRAPH_FIELDS)
+    if isinstance(graph, dict) and isinstance(graph.get("regions"), list):
+        graph["regions"] = [
+            {"nodes": region["nodes"]} | region if isinstance(region, dict) and "nodes" in region else region
+            for region in graph["regions"]
+        ]
+    return graph
 
 
 def sort_fields(fields: Any, order: list[str]) -> Any:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import InputError
+from stagepack.errors import InputError, UnsupportedError
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
 from stagepack_serving.protocol.interface import Interface
+from tests.bundle_editor import BundleEditor
+from tests.conformance.vectors import TINY
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -130,3 +132,10 @@ def test_state_takes_turns_in_a_stage(bundles: Mapping[str, Path]) -> None:
     assert stage.state_dict()["first"].tolist() == [4.0] * 3
     stage.reset_state()
     assert stage(ones)[1].tolist() == [1.0] * 3
+
+
+def test_a_dtype_that_the_protocol_lacks_is_refused(tmp_path: Path) -> None:
+    editor = BundleEditor.copy(TINY, tmp_path / "tiny.stagepack")
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["edges"][0].update(dtype="quint8"))
+    with pytest.raises(UnsupportedError, match="no datatype for quint8"):
+        Interface(stagepack.open(editor.path).entry_point)

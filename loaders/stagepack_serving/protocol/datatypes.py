@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import numpy
 
+from stagepack.errors import UnsupportedError
+
 # Datatype of the protocol -> numpy dtype of its elements. A BF16 element is represented by its 16 bits.
 NUMPY_DTYPES: Final[Mapping[str, numpy.dtype[Any]]] = MappingProxyType(
     {
@@ -58,5 +60,14 @@ def protocol_datatype(dtype: str) -> str:
 
     Returns:
         A key of `NUMPY_DTYPES`.
+
+    Raises:
+        UnsupportedError: the protocol has no such datatype.
     """
-    return "UINT8" if dtype.startswith("float8") else _DATATYPES[dtype]
+    if dtype.startswith("float8"):
+        return "UINT8"
+    if dtype not in _DATATYPES:
+        raise UnsupportedError(
+            f"the Open Inference Protocol has no datatype for {dtype[:80]}: change the inputs and results of the model"
+        )
+    return _DATATYPES[dtype]

@@ -91,6 +91,9 @@ class Interface:
 
         Args:
             entry_point: the entry point of the bundle.
+
+        Raises:
+            UnsupportedError: the protocol has no datatype for an input or output.
         """
         self._symbols, self._guards = entry_point.symbols, entry_point.guards
         edges = {edge.name: edge for edge in entry_point.edges}
@@ -105,6 +108,8 @@ class Interface:
                 output_name = f"output.{output_name}"
             outputs[output_name] = InterfaceTensor(name=output_name, edge=edges[leaf.name])
         self.outputs: Mapping[str, InterfaceTensor] = outputs
+        for edge in self.edges:
+            protocol_datatype(edge.dtype)
 
     @property
     def edges(self) -> list[Edge]:
