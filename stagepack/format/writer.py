@@ -1,7 +1,8 @@
 """Write a bundle atomically.
 
 The files are written into a temporary folder beside the output, synchronized to disk, and the folder is renamed at the end. If the
-process dies at any moment, the output is the old bundle, or missing, or the new bundle; never a part of one.
+process dies at any moment, the output is the old bundle or the new one, never a part of one; where the system cannot exchange two
+folders, it may be missing, and the old bundle is then beside it.
 """
 
 import os
@@ -21,6 +22,7 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.codec import encode_manifest
 from stagepack.format.file_writing import Piece, synchronize, write_pieces
 from stagepack.format.manifest import File, Manifest
+from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.threads import map_in_threads
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, check_manifest, raise_problems
@@ -216,9 +218,11 @@ class BundleWriter:
         was_signed = os.path.lexists(self._out / SIGNATURE_NAME)
         try:
             # Without `overwrite`, an output that appears at this moment is not replaced: the system refuses to rename over it.
-            if self._overwrite and os.path.lexists(self._out):
-                os.rename(self._out, self._replaced_folder)
-            os.rename(self._temporary_folder, self._out)
+            is_replacing = self._overwrite and os.path.lexists(self._out)
+            if not (is_replacing and exchange_paths(self._temporary_folder, self._out)):
+                if is_replacing:
+                    os.rename(self._out, self._replaced_folder)
+                os.rename(self._temporary_folder, self._out)
             self._is_renamed = True
         # After an interrupt too, the output must be the old bundle and not missing.
         except BaseException:

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import stagepack
 from stagepack.errors import CaptureError, CutError, OutputExistsError, WriteError
+from stagepack.format import writer
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter
 from tests.bundle_editor import BundleEditor
@@ -129,6 +131,43 @@ def test_an_export_that_fails_leaves_the_old_bundle(editor: BundleEditor) -> Non
         stagepack.export(model, (torch.zeros(1, 1),), out=editor.path, overwrite=True)
     assert contents(editor.path) == before
     assert list(editor.path.parent.iterdir()) == [editor.path]
+
+
+def test_a_bundle_that_is_overwritten_is_there_at_each_moment(editor: BundleEditor, sound: Path) -> None:
+    missing, is_done = [], threading.Event()
+
+    def watch() -> None:
+        while not is_done.is_set():
+            missing.append(not (editor.path / "manifest.json").exists())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(10):
+        overwrite_with(sound, editor.path)
+    is_done.set()
+    watcher.join()
+    assert len(missing) > 100
+    assert not any(missing)
+    assert contents(editor.path) == contents(sound)
+    assert list(editor.path.parent.iterdir()) == [editor.path]
+
+
+def test_a_folder_is_overwritten_where_two_cannot_be_exchanged(
+    editor: BundleEditor, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "exchange_paths", lambda *_: False)
+    (editor / "old-file").touch()
+    overwrite_with(sound, editor.path)
+    assert contents(editor.path) == contents(sound)
+    assert list(editor.path.parent.iterdir()) == [editor.path]
+
+
+def overwrite_with(sound: Path, out: Path) -> None:
+    bundle = Bundle(sound)
+    with BundleWriter(out, overwrite=True) as bundle_writer:
+        for name, entry in bundle.files.items():
+            bundle_writer.link_file(sound / name, entry)
+        bundle_writer.finish(bundle.manifest)
 
 
 def write_half(out: Path, error: type[BaseException]) -> None:
