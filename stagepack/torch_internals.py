@@ -87,6 +87,14 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def write_count(tensor: torch.Tensor) -> int | None:
+    """Return how often operators have written the memory of a tensor, as autograd counts; None if it does not count.
+
+    It does not in inference mode. Compiled code counts, too.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
 def wrapped_attributes(tensor: torch.Tensor) -> list[str]:
     """Return the attributes of a tensor subclass that hold the tensors which it wraps; empty for other tensors.
 

@@ -134,3 +134,27 @@ def test_inputs_on_another_device_are_written_too(case: Case, tmp_path: Path) ->
     for devices in (["cpu", "cpu:0", "cpu"], ["cpu:0", "cpu", "cpu:0"]):
         pipeline = stagepack.load(bundle, devices[: len(bundle.stages)])
         assert_equal(answers(pipeline, calls), captured_answers(capture, calls))
+
+
+class Masked(torch.nn.Module):
+    """Writes the mask that it converts, which is no view of the input for integers, and trains a norm on another input."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        weights = mask.to(torch.float32)
+        weights.masked_fill_(weights > 0.5, 2.0)
+        return torch.nn.functional.batch_norm(x, mean, torch.ones_like(mean), training=True) * weights
+
+
+@torch.no_grad()
+def test_only_inputs_that_were_written_are_written_back(tmp_path: Path) -> None:
+    """Tensors whose rows are one memory cannot be written, and need not be."""
+    inputs = (torch.randn(2, 4), torch.ones(2, 4, dtype=torch.int64), torch.zeros(4))
+    bundle = stagepack.export(Masked(), inputs, out=tmp_path / "m.stagepack", stages=1)
+    x, mask, mean = torch.randn(2, 4), torch.ones(1, 4, dtype=torch.int64).expand(2, 4), torch.zeros(4)
+    expected_mean = torch.zeros(4)
+    expected = stagepack.load(bundle)(x, mask, expected_mean)
+    assert torch.equal(stagepack.load(bundle, ["cpu:0"])(x, mask, mean), expected)
+    assert torch.equal(mean, expected_mean)
+    assert not torch.equal(mean, torch.zeros(4))
+    with torch.inference_mode():
+        stagepack.load(bundle, ["cpu:0"])(x, mask.contiguous(), mean)

@@ -124,6 +124,18 @@ def test_tensors_that_share_storage_are_recognized() -> None:
         assert torch_internals.storage_identity(tensor) != torch_internals.storage_identity(other)
 
 
+def test_writes_of_a_tensor_are_counted() -> None:
+    with canary("inputs that a stage has on another device are not written when the stage writes them"):
+        tensor = torch.ones(4)
+        count = torch_internals.write_count(tensor)
+        assert count == torch_internals.write_count(tensor + 1)
+        tensor[1:].view(3).add_(1)
+        assert count is not None
+        assert torch_internals.write_count(tensor) == count + 1
+        with torch.inference_mode():
+            assert torch_internals.write_count(torch.ones(4)) is None
+
+
 def test_tensor_subclasses_name_the_tensors_that_they_wrap() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -20,7 +20,7 @@ from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.module_call import ModuleCallBody
 from stagepack_loaders.torch.output_contract import OutputContract
 from stagepack_loaders.torch.slots import register_weight, submodule
-from stagepack_loaders.torch.stage_inputs import StageInputs, move_input
+from stagepack_loaders.torch.stage_inputs import StageInputs, move_input, write_back
 from stagepack_loaders.torch.state import StageState
 from stagepack_loaders.window_plan import Residency
 
@@ -140,12 +140,13 @@ class TorchStage(Container):
             StageFailedError: an output has another type or shape than the bundle states.
         """
         moved_values = [move_input(value, self.device) for value in values]
+        write_counts = {} if torch.compiler.is_compiling() else self._inputs.write_counts(values, moved_values)
         compiled_module = self._code.compiled_module
         module = self._code.graph_module if compiled_module is None else compiled_module
         outputs: tuple[Any, ...] = module(*moved_values, *(self.weights() if weights is None else weights))
         if not torch.compiler.is_compiling():
             self._output_contract.check(moved_values, outputs)
-            self._inputs.write_back(values, moved_values)
+            write_back(values, moved_values, write_counts)
         return outputs
 
     def reason_to_stay(self) -> str:

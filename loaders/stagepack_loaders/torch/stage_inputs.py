@@ -1,6 +1,6 @@
 """Inputs of a stage on their way to its device, and back to the caller if the stage writes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from stagepack.format.graph import Graph
 from stagepack.graph.aliasing import alias_classes
+from stagepack.torch_internals import write_count
 
 
 class StageInputs:
@@ -22,23 +23,48 @@ class StageInputs:
         self._graph = graph
 
     @cached_property
-    def _written(self) -> list[int]:
-        """The positions of the inputs that the stage may write. Only needed where inputs are moved."""
-        classes = alias_classes(self._graph)
-        return [position for position, value in enumerate(self._graph.inputs) if classes.is_written(value.name)]
+    def _written(self) -> dict[int, bool]:
+        """The positions of the inputs that the stage may write, and whether torch counts its writes. Only needed where inputs are moved.
 
-    def write_back(self, values: Sequence[Any], moved_values: Sequence[Any]) -> None:
-        """Write what the stage has written into moved inputs into the inputs themselves, as a stage on their device does.
+        An operator that is a view for some arguments makes it possible: ``mask.to(torch.float32)`` is not one for integers. Norms write
+        their statistics uncounted.
+        """
+        graph, classes = self._graph, alias_classes(self._graph)
+        written = {}
+        for position, value in enumerate(graph.inputs):
+            writers = classes.writers.get(classes.representative(value.name), ())
+            if writers:
+                written[position] = all(graph.ops[graph.nodes[number].op].mutates for number in writers)
+        return written
+
+    def write_counts(self, values: Sequence[Any], moved_values: Sequence[Any]) -> dict[int, int | None]:
+        """Return the moved inputs that the stage may write, by position, with a count of their writes; None if it is not known.
 
         Args:
             values: the inputs, in order.
             moved_values: the same on the device of the stage.
         """
-        if all(moved_value is value for value, moved_value in zip(values, moved_values, strict=True)):
-            return
-        for position in self._written:
-            if moved_values[position] is not values[position]:
-                values[position].copy_(moved_values[position])
+        moved_positions = {position for position, value in enumerate(values) if moved_values[position] is not value}
+        if not moved_positions:
+            return {}
+        return {
+            position: write_count(moved_values[position]) if is_counted else None
+            for position, is_counted in self._written.items()
+            if position in moved_positions
+        }
+
+
+def write_back(values: Sequence[Any], moved_values: Sequence[Any], counts: Mapping[int, int | None]) -> None:
+    """Write what a stage has written into moved inputs into the inputs themselves, as a stage on their device does.
+
+    Args:
+        values: the inputs, in order.
+        moved_values: the same on the device of the stage.
+        counts: what `StageInputs.write_counts` has returned before the stage ran.
+    """
+    for position, count in counts.items():
+        if count is None or write_count(moved_values[position]) != count:
+            values[position].copy_(moved_values[position])
 
 
 def move_input(value: Any, device: torch.device) -> Any:
