@@ -9,8 +9,8 @@ keeps the file.
 
 What a lease does not stop, and what becomes of it:
 
-- A process that is not run for longer than the kernel waits loses the lease, as does one without memory for the copy. Its
-  calls raise a `DigestError` from then on.
+- A process that is not run for longer than the kernel waits loses the lease, as does one without memory for the copy, and one that opens
+  the file for writing itself while it holds the GIL: then the thread cannot run. Its calls raise a `DigestError` from then on.
 - ``open`` with ``O_RDONLY | O_TRUNC`` cuts a file short and breaks no lease.
 - A thread that writes into the mapped weights at the very moment when they are copied may have its write lost.
 - A child that `os.fork` makes takes leases of its own, before the fork. One that C code forks has none.
@@ -114,9 +114,6 @@ def map_with_lease(descriptor: int, file_name: str) -> mmap.mmap | None:
     with _lock:
         if _watch is None:
             _watch = _Watch()
-            os.register_at_fork(
-                before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-            )
         lease_descriptor = os.dup(descriptor)
         if not _take_lease(lease_descriptor, _watch):
             os.close(lease_descriptor)
@@ -230,14 +227,13 @@ def _end(lease: _Lease) -> None:
 def _before_fork() -> None:
     """Take leases for the child. Until it has a thread of its own, the kernel tells this process, and waits for the child."""
     _lock.acquire()
-    assert _watch is not None
     for lease in list(_leases):
         memory = lease.memory()
         if memory is None:
             continue
         with contextlib.suppress(OSError):
             child_descriptor = os.open(f"/proc/self/fd/{lease.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-            if _take_lease(child_descriptor, _watch):
+            if _watch is not None and _take_lease(child_descriptor, _watch):
                 _forking.append((lease, memory, child_descriptor))
                 continue
             os.close(child_descriptor)
@@ -254,8 +250,9 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     global _watch
     try:
-        _watch = _Watch()
+        _watch = None
         for lease, _, child_descriptor in _forking:
+            _watch = _watch or _Watch()
             os.close(lease.descriptor)
             lease.descriptor = child_descriptor
             _set_owner(child_descriptor, _watch)
@@ -264,3 +261,6 @@ def _after_fork_in_child() -> None:
         _lock.release()
     # The parent was told of these.
     _detach_broken()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

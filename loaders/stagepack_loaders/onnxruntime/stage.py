@@ -128,11 +128,11 @@ class OnnxRuntimeStage(CallableStage):
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers, by their names in the model.
 
-        They are numpy arrays: copies of buffers that calls write, all others read-only. With ``copy=True`` they are read from the weight
-        files again, and compared with their digests if they were at loading.
+        They are numpy arrays: copies of buffers that calls write, all others read-only. With ``copy=True``, or if files are not mapped,
+        they are read from the weight files again, and compared with their digests if they were at loading.
 
         Raises:
-            DigestError: with ``copy=True``, a weight file has been changed since the stage was loaded.
+            DigestError: a weight file that is read again has been changed since the stage was loaded.
         """
         state_entries: dict[str, Any] = {}
         for weight, array in self._weights:
