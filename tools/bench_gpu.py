@@ -51,7 +51,7 @@ class Sizes:
 
 
 SIZES = {
-    "full": Sizes(layers=12, hidden=2048, batch=4, sequence=512, calls=30, requests=400),
+    "full": Sizes(layers=12, hidden=2048, batch=4, sequence=512, calls=30, requests=1600),
     "tiny": Sizes(layers=8, hidden=64, batch=2, sequence=8, calls=3, requests=8),
 }
 
@@ -78,29 +78,38 @@ class Bench:
     """The model, its bundles and its input.
 
     Attributes:
+        device: the device.
+        sizes: the sizes of the model and of the measurements.
+        folder: a folder for bundles.
         model: the model, on the device.
-        bundles: its bundle by the number of stages.
         x: an input on the device.
+        program: the captured program.
     """
 
     def __init__(self, folder: Path, device: torch.device, sizes: Sizes) -> None:
-        """Make the model, and write a bundle for each number of stages."""
+        """Make the model, and capture it."""
         torch.manual_seed(0)
-        self.device, self.sizes, self._folder = device, sizes, folder
+        self.device, self.sizes, self.folder = device, sizes, folder
         blocks = [Block(sizes.hidden).to(device, torch.bfloat16) for _ in range(sizes.layers)]
         self.model = torch.nn.Sequential(*blocks).eval().requires_grad_(False)
         self.x = torch.randn(sizes.batch, sizes.sequence, sizes.hidden, device=device, dtype=torch.bfloat16)
         self.program = torch.export.export(self.model, (self.x,)).module()
-        first = stagepack.export(self.model, (self.x,), out=folder / "1.stagepack", stages=1)
-        self.bundles: dict[int, Bundle] = {1: first}
-        for stage_count in STAGE_COUNTS[1:]:
-            self.bundles[stage_count] = stagepack.recut(
-                first, out=folder / f"{stage_count}.stagepack", stages=stage_count
+        self._bundles: dict[int, Bundle] = {}
+
+    def bundle(self, stage_count: int) -> Bundle:
+        """Return the model in some stages, which is written when it is first needed."""
+        if stage_count not in self._bundles:
+            out = self.folder / f"{stage_count}.stagepack"
+            self._bundles[stage_count] = (
+                stagepack.export(self.model, (self.x,), out=out, stages=1)
+                if stage_count == 1
+                else stagepack.recut(self.bundle(1), out=out, stages=stage_count)
             )
+        return self._bundles[stage_count]
 
     def load(self, stage_count: int, **options: Any) -> Any:
         """Return a pipeline on the device."""
-        return stagepack.load(self.bundles[stage_count], [str(self.device)], **options)
+        return stagepack.load(self.bundle(stage_count), [str(self.device)], **options)
 
     def wait(self) -> None:
         """Return when the device has finished."""
@@ -186,7 +195,7 @@ def measure_memory(bench: Bench, results: BenchmarkResults) -> None:
         bench.wait()
         before = device_bytes(bench.device)
         pipeline = bench.load(count)
-        weight_bytes = sum(stage.weight_bytes for stage in bench.bundles[count].stages)
+        weight_bytes = sum(stage.weight_bytes for stage in bench.bundle(count).stages)
         loaded = device_bytes(bench.device) - before
         if bench.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(bench.device)
@@ -206,7 +215,7 @@ def device_bytes(device: torch.device, *, highest: bool = False) -> int:
 
 def measure_streams(bench: Bench, results: BenchmarkResults) -> None:
     """Batches through two stages: one after the other, and each stage on a stream of its own."""
-    stages = [stagepack.load_stage(bench.bundles[2], number, device=bench.device) for number in range(2)]
+    stages = [stagepack.load_stage(bench.bundle(2), number, device=bench.device) for number in range(2)]
     batches = [bench.x.clone() for _ in range(8)]
 
     def on_one() -> list[torch.Tensor]:
@@ -249,7 +258,7 @@ def measure_serving(bench: Bench, results: BenchmarkResults) -> None:
     bundle = stagepack.export(
         model,
         (torch.randn(2, hidden),),
-        out=Path(bench.bundles[1].path).parent / "served.stagepack",
+        out=bench.folder / "served.stagepack",
         stages=2,
         dynamic_shapes=({0: rows},),
     )

@@ -90,17 +90,15 @@ def steps_of(device: str, size: str, folder: Path) -> list[Step]:
     def benchmark(name: str, seconds: int, *arguments: str) -> Step:
         return Step(name=name, arguments=("-m", *arguments, "--json", str(folder / f"{name}.json")), seconds=seconds)
 
-    def stages(part: str, seconds: int) -> Step:
-        return benchmark(part, seconds, "tools.bench_gpu", part, "--device", device, "--size", size)
+    def stages(name: str, seconds: int, *parts: str) -> Step:
+        return benchmark(name, seconds, "tools.bench_gpu", *parts, "--device", device, "--size", size)
 
     return [
         Step(name="tests", arguments=("-m", "pytest", "-m", "gpu", "tests/gpu", *options, *outcomes), seconds=160),
-        stages("cut", 100),
+        stages("stages", 150, "memory", "cut", "streams"),
         benchmark("load", 80, "tools.bench_gpu_load", "--device", device, *load_sizes, *loaders),
-        stages("memory", 30),
-        stages("streams", 30),
         benchmark("compile", 170, "tools.bench_compile", "--device", device.partition(":")[0], "--size", size),
-        stages("serving", 50),
+        stages("serving", 50, "serving"),
     ]
 
 
