@@ -70,8 +70,8 @@ class DeviceError(StagepackError):
 class OperatorError(StagepackError):
     """A runtime cannot run an operator of the bundle: it has no such operator, has another version of it, or may not run it.
 
-    Import the library that registers the operator and allow its namespace by ``allow_ops``, install the version of torch that the
-    message names, or choose another runtime.
+    Import the library that registers the operator, allow its namespace or the operator by ``allow_ops``, install the version of torch
+    that the message names, or choose another runtime.
     """
 
 

@@ -18,6 +18,7 @@ from stagepack.capture.pretrained_model import is_transformers_model, model_file
 from stagepack.capture.programs import Capture
 from stagepack.capture.source_argument import FORWARD
 from stagepack.errors import CaptureError
+from stagepack.export_warnings import warn_of_lost_backward, warn_of_training_mode, warn_of_unlisted_operators
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import Producer
 from stagepack.format.reader import Bundle
@@ -32,7 +33,6 @@ from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.training_mode import warn_of_lost_backward, warn_of_training_mode
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -150,6 +150,7 @@ def export_entry_points(
             program = program.without_unused_weights()
         warn_of_training_mode(capture, program, _written_weights(program))
         warn_of_lost_backward(capture)
+        warn_of_unlisted_operators(capture, program.graph)
         if len(captures) > 1:
             program = program.with_constant_prefix(f"{name}.")
         progress(_step("cut", name, captures))

@@ -20,6 +20,7 @@ from stagepack.capture.source import capture_source
 from stagepack.capture.source_argument import capture_with_checkpoint
 from stagepack.errors import ExportWarning, OptionError
 from stagepack.exporter import export_capture, export_entry_points
+from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
@@ -107,7 +108,7 @@ def export(
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
         rtol: with `onnx`: the tolerance of the comparison with torch, see `stagepack.add_onnx`.
         atol: likewise.
-        allow_ops: with `graph_from`: the namespaces of custom operators of that bundle that may run.
+        allow_ops: with `graph_from`: as for `stagepack.load`.
         overwrite: replace a bundle that exists at `out`.
 
     Returns:
@@ -264,8 +265,8 @@ def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle
     from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
 
     for entry_point in bundle.entry_points:
-        namespaces = {namespace for stage in entry_point.stages for namespace in stage.namespaces}
-        conversion = add_onnx(Bundle(bundle.path).select(entry_point.name), allow_ops=namespaces, rtol=rtol, atol=atol)
+        selected = Bundle(bundle.path).select(entry_point.name)
+        conversion = add_onnx(selected, allow_ops=bundle_permissions(selected), rtol=rtol, atol=atol)
         prefix = f"{entry_point.name}, " if len(bundle.entry_points) > 1 else ""
         for stage_number, reason in conversion.torch_only.items():
             warnings.warn(f"{prefix}stage {stage_number} runs in torch only: {reason}", ExportWarning, stacklevel=3)

@@ -42,6 +42,24 @@ def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:
     return operator._schema
 
 
+def dispatched_operators() -> dict[str, OperatorOverload]:
+    """Return the operators of ATen and prims that the dispatcher of torch can call, by their qualified names.
+
+    ``torch.ops`` lists only those that were used before, and among them those of TorchScript alone. Inductor adds to prims.
+    """
+    importlib.import_module("torch._inductor.inductor_prims")
+    operators = {}
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, packet_name = schema.name.split("::")
+        suffix = f".{schema.overload_name}" if schema.overload_name else ""
+        if namespace in ("aten", "prims") and torch._C._dispatch_has_kernel(schema.name + suffix):
+            packet = getattr(getattr(torch.ops, namespace), packet_name)
+            operators[f"{namespace}.{packet_name}.{schema.overload_name or 'default'}"] = getattr(
+                packet, schema.overload_name or "default"
+            )
+    return operators
+
+
 def has_flop_formula(operator: object) -> bool:
     """Return whether torch's FLOP counter has a formula for an operator, its own or one that a user registered.
 

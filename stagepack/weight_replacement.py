@@ -57,7 +57,7 @@ def replace_weights(
         bundle: the bundle that has the graphs.
         source: a checkpoint, see `stagepack.capture.checkpoint.read_checkpoint`, or a Hugging Face folder or hub name.
         out: the folder to write.
-        allow_ops: the namespaces of custom operators that may run, for the answer to the example.
+        allow_ops: as for `stagepack.load`, for the answer to the example.
         overwrite: replace a bundle that exists at `out`.
         needed_names: the weights that the source must have; others may stay those of the bundle. None for all parameters and buffers.
         progress: called with the name of each step before it begins.

@@ -137,7 +137,12 @@ def _minilm(folder: Path, commands: Path) -> None:
 def _check_content(wheel: Path) -> None:
     """Compare the wheel with the tree."""
     packages = {"stagepack": ROOT, "stagepack_loaders": ROOT / "loaders"}
-    expected = {str(path.relative_to(root)) for name, root in packages.items() for path in (root / name).rglob("*.py")}
+    expected = {
+        str(path.relative_to(root))
+        for name, root in packages.items()
+        for pattern in ("*.py", "*.txt")
+        for path in (root / name).rglob(pattern)
+    }
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     if missing := expected - found:
         raise SystemExit(f"the wheel lacks {sorted(missing)}")

@@ -207,7 +207,7 @@ class PrepareOptions:
     """What the caller of `load` or `load_stage` asks of a runtime.
 
     Attributes:
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: namespaces of custom operators, and operators of ATen and prims that do not run by default, that may run.
         modules: run by calls of the model's modules; only for a runtime with `runs_modules`.
         types: classes that arguments and results of modules may be built of.
         dense_inputs: values from other stages may be contiguous where those of the capture were not.

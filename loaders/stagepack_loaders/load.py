@@ -104,7 +104,8 @@ def load(
         runtime: the name of the runtime that executes the stages, such as ``"torch"`` or ``"onnxruntime"``; or a list with a name for
             each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch.
         types: classes to build results of, where the bundle names them; other such results are dicts of their fields.
-        allow_ops: namespaces of custom operators that may run; their library must be imported already.
+        allow_ops: namespaces of custom operators that may run, whose library must be imported already, and operators of ATen and prims
+            that do not run by default, such as ``aten._foreach_add``.
         verify: how much is compared with the digests that the manifest lists. ``"full"``: every file, weights before anything is
             computed with them. ``"manifest"``: the manifest, graphs and ONNX files; of weight files the size and the header.
             ``"off"``: as ``"manifest"``, but no digest of a graph or an ONNX file, for files that were edited on purpose. The rules of

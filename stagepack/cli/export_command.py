@@ -15,8 +15,9 @@ from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import BundleType, PathType
-from stagepack.cli.run_options import custom_namespaces, dtype_option, json_option, replay, tolerance_options
+from stagepack.cli.run_options import dtype_option, json_option, replay, tolerance_options
 from stagepack.cli.termination import orderly_termination
+from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
@@ -93,8 +94,8 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-ops",
     multiple=True,
-    metavar="NAMESPACE",
-    help="With --graph-from: namespace of custom operators that may run.",
+    metavar="NAME",
+    help="With --graph-from: namespace of custom operators, or operator of ATen that does not run by default, that may run.",
 )
 @cut_option_flags
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also add ONNX files, as 'stagepack onnx' does.")
@@ -192,7 +193,7 @@ def command(
         next_step("replaying the example")
         # A bundle that gave its graphs may have no example.
         difference = max(
-            replay(selected, allow_ops=custom_namespaces(selected)).largest if selected.example else 0.0
+            replay(selected, allow_ops=bundle_permissions(selected)).largest if selected.example else 0.0
             for selected in each_entry_point(bundle)
         )
         onnx_facts: list[dict[str, Any]] = []
@@ -200,7 +201,7 @@ def command(
             for selected in each_entry_point(bundle):
                 conversion = add_onnx(
                     Bundle(selected.path).select(selected.entry_point.name),
-                    allow_ops=custom_namespaces(selected),
+                    allow_ops=bundle_permissions(selected),
                     rtol=rtol,
                     atol=atol,
                     progress=next_step,

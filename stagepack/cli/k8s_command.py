@@ -228,10 +228,10 @@ class _Options:
 @click.option(
     "--allow-ops",
     multiple=True,
-    metavar="NAMESPACE",
+    metavar="NAME",
     show_default="none",
     callback=_check_printable,
-    help="Allow the custom operators of this namespace to run. Repeatable.",
+    help="Allow the custom operators of this namespace, or this operator of ATen that does not run by default, to run. Repeatable.",
 )
 @click.option(
     "--import",

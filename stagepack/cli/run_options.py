@@ -134,7 +134,7 @@ def device_memory_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def operator_options(function: Callable[..., Any], *, pass_imports: bool = False) -> Callable[..., Any]:
-    """Add the options for custom operators: `--allow-ops`, passed as `allow_ops`, and `--import`.
+    """Add the options for operators that do not run by default: `--allow-ops`, passed as `allow_ops`, and `--import`.
 
     The modules are imported while the command line is parsed, since they may register the runtime that another option names. With
     `pass_imports` their names are passed as `imports`.
@@ -142,9 +142,9 @@ def operator_options(function: Callable[..., Any], *, pass_imports: bool = False
     allow_option = click.option(
         "--allow-ops",
         multiple=True,
-        metavar="NAMESPACE",
+        metavar="NAME",
         show_default="none",
-        help="Allow the custom operators of this namespace to run. Repeatable.",
+        help="Allow the custom operators of this namespace, or this operator of ATen that does not run by default, to run. Repeatable.",
     )
     import_option = click.option(
         "--import",
@@ -262,11 +262,6 @@ def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
     if not all(find_runtime(runtime_name).compiles for runtime_name in runtimes):
         compiling_runtimes = " or ".join(runtime.name for runtime in registered_runtimes() if runtime.compiles)
         raise click.UsageError(f"{flag} requires the runtime {compiling_runtimes} for all stages: leave out --runtime")
-
-
-def custom_namespaces(bundle: Bundle) -> list[str]:
-    """Return the namespaces of the custom operators in a bundle."""
-    return sorted({namespace for stage in bundle.stages for namespace in stage.namespaces})
 
 
 def dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:

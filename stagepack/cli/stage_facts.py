@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from stagepack.cli.output import print_table
+from stagepack.cli.output import print_line, print_table
 from stagepack.cli.quantities import format_flops
 from stagepack.format.graph import Graph
+from stagepack.format.operator_permissions import needed_permissions
 from stagepack.format.shapes import format_shape
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.repeat_search import find_repeats
@@ -44,6 +45,7 @@ def stage_graph_facts(graph: Graph, stage_number: int) -> dict[str, Any]:
             }
             for weight in graph.weights
         ],
+        "allow_ops": sorted(needed_permissions([graph])),
     }
 
 
@@ -87,3 +89,5 @@ def print_stage_graph(facts: dict[str, Any]) -> None:
         for weight in facts["weights"]
     ]
     print_table("weights", ["name", "kind", "value"], weight_rows)
+    if facts["allow_ops"]:
+        print_line(f"stage {facts['stage']} needs --allow-ops {' --allow-ops '.join(facts['allow_ops'])}")

@@ -3,6 +3,8 @@
 import re
 from typing import Final
 
+from stagepack.format.operator_list import DENIED, operator_verdict
+
 # Python functions of symbolic scalars. A loader has a table from these names to the functions; it imports nothing by name.
 PYTHON_OPERATORS: Final = (
     frozenset(
@@ -46,47 +48,11 @@ HIGHER_ORDER_OPERATORS: Final = frozenset(
     for operator in ["cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention", "invoke_subgraph"]
 )
 
-# Namespaces that are always allowed. Operators of other namespaces run only if the caller names the namespace.
+# Namespaces whose operators are judged one by one. Operators of other namespaces run only if the caller names the namespace.
 ALLOWED_NAMESPACES: Final = frozenset({"aten", "prims", "operator", "math", "torch", "higher_order"})
 
-# ATen operators that reach files, other processes, memory past the end of a tensor, or the state of the process. `_reshape_alias` makes
-# views of any size, past the end of the memory.
-DENIED_OPERATORS: Final = frozenset(
-    {
-        "aten.from_file",
-        "aten.save",
-        "aten.set_",
-        "aten.set",
-        "aten.set_data",
-        "aten.record_stream",
-        "aten._print",
-        "aten.warn",
-        "aten.wait",
-        "aten.to_here",
-        "aten.manual_seed",
-        "aten.seed",
-        "aten.set_grad_enabled",
-        "aten._cufft_set_plan_cache_max_size",
-        "aten._cufft_clear_plan_cache",
-        "aten._local_scalar_dense_async",
-        "aten._sparse_coo_tensor_unsafe",
-        "aten._sparse_compressed_tensor_unsafe",
-        "aten._sparse_csr_tensor_unsafe",
-        "aten._sparse_csc_tensor_unsafe",
-        "aten._sparse_bsr_tensor_unsafe",
-        "aten._sparse_bsc_tensor_unsafe",
-        "aten._pin_memory",
-        "aten.pin_memory",
-        "aten._reshape_alias",
-        "aten._reshape_alias_copy",
-        "aten._nested_view_from_buffer",
-        "aten._nested_view_from_buffer_copy",
-        "aten._test_warn_in_autograd",
-    }
-)
-
 # Namespaces whose operators have no overloads.
-_FUNCTION_NAMESPACES: Final = frozenset({"operator", "math", "torch", "higher_order"})
+FUNCTION_NAMESPACES: Final = frozenset({"operator", "math", "torch", "higher_order"})
 _OPERATOR_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
 
 
@@ -97,15 +63,15 @@ def operator_namespace(operator_name: str) -> str:
 
 def is_operator_name(operator_name: str) -> bool:
     """Whether a name has the form ``namespace.name.overload``, or ``namespace.name`` in the namespaces without overloads (G10)."""
-    dot_count = 1 if operator_namespace(operator_name) in _FUNCTION_NAMESPACES else 2
+    dot_count = 1 if operator_namespace(operator_name) in FUNCTION_NAMESPACES else 2
     return _OPERATOR_NAME.fullmatch(operator_name) is not None and operator_name.count(".") == dot_count
 
 
 def is_denied_operator(operator_name: str) -> bool:
     """Whether no bundle may use an operator (G11).
 
-    In the namespaces without overloads these are all operators but the listed ones; in the other namespaces the listed ones.
+    In the namespaces without overloads these are all operators but the listed ones; in the other namespaces the denied ones.
     """
-    if operator_namespace(operator_name) in _FUNCTION_NAMESPACES:
+    if operator_namespace(operator_name) in FUNCTION_NAMESPACES:
         return operator_name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
-    return ".".join(operator_name.split(".")[:2]) in DENIED_OPERATORS
+    return operator_verdict(operator_name) == DENIED

@@ -53,7 +53,7 @@ def add_onnx(
     Args:
         bundle: the folder of a bundle, or an opened bundle, at the entry point that is converted. It is replaced when all models are
             written and checked.
-        allow_ops: namespaces of custom operators that may run while a stage is traced.
+        allow_ops: as for `stagepack.load`.
         rtol: the difference that is allowed relative to each value, in the place of that of the dtype; nothing is then computed
             in float64. Integers must be equal all the same.
         atol: the absolute difference that is allowed in addition, likewise.

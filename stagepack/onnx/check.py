@@ -77,7 +77,7 @@ def check_stages(
 
     Args:
         bundle: the bundle, with ONNX models.
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
         tolerance: the only tolerance, in the place of all that.
 
     Yields:

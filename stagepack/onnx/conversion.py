@@ -34,7 +34,7 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
     Args:
         bundle: the bundle, whose digests are checked.
         stage_number: the stage to convert.
-        allow_ops: namespaces of custom operators that may run while the stage is traced.
+        allow_ops: as for `stagepack.load`.
 
     Returns:
         The content of the files, or the reason why the stage has no ONNX form.

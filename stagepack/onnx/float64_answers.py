@@ -35,7 +35,7 @@ def float64_answers(
         bundle: the bundle.
         stage_number: the stage.
         inputs: its inputs, as it takes them in its own precision.
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
 
     Returns:
         The outputs by the names of their edges; nothing if the stage cannot run in float64, for example because an operator has no

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 import stagepack
 from stagepack.cli.profile_command import make_profile
-from stagepack.cli.run_options import custom_namespaces
 from stagepack.errors import CutError, InputError, WriteError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Value
+from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.reader import Bundle
 from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts, graph_costs
 from stagepack.partition.cut_options import CutOptions
@@ -65,7 +65,7 @@ def profile(napping: Bundle) -> Profile:
 
 def measured(bundle: Bundle, runs: int = 1) -> Profile:
     """The profile of a bundle on this machine."""
-    return make_profile(bundle, measure_bundle(bundle, allow_ops=custom_namespaces(bundle), runs=runs), runs)
+    return make_profile(bundle, measure_bundle(bundle, allow_ops=bundle_permissions(bundle), runs=runs), runs)
 
 
 def test_each_node_has_the_time_that_it_takes(napping: Bundle, profile: Profile) -> None:

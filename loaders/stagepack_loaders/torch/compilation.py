@@ -61,7 +61,7 @@ def compile_ahead(
         bundle: the folder of the bundle, its URL, or an opened bundle.
         out: the folder to write; it must not exist.
         device: a device of the kind that the code will run on.
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
         progress: called with a line before each unit.
 
     Returns:

@@ -80,7 +80,7 @@ def measure_bundle(
         bundle: the bundle.
         devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
         inputs_file: a safetensors file with the inputs; None for the recorded example.
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
         runs: how many runs count.
         progress: called with a line before each stage.
 

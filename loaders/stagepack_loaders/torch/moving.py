@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from stagepack.errors import DeviceError
+from stagepack.format.operator_permissions import needed_permissions
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.devices import typed_memory_errors
@@ -26,9 +27,7 @@ def move_stages(bundle: Bundle, stages: Mapping[int, TorchStage], placement: Map
             not enough memory.
         DigestError: the weights of a stage are still arriving, and differ from those that the manifest lists.
     """
-    options = PrepareOptions(
-        allow_ops={namespace for number in stages for namespace in bundle.stages[number].namespaces}
-    )
+    options = PrepareOptions(allow_ops=needed_permissions(stage.graph for stage in stages.values()))
     for stage_number, stage in stages.items():
         if reason := stage.reason_to_stay():
             raise DeviceError(f"stage {stage_number} cannot be moved: {reason}: load the bundle again with devices=")

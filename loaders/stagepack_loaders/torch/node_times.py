@@ -63,7 +63,7 @@ def with_node_timer(
     Args:
         stage: the stage.
         wait: returns when the work of its device is finished.
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
 
     Raises:
         OperatorError: see `prepare_stages`.

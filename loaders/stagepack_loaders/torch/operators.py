@@ -1,6 +1,7 @@
 """The operators of a graph in the torch that runs here.
 
-Allowed are ATen and prims, the closed sets of Python and higher-order operators, and the namespaces that the caller names.
+Allowed are the operators of ATen and prims that are judged to be harmless, the closed sets of Python and higher-order operators, and what
+the caller names.
 """
 
 import functools
@@ -14,9 +15,13 @@ import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.graph import Op
+from stagepack.format.operator_list import REASONS, operator_verdict
+from stagepack.format.operator_permissions import is_permitted, needed_permission
 from stagepack.format.operator_schema import is_backward_compatible, parse_schema
 from stagepack.format.operators import ALLOWED_NAMESPACES, is_denied_operator, operator_namespace
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
+from stagepack_loaders.torch.argument_guards import guarded_operator
+from stagepack_loaders.torch.bounded_integers import BOUNDED_OPERATORS
 
 _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
 
@@ -26,12 +31,11 @@ def resolve_operators(op_table: Iterable[Op], allow_ops: Collection[str], graph_
 
     Args:
         op_table: the table.
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: namespaces of custom operators that may run, and operators of ATen and prims that do not run by default.
         graph_name: the name of the graph file, for messages.
 
     Raises:
-        OperatorError: operators are missing here, denied, of a namespace that is not allowed, or have another schema; all of them are
-            named.
+        OperatorError: operators are missing here, denied, not allowed by the caller, or have another schema; all of them are named.
     """
     operators = []
     problems = []
@@ -86,7 +90,8 @@ class _Parameter(NamedTuple):
 @functools.cache
 def _parameters(target: Callable[..., Any]) -> list[_Parameter]:
     """The parameters of an operator, in order."""
-    if isinstance(target, OperatorOverload):
+    overload = inspect.unwrap(target)
+    if isinstance(overload, OperatorOverload):
         return [
             _Parameter(
                 argument.name,
@@ -94,7 +99,7 @@ def _parameters(target: Callable[..., Any]) -> list[_Parameter]:
                 by_name=True,
                 is_required=not argument.has_default_value(),
             )
-            for argument in operator_schema(target).arguments
+            for argument in operator_schema(overload).arguments
         ]
     return [
         _Parameter(
@@ -111,12 +116,17 @@ def _resolve(op: Op, allowed: Collection[str]) -> Callable[..., Any]:
     namespace = operator_namespace(op.name)
     if is_denied_operator(op.name):
         raise OperatorError(f"the operator {op.name} is not allowed in a bundle [G11]")
-    if namespace not in ALLOWED_NAMESPACES and namespace not in allowed:
-        raise OperatorError(
-            f"the operator {op.name} is of the namespace {namespace!r}: "
-            f"allow it with allow_ops=[{namespace!r}] (--allow-ops {namespace})"
-        )
-    return _python_operator(op.name) if namespace in _PYTHON_NAMESPACES else _overload(op)
+    if namespace in _PYTHON_NAMESPACES:
+        return BOUNDED_OPERATORS.get(op.name) or _python_operator(op.name)
+    permission = None if is_permitted(op.name, allowed) else needed_permission(op.name)
+    hint = f"allow it with allow_ops=[{permission!r}] (--allow-ops {permission})"
+    if permission == namespace:
+        raise OperatorError(f"the operator {op.name} is of the namespace {namespace!r}: {hint}")
+    overload = _overload(op)
+    if permission is not None:
+        reason = REASONS.get(operator_verdict(op.name) or "", "is not judged in this version of stagepack")
+        raise OperatorError(f"the operator {op.name} {reason} [G11]: {hint}")
+    return guarded_operator(overload)
 
 
 def _python_operator(operator_name: str) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ class TrainingOptions:
         microbatches: the number of microbatches.
         schedule: the name of the schedule.
         types: classes to build the result of the model of.
-        allow_ops: the namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
         modules: the stages run by the modules of the model, which the caller may replace.
         recompute: what is computed again in the backward pass.
         seed: the seed of the first microbatch.
@@ -71,7 +71,7 @@ class Training:
         rank: the number of this process.
         process_count: the number of processes, of all pipelines.
         group: these processes; None for all.
-        allow_ops: the namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
         steps: the number of steps so far.
     """
 

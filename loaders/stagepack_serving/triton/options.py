@@ -24,7 +24,7 @@ class RepositoryOptions:
         batching_delay: the time that a request waits for others to join its batch, in seconds.
         max_sequences: the number of sequences whose state a stage keeps.
         sequence_idle: the time without requests after which a sequence is evicted, in seconds.
-        allow_ops: namespaces of custom operators that may run.
+        allow_ops: as for `stagepack.load`.
         imports: modules that register custom operators.
         copy: whether to copy the files of the bundle; else they are hard links.
     """

@@ -1,9 +1,12 @@
-"""Warnings for models that are exported in training mode by mistake, and for those that cannot be trained as they are."""
+"""Warnings for models exported in training mode by mistake, those that cannot be trained, and those that need `allow_ops` to be loaded."""
 
 import warnings
 
 from stagepack.capture.programs import Capture
 from stagepack.errors import ExportWarning
+from stagepack.format.graph import Graph
+from stagepack.format.operator_permissions import needed_permissions
+from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.linearize import LinearizedProgram
 
 _SHOWN_MODULES = 3
@@ -56,6 +59,26 @@ def warn_of_lost_backward(capture: Capture) -> None:
             "torch.export keeps what forward of a torch.autograd.Function does, and drops its backward. The bundle answers as the model "
             "does, but stagepack.train would use the gradients of forward. To train it, register the function as an operator, by "
             "torch.library.custom_op and register_autograd",
+            ExportWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_unlisted_operators(capture: Capture, graph: Graph) -> None:
+    """Warn if a model uses operators of ATen or prims that loaders do not run by default.
+
+    Args:
+        capture: the captured model.
+        graph: its graph.
+    """
+    permissions = sorted(
+        permission for permission in needed_permissions([graph]) if operator_namespace(permission) in ALLOWED_NAMESPACES
+    )
+    if permissions:
+        model_name = "the program" if capture.model is None else type(capture.model).__name__
+        warnings.warn(
+            f"{model_name} uses {_shown(permissions)}, which loaders do not run by default: whoever loads the bundle passes "
+            f"allow_ops={permissions}",
             ExportWarning,
             stacklevel=2,
         )

@@ -1,0 +1,142 @@
+"""Checks of arguments before operators that end the process when the shapes of their arguments do not fit each other.
+
+torch reads past the end of such tensors. Models need these operators, so they run by default, and each call is checked.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from stagepack.torch_internals import OperatorOverload, operator_schema
+
+_Arguments = Mapping[str, Any]
+
+
+@functools.cache
+def guarded_operator(operator: OperatorOverload) -> Callable[..., Any]:
+    """Return a function that checks the arguments of an operator and then calls it; the operator itself if it needs no check.
+
+    The function raises ValueError if arguments do not fit. Its ``__wrapped__`` is the operator.
+    """
+    check_arguments = ARGUMENT_CHECKS.get(str(operator))
+    if check_arguments is None:
+        return operator
+    parameter_names = [argument.name for argument in operator_schema(operator).arguments]
+
+    def call_checked(*args: Any, **kwargs: Any) -> Any:
+        check_arguments({**dict(zip(parameter_names, args, strict=False)), **kwargs})
+        return operator(*args, **kwargs)
+
+    call_checked.__wrapped__ = operator  # type: ignore[attr-defined]
+    return call_checked
+
+
+def _check_lstm(arguments: _Arguments) -> None:
+    hidden, cell = _expect_items("hx", arguments["hx"], 2)
+    _check_recurrent(arguments, hidden, cell.size(-1), gates=4)
+    _expect_shape("hx[1]", cell, [*hidden.shape[:-1], cell.size(-1)])
+    _expect_dtype("hx[1]", cell, arguments["input"])
+
+
+def _check_gru(arguments: _Arguments) -> None:
+    _check_recurrent(arguments, arguments["hx"], arguments["hx"].size(-1), gates=3)
+
+
+def _check_rnn(arguments: _Arguments) -> None:
+    _check_recurrent(arguments, arguments["hx"], arguments["hx"].size(-1), gates=1)
+
+
+def _check_recurrent(arguments: _Arguments, hidden: torch.Tensor, cell_size: int, gates: int) -> None:
+    """Check the arguments that all recurrent layers have.
+
+    Args:
+        arguments: the arguments by name.
+        hidden: the hidden state, [layers * directions, batch, hidden].
+        cell_size: the size of the cell; it differs from that of the hidden state where that is projected.
+        gates: how many gates a cell has.
+    """
+    layer_input = arguments["input"]
+    if layer_input.dim() != 3 or hidden.dim() != 3:
+        raise ValueError(f"expected 3 dimensions, found {layer_input.dim()} and {hidden.dim()}")
+    batch_size = layer_input.size(0 if arguments["batch_first"] else 1)
+    direction_count = 2 if arguments["bidirectional"] else 1
+    hidden_size, run_count = hidden.size(2), arguments["num_layers"] * direction_count
+    _expect_shape("hx", hidden, [run_count, batch_size, hidden_size])
+    is_projected = hidden_size != cell_size
+    weight_count = 2 + 2 * arguments["has_biases"] + is_projected
+    params = _expect_items("params", arguments["params"], run_count * weight_count)
+    for run_index in range(run_count):
+        width = layer_input.size(2) if run_index < direction_count else hidden_size * direction_count
+        shapes = [[gates * cell_size, width], [gates * cell_size, hidden_size]]
+        if arguments["has_biases"]:
+            shapes += [[gates * cell_size]] * 2
+        if is_projected:
+            shapes.append([hidden_size, cell_size])
+        for index, shape in enumerate(shapes, run_index * weight_count):
+            _expect_shape(f"params[{index}]", params[index], shape)
+    for name, tensor in (("hx", hidden), *((f"params[{index}]", tensor) for index, tensor in enumerate(params))):
+        _expect_dtype(name, tensor, layer_input)
+
+
+def _check_weight_norm(arguments: _Arguments) -> None:
+    v, dim = arguments["v"], arguments.get("dim", 0)
+    if dim not in (0, v.dim() - 1):
+        return  # computed by operators that check
+    if v.dim() == 0 or v.numel() == 0:
+        raise ValueError(f"v: expected at least one dimension and no size 0, found {list(v.shape)}")
+    _expect_shape("g", arguments["g"], [v.size(dim) if index == dim else 1 for index in range(v.dim())])
+
+
+def _check_batch_norm(arguments: _Arguments) -> None:
+    batch = arguments["input"]
+    if batch.dim() < 2:
+        raise ValueError(f"input: expected at least 2 dimensions, found {batch.dim()}")
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if arguments.get(name) is not None:
+            _expect_shape(name, arguments[name], [batch.size(1)])
+
+
+def _check_fourier_transform(arguments: _Arguments) -> None:
+    normalization = arguments["normalization"]
+    if normalization not in (0, 1, 2):
+        raise ValueError(f"normalization: expected 0, 1 or 2, found {normalization}")
+
+
+def _expect_items(name: str, tensors: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor]:
+    if len(tensors) != count:
+        raise ValueError(f"{name}: expected {count} tensors, found {len(tensors)}")
+    return tensors
+
+
+def _expect_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    if list(tensor.shape) != list(shape):
+        raise ValueError(f"{name}: expected the shape {list(shape)}, found {list(tensor.shape)}")
+
+
+def _expect_dtype(name: str, tensor: torch.Tensor, reference: torch.Tensor) -> None:
+    # Autocast makes the dtypes equal inside of the call.
+    if tensor.dtype != reference.dtype and not torch.is_autocast_enabled(reference.device.type):
+        raise ValueError(f"{name}: expected the dtype {reference.dtype}, found {tensor.dtype}")
+
+
+# By the qualified name of the operator.
+ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
+    "aten._batch_norm_with_update.default": _check_batch_norm,
+    "aten._batch_norm_with_update_functional.default": _check_batch_norm,
+    "aten._fft_c2c.default": _check_fourier_transform,
+    "aten._fft_c2r.default": _check_fourier_transform,
+    "aten._fft_r2c.default": _check_fourier_transform,
+    "aten._native_batch_norm_legit.default": _check_batch_norm,
+    "aten._native_batch_norm_legit.no_stats": _check_batch_norm,
+    "aten._native_batch_norm_legit_functional.default": _check_batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": _check_batch_norm,
+    "aten._weight_norm.default": _check_weight_norm,
+    "aten._weight_norm_interface.default": _check_weight_norm,
+    "aten.gru.input": _check_gru,
+    "aten.lstm.input": _check_lstm,
+    "aten.native_batch_norm.default": _check_batch_norm,
+    "aten.rnn_relu.input": _check_rnn,
+    "aten.rnn_tanh.input": _check_rnn,
+}

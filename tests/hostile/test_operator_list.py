@@ -1,0 +1,193 @@
+"""The list of judged operators: complete for this torch, and what is in it ends no process, whatever its arguments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import FormatError, OperatorError
+from stagepack.format.operator_list import DENIED, LIST_FILE, REASONS, RUN_BY_DEFAULT, listed_verdicts
+from stagepack.torch_internals import operator_schema
+from stagepack_loaders.torch.argument_guards import ARGUMENT_CHECKS, guarded_operator
+from stagepack_loaders.torch.bounded_integers import BOUNDED_OPERATORS
+from tests.bundle_editor import BundleEditor
+from tests.hostile.attack import command_fails, run
+from tools.operators.hostile_arguments import Call
+from tools.operators.hostile_calls import CALLS, call_hostilely
+from tools.operators.judge import problems
+from tools.operators.valid_calls import recorded_calls, recurrent_calls
+
+RUN = sorted(name for name, verdict in listed_verdicts().items() if verdict in RUN_BY_DEFAULT)
+SAMPLE = [
+    "aten.add.Tensor",
+    "aten.as_strided.default",
+    "aten.cat.default",
+    "aten.embedding.default",
+    "aten.gather.default",
+    "aten.index.Tensor",
+    "aten.index_copy_.default",
+    "aten.native_layer_norm.default",
+    "aten.scaled_dot_product_attention.default",
+    "aten.slice.Tensor",
+]
+GUARDED = [
+    "aten._weight_norm.default",
+    "aten.gru.input",
+    "aten.lstm.input",
+    "aten.rnn_relu.input",
+    "aten.rnn_tanh.input",
+]
+
+
+def rename_operator(editor: BundleEditor, name: str, schema: str = "") -> None:
+    """Call another operator in stage 1 instead of gelu."""
+
+    def rename(fields: dict[str, Any]) -> None:
+        gelu = next(op for op in fields["ops"] if op["name"] == "aten.gelu.default")
+        gelu.update(name=name, schema=schema or gelu["schema"])
+
+    editor.edit_graph(1, rename)
+
+
+def test_the_list_is_sorted_and_has_known_verdicts() -> None:
+    lines = [line for line in LIST_FILE.read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(lines)
+    assert len(lines) == len(listed_verdicts())
+    assert set(listed_verdicts().values()) == {DENIED, *REASONS, *RUN_BY_DEFAULT}
+    assert len(RUN) > 1500
+
+
+def test_each_operator_of_this_torch_is_judged() -> None:
+    assert problems() == []
+
+
+@pytest.mark.parametrize("packet", [torch.ops.aten.threshold_backward, torch.ops.aten.center])
+def test_an_operator_that_does_not_run_by_default_needs_its_name(packet: Any, editor: BundleEditor) -> None:
+    name = str(packet.default)
+    permission = name.removesuffix(".default")
+    rename_operator(editor, name, str(operator_schema(packet.default)))
+    for allow_ops in ([], ["aten"], ["aten.add"], [f"{permission}.other"], f"{permission}.default.more"):
+        with pytest.raises(
+            OperatorError, match=rf"{name} is not .*\[G11\]: allow it with allow_ops=\['{permission}'\]"
+        ):
+            stagepack.load(editor.path, allow_ops=allow_ops)
+    for allow_ops in ([permission], [name], permission):
+        with pytest.raises(
+            (FormatError, OperatorError), match=rf"(?!.*G11){name}"
+        ):  # it is called with arguments of another one
+            stagepack.load(editor.path, allow_ops=allow_ops)
+    command_fails("load", str(editor.path), says=rf"--allow-ops {permission}\)")
+    assert f"needs --allow-ops {permission}" in run("inspect", str(editor.path), "--stage", "1").output
+
+
+@pytest.mark.parametrize("name", ["aten.from_file.default", "aten.set_.a_future_overload", "aten.save.default"])
+def test_a_denied_operator_never_runs(name: str, editor: BundleEditor) -> None:
+    rename_operator(editor, name)
+    with pytest.raises(FormatError, match=rf"{name} is not allowed in a bundle \[G11\]"):
+        stagepack.load(editor.path, allow_ops=["aten", name, name.rpartition(".")[0]])
+    command_fails("verify", str(editor.path), says="G11")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_hostile_arguments_end_no_process(name: str) -> None:
+    assert listed_verdicts()[name] in RUN_BY_DEFAULT
+    outcome = call_hostilely(name, (), 10)
+    assert not outcome.signals
+    assert outcome.counts.total() == 10
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENT_CHECKS))
+def test_hostile_arguments_of_guarded_operators_end_no_process(name: str) -> None:
+    outcome = call_hostilely(name, recurrent_calls().get(name, ()), 20)
+    assert not outcome.signals
+    assert outcome.counts.total() == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_hostile_arguments_of_all_listed_operators_end_no_process(
+    part: int, valid_calls: dict[str, list[Call]]
+) -> None:
+    names = RUN[part::20]
+    outcomes = {name: call_hostilely(name, valid_calls.get(name, ()), CALLS) for name in names}
+    assert {name: outcome.signals for name, outcome in outcomes.items() if outcome.signals} == {}
+
+
+@pytest.fixture(scope="module")
+def valid_calls() -> dict[str, list[Call]]:
+    return recorded_calls()
+
+
+@pytest.mark.parametrize("name", sorted(recurrent_calls()))
+def test_guards_let_valid_calls_through(name: str) -> None:
+    for call in recurrent_calls()[name]:
+        namespace, packet, overload = name.split(".")
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        guarded = guarded_operator(operator)
+        assert guarded is not operator
+        for expected, found in zip(operator(**call), guarded(**call), strict=True):
+            assert torch.equal(expected, found)
+        # Autocast makes the dtypes of the input and the weights equal.
+        with torch.autocast("cpu", torch.bfloat16):
+            guarded(**{**call, "input": call["input"].bfloat16()})
+
+
+def shrink_weight(call: Call) -> None:
+    """Take the last row of the last weight away."""
+    call["params"] = [*call["params"][:-1], call["params"][-1][:-1]]
+
+
+def drop_weight(call: Call) -> None:
+    """Take the last weight away."""
+    call["params"] = call["params"][:-1]
+
+
+def widen_batch(call: Call) -> None:
+    """Give the input more sequences than the state has."""
+    call["input"] = torch.cat([call["input"]] * 3, 1)
+
+
+@pytest.mark.parametrize("change", [shrink_weight, drop_weight, widen_batch])
+@pytest.mark.parametrize("name", ["aten.lstm.input", "aten.gru.input"])
+def test_recurrent_layers_refuse_shapes_that_do_not_fit(name: str, change: Callable[[Call], None]) -> None:
+    operator = getattr(torch.ops.aten, name.split(".")[1]).input
+    for call in recurrent_calls()[name]:
+        changed = dict(call)
+        change(changed)
+        with pytest.raises(ValueError, match="expected"):
+            guarded_operator(operator)(**changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "result"),
+    [
+        ("operator.pow", 9, 10**9, OverflowError),
+        ("operator.pow", -2, 64, OverflowError),
+        ("operator.pow", 3, 2**62, OverflowError),
+        ("operator.pow", 2, 63, 2**63),
+        ("operator.pow", -1, 10**9 + 1, -1),
+        ("operator.pow", 2, -2, 0.25),
+        ("operator.pow", 0, -1, ZeroDivisionError),
+        ("operator.pow", 2.0, 0.5, 2.0**0.5),
+        ("operator.lshift", 1, 2**62, OverflowError),
+        ("operator.lshift", 1, 63, 2**63),
+        ("operator.lshift", 0, 10**6, 0),
+        ("operator.lshift", 1, -1, ValueError),
+        ("operator.mul", 2**62, 3, OverflowError),
+        ("operator.mul", -(2**62), 2, -(2**63)),
+        ("operator.mul", 2.5, 4, 10.0),
+        ("operator.mul", [1], 2**40, TypeError),
+        ("operator.mul", 2**40, "x", TypeError),
+        ("operator.mod", "%999999999999d", 1, TypeError),
+        ("operator.mod", -7, 3, 2),
+        ("operator.add", (1,), (2,), TypeError),
+    ],
+)
+def test_integers_are_bounded(name: str, a: Any, b: Any, result: Any) -> None:
+    if isinstance(result, type):
+        with pytest.raises(result):
+            BOUNDED_OPERATORS[name](a, b)
+    else:
+        assert BOUNDED_OPERATORS[name](a, b) == result

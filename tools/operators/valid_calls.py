@@ -1,0 +1,86 @@
+"""Valid calls of operators, recorded from the samples of torch's own tests."""
+
+import itertools
+import sys
+import types
+import unittest
+from typing import Any
+
+import torch
+
+from stagepack.torch_internals import OperatorOverload, TorchDispatchMode
+from tools.operators.hostile_arguments import Call, bind
+
+_SAMPLES = 8
+_CALLS = 24
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the calls of operators that torch makes."""
+
+    def __init__(self, calls: dict[str, list[Call]]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        calls = self._calls.setdefault(str(func), [])
+        if len(calls) < _CALLS:
+            calls.append(bind(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded_calls() -> dict[str, list[Call]]:
+    """Return valid calls by the name of the operator: those of the samples, and those that run inside of these calls."""
+    # The test suite of torch imports it, and uses only its class of test cases.
+    expecttest = types.ModuleType("expecttest")
+    expecttest.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    sys.modules.setdefault("expecttest", expecttest)
+    from torch.testing._internal.common_methods_invocations import op_db  # noqa: PLC0415 - needs the line above
+
+    calls = recurrent_calls()
+    for info in op_db:
+        try:
+            dtype = torch.float32 if torch.float32 in info.dtypes else min(info.dtypes, key=str)
+            for sample in itertools.islice(info.sample_inputs("cpu", dtype), _SAMPLES):
+                _record_overloads(info.aten_name, (sample.input, *sample.args), sample.kwargs, calls)
+                with _Recorder(calls):
+                    info.op(sample.input, *sample.args, **sample.kwargs)
+        except Exception as error:  # noqa: BLE001 - some samples need another device
+            print(f"no samples of {info.name}: {str(error)[:80]}", file=sys.stderr)
+    return calls
+
+
+def recurrent_calls() -> dict[str, list[Call]]:
+    """Return calls of recurrent layers, of which torch's tests have no samples, also in two directions, and with projections."""
+    calls: dict[str, list[Call]] = {}
+    for name, gates in (("rnn_tanh", 1), ("rnn_relu", 1), ("gru", 3), ("lstm", 4)):
+        for directions, hidden_size in ((1, 4), (2, 4), *([(1, 3)] if name == "lstm" else [])):
+            state = torch.randn(2 * directions, 2, hidden_size)
+            params = []
+            for width in (5,) * directions + (hidden_size * directions,) * directions:
+                shapes = [[gates * 4, width], [gates * 4, hidden_size], [gates * 4], [gates * 4], [hidden_size, 4]]
+                params += [torch.randn(shape) for shape in shapes[: 5 if hidden_size != 4 else 4]]
+            hx = [state, torch.randn(2 * directions, 2, 4)] if name == "lstm" else state
+            operator = getattr(torch.ops.aten, name).input
+            args = (torch.randn(3, 2, 5), hx, params, True, 2, 0.0, False, directions == 2, False)
+            operator(*args)
+            calls.setdefault(str(operator), []).append(bind(operator, args, {}))
+    return calls
+
+
+def _record_overloads(
+    packet_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], calls: dict[str, list[Call]]
+) -> None:
+    """Record a sample as a call of each overload that takes it: composite operators are not seen by a dispatch mode."""
+    for name in (packet_name, f"{packet_name}_"):
+        packet = getattr(torch.ops.aten, name, None)
+        for overload_name in packet.overloads() if packet is not None else ():
+            overload: OperatorOverload = getattr(packet, overload_name)
+            try:
+                copied = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+                overload(*copied, **kwargs)
+            except Exception:  # noqa: BLE001, S112 - the sample is one of another overload
+                continue
+            recorded = calls.setdefault(str(overload), [])
+            if len(recorded) < _CALLS:
+                recorded.append(bind(overload, args, kwargs))
