@@ -18,8 +18,10 @@ from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS
 from tests.distributed.bundles import assert_gone, has_generation, in_processes, process_ids, wait_until
 from tests.distributed.forked_processes import ForkedProcesses
+from tests.distributed.losing_operator import Losing
 from tests.distributed.waiting_operator import Waiting
 
 IDS = torch.arange(6)
@@ -77,6 +79,18 @@ def test_the_first_of_several_lost_processes_is_named(layers: Bundle) -> None:
             os.kill(process_ids(pipeline)[rank], signal.SIGKILL)
             assert lost_error(pipeline).stages == (rank - 1,)
             wait_until(partial(has_generation, pipeline, number + 1))
+
+
+def test_a_process_whose_device_is_lost_is_started_again(tmp_path: Path) -> None:
+    bundle = stagepack.export(Losing(), (torch.ones(3),), out=tmp_path / "losing.stagepack", split_at=["second"])
+    with in_processes(bundle, imports=[Losing.__module__], max_restarts=1) as pipeline:
+        assert torch.equal(pipeline(torch.ones(3)), torch.full((3,), 2.0))
+        with pytest.raises(StageLostError) as caught:
+            pipeline(-torch.ones(3))
+        assert caught.value.stages == (0,)
+        assert caught.value.exit_status == DEVICE_LOST_STATUS
+        wait_until(partial(has_generation, pipeline, 1))
+        assert torch.equal(pipeline(torch.ones(3)), torch.full((3,), 2.0))
 
 
 class FailsOnce(ForkedProcesses):

@@ -1,6 +1,7 @@
 """A process that runs stages for the front, until the front closes or is gone."""
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import StagepackError
+from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.control import (
     ANNOUNCEMENT_TAG,
@@ -34,6 +35,9 @@ from stagepack_loaders.run_trace import SpanRecorder, trace_clock
 HEARTBEAT_SECONDS = 0.5
 # The exit status of a process that has lost another one; the launcher starts it again.
 LOST_STATUS = 75
+# Of a process whose device computes nothing more.
+DEVICE_LOST_STATUS = 76
+_LOGGER = logging.getLogger("stagepack")
 _FRONT_SILENCE_SECONDS = 10.0
 _REQUESTS_POSTED_AHEAD = 3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -196,6 +200,10 @@ class _StageProcess:
             os._exit(LOST_STATUS)
 
     def _report_failure(self, request_number: int, stage_number: int, error: Exception) -> None:
+        """Report the error of a stage; after that of a device that computes nothing more in this process, end it, to be started again."""
+        if isinstance(error, StageLostError):
+            _LOGGER.error("%s", error)
+            os._exit(DEVICE_LOST_STATUS)
         self._statuses.send(RequestError(request=request_number, stage=stage_number, error=report_error(error)))
 
     def _send_heartbeats(self) -> None:
