@@ -163,7 +163,7 @@ def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
     """
     try:
         tensors = pipeline.arrays.load(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         reason = "it is a folder" if path.is_dir() else error
         raise InputError(f"{path}: expected a safetensors file with the inputs: {reason}") from None
     inputs = {

@@ -96,7 +96,16 @@ def test_inputs_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"text", b"\xff" * 100, weight_file(b"[]", b""), weight_file(b'{"x": 1}', b"")]
+    "content",
+    [
+        None,
+        b"",
+        b"text",
+        b"\xff" * 100,
+        weight_file(b"[]", b""),
+        weight_file(b'{"x": 1}', b""),
+        weight_file(b'{"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}', b"\0"),
+    ],
 )
 def test_inputs_that_are_no_safetensors_file_are_said_to_be_none(
     content: bytes | None, sound: Path, tmp_path: Path

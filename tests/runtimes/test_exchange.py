@@ -1,6 +1,7 @@
 """Values that cross between runtimes: by their elements, on the same memory, of every dtype."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import torch
 from onnxruntime import OrtValue
 
 from stagepack.errors import InputError, MissingPackageError
+from stagepack.format.dtypes import HEADER_DTYPES, HEADER_ITEM_SIZE
 from stagepack.format.graph import Value
 from stagepack_loaders import registry
 from stagepack_loaders.base import ArrayOps
@@ -19,6 +21,7 @@ from stagepack_loaders.onnxruntime.arrays import ONNX_RUNTIME_ARRAYS
 from stagepack_loaders.onnxruntime.values import to_ort
 from stagepack_loaders.registry import find_runtime, import_runtime, register_runtime
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+from tests.bundle_editor import encode_header, weight_file
 from tests.runtimes.numpy_runtime.runtime import NumpyRuntime
 
 DTYPES = ["bool", "uint8", "int64", "uint16", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
@@ -163,3 +166,17 @@ def test_a_missing_package_is_named_with_what_installs_it() -> None:
             import_runtime("absent")
     finally:
         del registry._REGISTRY["absent"]
+
+
+@pytest.mark.parametrize("dtype", HEADER_DTYPES)
+def test_a_file_of_any_dtype_is_read(dtype: str, tmp_path: Path) -> None:
+    item_size = HEADER_ITEM_SIZE[HEADER_DTYPES[dtype]]
+    entries = {
+        "a": {"dtype": HEADER_DTYPES[dtype], "shape": [2, 1], "data_offsets": [0, 2 * item_size]},
+        "b": {"dtype": HEADER_DTYPES[dtype], "shape": [0, 3], "data_offsets": [2 * item_size, 2 * item_size]},
+    }
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(weight_file(encode_header(entries), bytes([1] * 2 * item_size)))
+    for arrays in (TORCH_ARRAYS.load(path), NUMPY_ARRAYS.load(path)):
+        assert {name: tuple(array.shape) for name, array in arrays.items()} == {"a": (2, 1), "b": (0, 3)}
+        assert arrays["a"].itemsize == item_size

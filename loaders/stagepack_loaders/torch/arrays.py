@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import numpy
 import torch
-from safetensors.torch import load, save_file
+from safetensors import deserialize
+from safetensors.torch import save_file
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.dtypes import SCALAR_DTYPES, TORCH_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
@@ -25,7 +26,10 @@ class TorchArrays:
 
     def load(self, path: Path) -> dict[str, torch.Tensor]:
         """See `ArrayOps`. The file is not mapped: it may change while the tensors are in use."""
-        return load(path.read_bytes())
+        # Not by `safetensors.torch.load`, which does not know all dtypes that `save_file` writes.
+        return {
+            array_name: _tensor_of_bytes(header_entry) for array_name, header_entry in deserialize(path.read_bytes())
+        }
 
     def save(self, arrays: Mapping[str, torch.Tensor], path: Path) -> None:
         """See `ArrayOps`."""
@@ -94,6 +98,14 @@ class TorchArrays:
         if value_type.dtype in COMPLEX_DTYPES:
             tensor = torch.view_as_complex(tensor)
         return tensor.view(getattr(torch, value_type.dtype)).reshape(tensor.shape if value_type.shape else ())
+
+
+def _tensor_of_bytes(header_entry: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor of an entry that the safetensors library gives with its bytes."""
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[header_entry["dtype"]])
+    if not header_entry["data"]:  # which `frombuffer` refuses
+        return torch.empty(header_entry["shape"], dtype=dtype)
+    return torch.frombuffer(header_entry["data"], dtype=dtype).reshape(header_entry["shape"])
 
 
 def _plain_tensor(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
