@@ -82,7 +82,7 @@ def main() -> None:
         "--without", nargs="+", choices=ACTIONS, default=(), help="actions to leave out: onnx takes 10 s, compile 50 s"
     )
     options = parser.parse_args()
-    actions = {name: action for name, action in ACTIONS.items() if name not in options.without}
+    actions = {action_name: action for action_name, action in ACTIONS.items() if action_name not in options.without}
     torch.set_num_threads(1)
     write_bundles(options.bundles, options.models)
     import_commands()
@@ -99,8 +99,8 @@ def import_commands() -> None:
     """Import what the commands import, so that forked processes need not."""
     for module in pkgutil.iter_modules(stagepack.cli.__path__):
         importlib.import_module(f"stagepack.cli.{module.name}")
-    for name in ("stagepack.onnx", "stagepack_loaders.onnxruntime"):
-        for module in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
+    for package_name in ("stagepack.onnx", "stagepack_loaders.onnxruntime"):
+        for module in pkgutil.walk_packages(importlib.import_module(package_name).__path__, f"{package_name}."):
             importlib.import_module(module.name)
     importlib.import_module("stagepack_serving.triton.repository")
 

@@ -46,32 +46,32 @@ def main() -> None:
         parser.error(f"no parser {', '.join(sorted(unknown))}: choose among {', '.join(PARSER_MODULES)}")
     if options.child:
         fuzz(options.names[0], options)
-    sys.exit(sum([run_apart(name, options) for name in options.names or PARSER_MODULES]) > 0)
+    sys.exit(sum([run_apart(parser_name, options) for parser_name in options.names or PARSER_MODULES]) > 0)
 
 
-def run_apart(name: str, options: argparse.Namespace) -> int:
+def run_apart(parser_name: str, options: argparse.Namespace) -> int:
     """Fuzz one parser, print what came of it, and return the number of new findings."""
-    folder: Path = options.folder / name
+    folder: Path = options.folder / parser_name
     findings = folder / "findings"
     findings.mkdir(parents=True, exist_ok=True)
-    known = set(findings.iterdir())
+    known_paths = set(findings.iterdir())
     arguments = [f"--{option}={getattr(options, option)}" for option in ("seconds", "runs", "seed", "folder")]
-    command = [sys.executable, "-W", "ignore", "-m", "tools.fuzz_parsers", name, "--child", *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", "tools.fuzz_parsers", parser_name, "--child", *arguments]
     start = time.monotonic()
     with (folder / "log").open("w") as log:
         status = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
-    text = (folder / "log").read_text(errors="replace")
-    executions = re.search(r"number_of_executed_units: (\d+)", text)
-    coverage = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", text)
+    log_text = (folder / "log").read_text(errors="replace")
+    executions = re.search(r"number_of_executed_units: (\d+)", log_text)
+    coverage = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", log_text)
     if executions is None or not coverage:
-        sys.exit(f"{name}: the fuzzer ended with status {status}, see {folder / 'log'}:\n{text[-2000:]}")
+        sys.exit(f"{parser_name}: the fuzzer ended with status {status}, see {folder / 'log'}:\n{log_text[-2000:]}")
     edges, features, contents = map(int, coverage[-1])
     print(
-        f"{name:9} {int(executions[1]):11,} executions in {time.monotonic() - start:5.0f} s, {edges:6,} edges, {features:6,} features, "
-        f"{contents:5,} contents",
+        f"{parser_name:9} {int(executions[1]):11,} executions in {time.monotonic() - start:5.0f} s, {edges:6,} edges, "
+        f"{features:6,} features, {contents:5,} contents",
         flush=True,
     )
-    new = sorted(set(findings.iterdir()) - known)
+    new = sorted(set(findings.iterdir()) - known_paths)
     for path in new:
         reason = path.with_suffix(".txt")
         if path != reason:
@@ -79,7 +79,7 @@ def run_apart(name: str, options: argparse.Namespace) -> int:
     return len(new)
 
 
-def fuzz(name: str, options: argparse.Namespace) -> None:
+def fuzz(parser_name: str, options: argparse.Namespace) -> None:
     """Fuzz one parser in this process, which ends with it."""
     # Only what is imported here is instrumented.
     import atheris  # noqa: PLC0415 - it has no wheel for some machines
@@ -87,8 +87,8 @@ def fuzz(name: str, options: argparse.Namespace) -> None:
     with atheris.instrument_imports(include=INSTRUMENTED):
         from stagepack.errors import StagepackError  # noqa: PLC0415
 
-        parser = fuzzed_parser(name)
-    folder: Path = options.folder / name
+        parser = fuzzed_parser(parser_name)
+    folder: Path = options.folder / parser_name
     contents = folder / "contents"
     contents.mkdir(exist_ok=True)
     for content in parser.seeds:
@@ -163,14 +163,14 @@ class Mutator:
         except Exception:  # noqa: BLE001 - not every content has a structure, not every structure is a content
             return self._change_bytes(content, max_bytes)
 
-    def exchange(self, content: bytes, other: bytes, max_bytes: int, seed: int) -> bytes:
+    def exchange(self, content: bytes, other_content: bytes, max_bytes: int, seed: int) -> bytes:
         """Put a part of another content into a content."""
         generator = random.Random(seed)  # noqa: S311 - repeatable
         try:
-            fields, others = self._parser.decode(content), list(locations(self._parser.decode(other)))
+            fields, other_locations = self._parser.decode(content), list(locations(self._parser.decode(other_content)))
             container, key = generator.choice(list(locations(fields)))
-            alike = [item for item in others if type(item[0][item[1]]) is type(container[key])]
-            other_container, other_key = generator.choice(alike or others)
+            alike = [item for item in other_locations if type(item[0][item[1]]) is type(container[key])]
+            other_container, other_key = generator.choice(alike or other_locations)
             container[key] = other_container[other_key]
             return self._parser.encode(fields)[:max_bytes]
         except Exception:  # noqa: BLE001 - as above
@@ -183,8 +183,10 @@ class Mutator:
         elif kind == 1:
             mutate_alike(fields, generator, [])
         else:
-            texts = [(container, key) for container, key in locations(fields) if isinstance(container[key], str)]
-            container, key = generator.choice(texts)
+            text_locations = [
+                (container, key) for container, key in locations(fields) if isinstance(container[key], str)
+            ]
+            container, key = generator.choice(text_locations)
             container[key] = self._change_bytes(container[key].encode(), 64).decode(errors="replace")
 
 

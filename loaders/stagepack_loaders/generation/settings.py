@@ -83,11 +83,12 @@ class GenerationSettings:
         known_names = self.__dataclass_fields__.keys()
         if unknown := settings.keys() - known_names:
             raise InputError(f"unknown setting {sorted(unknown)[0]!r}: expected one of {', '.join(known_names)}")
-        given = {name: value for name, value in settings.items() if value is not None}
+        new_values = {setting_name: value for setting_name, value in settings.items() if value is not None}
         try:
-            for name in _TOKEN_LISTS & given.keys():
-                given[name] = [given[name]] if isinstance(given[name], int) else list(given[name])
-            return msgspec.convert(_as_fields(self) | given, GenerationSettings)
+            for setting_name in _TOKEN_LISTS & new_values.keys():
+                tokens = new_values[setting_name]
+                new_values[setting_name] = [tokens] if isinstance(tokens, int) else list(tokens)
+            return msgspec.convert(_as_fields(self) | new_values, GenerationSettings)
         except (msgspec.ValidationError, TypeError) as error:
             raise InputError(f"the settings of generation: {error}") from None
 
@@ -109,11 +110,15 @@ def read_settings(bundle: Bundle) -> GenerationSettings:
         return GenerationSettings()
     try:
         stored: Any = msgspec.json.decode(bundle.read(_FILE_NAME), type=dict[str, Any])
-        known = {name: value for name, value in stored.items() if name in GenerationSettings.__dataclass_fields__}
-        return GenerationSettings().override(known)
+        known_values = {
+            setting_name: value
+            for setting_name, value in stored.items()
+            if setting_name in GenerationSettings.__dataclass_fields__
+        }
+        return GenerationSettings().override(known_values)
     except (*JSON_ERRORS, InputError) as error:
         raise InputError(f"{bundle.location}: {_FILE_NAME}: {error}") from None
 
 
 def _as_fields(settings: GenerationSettings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+    return {setting_name: getattr(settings, setting_name) for setting_name in settings.__dataclass_fields__}
