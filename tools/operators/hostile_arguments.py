@@ -126,13 +126,8 @@ class _Generator:
             value = call.get(argument.name)
             if isinstance(value, torch.Tensor) and self._chance.random() < 0.7:
                 call[argument.name] = self._changed_tensor(value)
-            elif (
-                isinstance(value, list)
-                and value
-                and isinstance(value[-1], torch.Tensor)
-                and self._chance.random() < 0.7
-            ):
-                index = self._chance.randrange(len(value))
+            elif isinstance(value, list) and _tensor_indices(value) and self._chance.random() < 0.7:
+                index = self._chance.choice(_tensor_indices(value))
                 changed = [] if self._chance.random() < 0.2 else [self._changed_tensor(value[index])]
                 call[argument.name] = [*value[:index], *changed, *value[index + 1 :]]
             else:
@@ -232,6 +227,11 @@ class _Generator:
         elif self._chance.random() < 0.2 and values.numel():
             values.view(-1)[self._chance.randrange(values.numel())] = self._chance.choice(_FLOATS)
         return _guarded(values.to(dtype))
+
+
+def _tensor_indices(items: Sequence[object]) -> list[int]:
+    """Return where tensors are in a list."""
+    return [index for index, item in enumerate(items) if isinstance(item, torch.Tensor)]
 
 
 def _guarded(tensor: torch.Tensor) -> torch.Tensor:

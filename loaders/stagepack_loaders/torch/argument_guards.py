@@ -104,6 +104,17 @@ def _check_fourier_transform(arguments: _Arguments) -> None:
         raise ValueError(f"normalization: expected 0, 1 or 2, found {normalization}")
 
 
+def _check_pairwise_distances(arguments: _Arguments) -> None:
+    if arguments["self"].dim() != 2:
+        raise ValueError(f"self: expected 2 dimensions, found {arguments['self'].dim()}")
+
+
+def _check_matrix_power(arguments: _Arguments) -> None:
+    # torch negates a negative exponent, which has no end for the smallest integer.
+    if not -(2**31) <= arguments["n"] < 2**31:
+        raise ValueError(f"n: expected an integer of 32 bits, found {arguments['n']}")
+
+
 def _expect_items(name: str, tensors: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor]:
     if len(tensors) != count:
         raise ValueError(f"{name}: expected {count} tensors, found {len(tensors)}")
@@ -132,10 +143,14 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten._native_batch_norm_legit.no_stats": _check_batch_norm,
     "aten._native_batch_norm_legit_functional.default": _check_batch_norm,
     "aten._native_batch_norm_legit_no_training.default": _check_batch_norm,
+    "aten._pdist_forward.default": _check_pairwise_distances,
     "aten._weight_norm.default": _check_weight_norm,
     "aten._weight_norm_interface.default": _check_weight_norm,
     "aten.gru.input": _check_gru,
+    "aten.linalg_matrix_power.default": _check_matrix_power,
+    "aten.linalg_matrix_power.out": _check_matrix_power,
     "aten.lstm.input": _check_lstm,
+    "aten.matrix_power.default": _check_matrix_power,
     "aten.native_batch_norm.default": _check_batch_norm,
     "aten.rnn_relu.input": _check_rnn,
     "aten.rnn_tanh.input": _check_rnn,
