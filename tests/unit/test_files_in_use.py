@@ -120,6 +120,8 @@ class LoadedProcess:
         self._connection, connection = FORK_SERVER.Pipe()
         self._process = FORK_SERVER.Process(target=answer_calls, args=(connection, path, options))
         self._process.start()
+        # An error here if the process is killed, in the place of an endless wait.
+        connection.close()
         self.process_id: int = self._connection.recv()
 
     def call(self) -> list[float]:
