@@ -5,12 +5,14 @@ list, and get the context as a property. Results of operators that return severa
 """
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -168,7 +170,8 @@ def _symbolic_size(program: ExportedProgram) -> torch.SymInt | None:
 def _guards(program: ExportedProgram, symbols: SymbolTable) -> Iterator[Guard]:
     """The conditions on the sizes of inputs under which the program does what the model does, but for those that ranges imply."""
     size = _symbolic_size(program)
-    for condition in filter(symbols.has_symbols, () if size is None else symbolic_guards(program, size)):
+    conditions = [] if size is None else symbolic_guards(program, size)
+    for condition in filter(symbols.has_symbols, itertools.chain.from_iterable(map(sympy.And.make_args, conditions))):
         guard = symbols.guard(condition)
         if guard is None:
             message = f"the model was captured for sizes with {condition}, which a bundle cannot state: check the answers at others"
