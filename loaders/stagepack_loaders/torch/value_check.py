@@ -5,7 +5,7 @@ that are alike run once: a model of many layers takes hardly longer than one of 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,32 +14,30 @@ import torch
 from stagepack.errors import DeviceError, FormatError, OperatorError, Problem
 from stagepack.format.graph import (
     Argument,
-    ComplexArg,
     DeviceArg,
-    DictArg,
     DtypeArg,
     Graph,
     LayoutArg,
-    ListArg,
     MemoryFormatArg,
     Node,
-    SliceArg,
-    TupleArg,
     Value,
-    ValueArg,
 )
 from stagepack.format.shapes import Dim, evaluate_dim
-from stagepack.format.traversal import leaf_arguments
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
-from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.meta_values import (
+    CAST_DTYPES,
+    Fact,
+    MetaValues,
+    argument_key,
+    describe_fact,
+    fact_of,
+    value_names,
+)
 from stagepack_loaders.torch.operators import check_call
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 _MAX_PROBLEMS = 20
-_META = torch.device("meta")
 _SCALAR_TYPES: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
-# Under autocast these are cast to one another.
-_CAST_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # The types of a schema that only one kind of argument fits. torch itself takes any integer in their place, and reads past its tables.
 _ONLY_KINDS: Mapping[str, type | None] = {
     "ScalarType": DtypeArg,
@@ -53,23 +51,6 @@ _ONLY_KINDS: Mapping[str, type | None] = {
 _KINDS_WITH_A_TYPE = tuple(kind for kind in _ONLY_KINDS.values() if kind is not None)
 
 
-class _Fact(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        kind: the dtype of a tensor, or the class of a Python number.
-        content: the sizes of a tensor, or the number; None for a size or number that depends on data.
-    """
-
-    kind: torch.dtype | type
-    content: Any
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the value does not depend on data."""
-        return self.content is not None and (type(self.content) is not tuple or None not in self.content)
-
-
 class _Result(NamedTuple):
     """What an operator returned.
 
@@ -80,7 +61,7 @@ class _Result(NamedTuple):
         reason: why it refused its arguments; empty if it did not.
     """
 
-    facts: Sequence[_Fact | None] | None = None
+    facts: Sequence[Fact | None] | None = None
     is_sequence: bool = False
     reason: str = ""
 
@@ -88,7 +69,7 @@ class _Result(NamedTuple):
 _UNKNOWN = _Result()
 # The results but the first of these operators have shapes that depend on the device.
 _EMBEDDING_BAGS = frozenset({"aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only"})
-_ANY = _Fact(object, None)
+_ANY = Fact(object, None)
 
 
 # How operators answered in this process, by operator, arguments and default dtype. It holds no tensors.
@@ -134,7 +115,7 @@ class _GraphCheck:
     _sizes: dict[str, int] = field(init=False)
     _casting_contexts: set[int] = field(init=False)
     _overloads: list[Callable[..., Any]] = field(init=False)
-    _facts: dict[object, _Fact] = field(init=False, default_factory=dict)
+    _facts: dict[object, Fact] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sizes = {symbol.name: symbol.example for symbol in self.graph.symbols if symbol.example is not None}
@@ -149,13 +130,13 @@ class _GraphCheck:
         for subgraph in self.graph.subgraphs:
             self._check_body(subgraph.inputs, subgraph.nodes, {}, is_subgraph=True)
         weights = {
-            weight.value: _Fact(torch_attribute(weight.dtype, torch.dtype), weight.shape)
+            weight.value: Fact(torch_attribute(weight.dtype, torch.dtype), weight.shape)
             for weight in self.graph.weights
         }
         self._check_body(self.graph.inputs, self.graph.nodes, weights, is_subgraph=False)
 
     def _check_body(
-        self, inputs: Sequence[Value], nodes: Sequence[Node], facts: dict[str, _Fact], *, is_subgraph: bool
+        self, inputs: Sequence[Value], nodes: Sequence[Node], facts: dict[str, Fact], *, is_subgraph: bool
     ) -> None:
         """Check the nodes of a graph or subgraph; `facts` are those of its weights."""
         facts |= {value.name: self._stated(value) for value in inputs}
@@ -167,11 +148,11 @@ class _GraphCheck:
             if len(self.problems) >= _MAX_PROBLEMS:
                 return
 
-    def _result(self, node: Node, facts: Mapping[str, _Fact], *, is_casting: bool) -> _Result:
+    def _result(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> _Result:
         key = (
             self.operators[node.op],
-            tuple([_argument_key(argument, facts) for argument in node.args]),
-            tuple([(name, _argument_key(argument, facts)) for name, argument in node.kwargs]),
+            tuple([argument_key(argument, facts) for argument in node.args]),
+            tuple([(name, argument_key(argument, facts)) for name, argument in node.kwargs]),
             is_casting,
             torch.get_default_dtype(),
         )
@@ -182,10 +163,10 @@ class _GraphCheck:
             result = _RESULTS[key] = self._run(node, facts, is_casting=is_casting)
         return result
 
-    def _run(self, node: Node, facts: Mapping[str, _Fact], *, is_casting: bool) -> _Result:
+    def _run(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> _Result:
         """Run the operator of a node on tensors without memory."""
         operator, overload = self.operators[node.op], self._overloads[node.op]
-        values = _MetaValues(facts, is_casting=is_casting)
+        values = MetaValues(facts, is_casting=is_casting)
         check_call(self.graph.ops[node.op].name, overload, len(node.args), [name for name, _ in node.kwargs])
         args = [values.argument(argument) for argument in node.args]
         kwargs = {name: values.argument(argument) for name, argument in node.kwargs}
@@ -194,7 +175,7 @@ class _GraphCheck:
                 return _Result(reason=reason)
             if overload.namespace not in {"aten", "prims"}:
                 return _UNKNOWN
-        is_known = all(facts[name].is_known for name in _value_names(node))
+        is_known = all(facts[name].is_known for name in value_names(node))
         is_assertion = self.graph.ops[node.op].name.startswith("aten._assert_")  # it compares when the graph runs
         if isinstance(overload, HigherOrderOperator) or is_assertion or not is_known:
             return _UNKNOWN
@@ -207,13 +188,13 @@ class _GraphCheck:
                 return _UNKNOWN
             return _Result(reason=f"the operator refuses its arguments: {_first_line(error)}")
         if isinstance(returned, list | tuple):
-            facts_of_items = [_fact(item) for item in returned]
+            facts_of_items = [fact_of(item) for item in returned]
             if self.graph.ops[node.op].name.rpartition(".")[0] in _EMBEDDING_BAGS:
                 facts_of_items[1:] = [_ANY] * len(facts_of_items[1:])
             return _Result(facts_of_items, is_sequence=True)
-        return _Result([_fact(returned)])
+        return _Result([fact_of(returned)])
 
-    def _compare(self, node: Node, result: _Result, facts: dict[str, _Fact], *, is_casting: bool) -> None:
+    def _compare(self, node: Node, result: _Result, facts: dict[str, Fact], *, is_casting: bool) -> None:
         """Compare what a node states with what its operator returned, and take down what is known of its values."""
         if result.reason:
             self._add_problem(node, result.reason)
@@ -234,7 +215,7 @@ class _GraphCheck:
                 facts[value.name] = self._stated(value)
 
     def _compare_values(
-        self, node: Node, returned: Sequence[_Fact | None], facts: dict[str, _Fact], *, is_casting: bool
+        self, node: Node, returned: Sequence[Fact | None], facts: dict[str, Fact], *, is_casting: bool
     ) -> None:
         for value, fact in zip(node.outputs, returned, strict=False):
             if value is None:
@@ -243,8 +224,10 @@ class _GraphCheck:
             if fact in (stated, _ANY):
                 facts[value.name] = stated
             elif fact is None or not _fits(fact, stated, is_casting=is_casting):
-                found = "nothing" if fact is None else _describe(fact)
-                self._add_problem(node, f"it states {value.name} as {_describe(stated)}, the operator returns {found}")
+                found = "nothing" if fact is None else describe_fact(fact)
+                self._add_problem(
+                    node, f"it states {value.name} as {describe_fact(stated)}, the operator returns {found}"
+                )
                 facts[value.name] = stated
             else:
                 facts[value.name] = stated if is_casting and stated.is_known else fact
@@ -254,15 +237,15 @@ class _GraphCheck:
         where = f"{self.graph_name}: {name} = {self.graph.ops[node.op].name}"
         self.problems.append(Problem(rule="G16", where=where, message=message))
 
-    def _stated(self, value: Value) -> _Fact:
+    def _stated(self, value: Value) -> Fact:
         key = (value.dtype, value.shape, value.expr)
         fact = self._facts.get(key)
         if fact is None:
             scalar_type = _SCALAR_TYPES.get(value.dtype)
             if scalar_type is not None:
-                fact = _Fact(scalar_type, None if value.expr is None else self._size(value.expr))
+                fact = Fact(scalar_type, None if value.expr is None else self._size(value.expr))
             else:
-                fact = _Fact(torch_attribute(value.dtype, torch.dtype), tuple(map(self._size, value.shape)))
+                fact = Fact(torch_attribute(value.dtype, torch.dtype), tuple(map(self._size, value.shape)))
             self._facts[key] = fact
         return fact
 
@@ -274,72 +257,6 @@ class _GraphCheck:
             return evaluate_dim(dim, self._sizes)
         except (KeyError, ArithmeticError):
             return None
-
-
-class _MetaValues:
-    """The arguments of operators, with tensors on the device ``meta``."""
-
-    def __init__(self, facts: Mapping[str, _Fact], *, is_casting: bool) -> None:
-        self._facts = facts
-        self._is_casting = is_casting
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def argument(self, argument: Argument) -> Any:
-        match argument:
-            case ValueArg(name):
-                fact = self._facts[name]
-                return self._tensor(name, fact) if isinstance(fact.kind, torch.dtype) else fact.content
-            case ListArg(items):
-                return [self.argument(item) for item in items]
-            case TupleArg(items):
-                return tuple([self.argument(item) for item in items])
-            case DictArg(items):
-                return {key: self.argument(item) for key, item in items}
-            case SliceArg(start, stop, step):
-                return slice(self.argument(start), self.argument(stop), self.argument(step))
-            case ComplexArg(real, imag):
-                return complex(real, imag)
-            case DtypeArg(name):
-                return torch_attribute(name, torch.dtype)
-            case LayoutArg(name):
-                return torch_attribute(name, torch.layout)
-            case MemoryFormatArg(name):
-                return torch_attribute(name, torch.memory_format)
-            case DeviceArg(name):
-                if name is not None:
-                    parse_device(name)
-                return _META
-            case _:
-                return argument
-
-    def _tensor(self, name: str, fact: _Fact) -> torch.Tensor | None:
-        """The tensor of a value, the same for each use: an operator may write one of its arguments. None if its sizes depend on data."""
-        if name not in self._tensors and fact.is_known:
-            dtype = torch.float32 if self._is_casting and fact.kind in _CAST_DTYPES else fact.kind
-            self._tensors[name] = torch.empty(fact.content, dtype=dtype, device=_META)  # type: ignore[arg-type]
-        return self._tensors.get(name)
-
-
-def _argument_key(argument: Argument, facts: Mapping[str, _Fact]) -> object:
-    """A key that is equal for arguments that operators treat alike, as far as types and shapes go."""
-    if isinstance(argument, ValueArg):
-        return facts[argument.name]
-    if isinstance(argument, ListArg | TupleArg):
-        return (type(argument), *[_argument_key(item, facts) for item in argument.items])
-    if isinstance(argument, DictArg | SliceArg):
-        return (argument, *[facts[name] for name in _names_in(argument)])
-    return (type(argument), argument)
-
-
-def _value_names(node: Node) -> Iterator[str]:
-    for argument in node.args:
-        yield from _names_in(argument)
-    for _, argument in node.kwargs:
-        yield from _names_in(argument)
-
-
-def _names_in(argument: Argument) -> Iterator[str]:
-    return (leaf.name for leaf in leaf_arguments(argument) if isinstance(leaf, ValueArg))
 
 
 def _misplaced_argument(node: Node, overload: OperatorOverload) -> str:
@@ -372,15 +289,9 @@ def _needs_data(overload: object, error: Exception) -> bool:
     )
 
 
-def _fact(value: object) -> _Fact | None:
-    if isinstance(value, torch.Tensor):
-        return _Fact(value.dtype, tuple(value.shape))
-    return _Fact(type(value), value) if isinstance(value, bool | int | float) else None
-
-
-def _fits(fact: _Fact, stated: _Fact, *, is_casting: bool) -> bool:
+def _fits(fact: Fact, stated: Fact, *, is_casting: bool) -> bool:
     """Whether a value is what the graph states, as far as both are known."""
-    if fact.kind is not stated.kind and not (is_casting and fact.kind in _CAST_DTYPES and stated.kind in _CAST_DTYPES):
+    if fact.kind is not stated.kind and not (is_casting and fact.kind in CAST_DTYPES and stated.kind in CAST_DTYPES):
         return False
     if fact.content == stated.content or stated.content is None:
         return True
@@ -389,13 +300,6 @@ def _fits(fact: _Fact, stated: _Fact, *, is_casting: bool) -> bool:
     return len(fact.content) == len(stated.content) and all(
         expected is None or expected == size for size, expected in zip(fact.content, stated.content, strict=True)
     )
-
-
-def _describe(fact: _Fact) -> str:
-    if isinstance(fact.kind, torch.dtype):
-        sizes = ", ".join("?" if size is None else str(size) for size in fact.content)
-        return f"{str(fact.kind).removeprefix('torch.')} [{sizes}]"
-    return fact.kind.__name__ if fact.content is None else f"{fact.kind.__name__} {fact.content}"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,133 @@
+"""What is known of the values of a graph, and the arguments of operators as tensors without memory."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from stagepack.format.graph import (
+    Argument,
+    ComplexArg,
+    DeviceArg,
+    DictArg,
+    DtypeArg,
+    LayoutArg,
+    ListArg,
+    MemoryFormatArg,
+    Node,
+    SliceArg,
+    TupleArg,
+    ValueArg,
+)
+from stagepack.format.traversal import leaf_arguments
+from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.torch_attributes import torch_attribute
+
+_META = torch.device("meta")
+# Under autocast these are cast to one another.
+CAST_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        kind: the dtype of a tensor, or the class of a Python number.
+        content: the sizes of a tensor, or the number; None for a size or number that depends on data.
+    """
+
+    kind: torch.dtype | type
+    content: Any
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the value does not depend on data."""
+        return self.content is not None and (type(self.content) is not tuple or None not in self.content)
+
+
+class MetaValues:
+    """The arguments of operators, with tensors on the device ``meta``."""
+
+    def __init__(self, facts: Mapping[str, Fact], *, is_casting: bool) -> None:
+        self._facts = facts
+        self._is_casting = is_casting
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def argument(self, argument: Argument) -> Any:
+        """Return an argument as an operator takes it; None for a tensor whose sizes depend on data.
+
+        Raises:
+            OperatorError: this torch has no such dtype, layout or memory format.
+            DeviceError: this machine has no such device.
+        """
+        match argument:
+            case ValueArg(name):
+                fact = self._facts[name]
+                return self._tensor(name, fact) if isinstance(fact.kind, torch.dtype) else fact.content
+            case ListArg(items):
+                return [self.argument(item) for item in items]
+            case TupleArg(items):
+                return tuple([self.argument(item) for item in items])
+            case DictArg(items):
+                return {key: self.argument(item) for key, item in items}
+            case SliceArg(start, stop, step):
+                return slice(self.argument(start), self.argument(stop), self.argument(step))
+            case ComplexArg(real, imag):
+                return complex(real, imag)
+            case DtypeArg(name):
+                return torch_attribute(name, torch.dtype)
+            case LayoutArg(name):
+                return torch_attribute(name, torch.layout)
+            case MemoryFormatArg(name):
+                return torch_attribute(name, torch.memory_format)
+            case DeviceArg(name):
+                if name is not None:
+                    parse_device(name)
+                return _META
+            case _:
+                return argument
+
+    def _tensor(self, name: str, fact: Fact) -> torch.Tensor | None:
+        """The tensor of a value, the same for each use: an operator may write one of its arguments. None if its sizes depend on data."""
+        if name not in self._tensors and fact.is_known:
+            dtype = torch.float32 if self._is_casting and fact.kind in CAST_DTYPES else fact.kind
+            self._tensors[name] = torch.empty(fact.content, dtype=dtype, device=_META)  # type: ignore[arg-type]
+        return self._tensors.get(name)
+
+
+def argument_key(argument: Argument, facts: Mapping[str, Fact]) -> object:
+    """A key that is equal for arguments that operators treat alike, as far as types and shapes go."""
+    if isinstance(argument, ValueArg):
+        return facts[argument.name]
+    if isinstance(argument, ListArg | TupleArg):
+        return (type(argument), *[argument_key(item, facts) for item in argument.items])
+    if isinstance(argument, DictArg | SliceArg):
+        return (argument, *[facts[name] for name in _names_in(argument)])
+    return (type(argument), argument)
+
+
+def value_names(node: Node) -> Iterator[str]:
+    """Yield the names of the values that a node uses, with repeats."""
+    for argument in node.args:
+        yield from _names_in(argument)
+    for _, argument in node.kwargs:
+        yield from _names_in(argument)
+
+
+def _names_in(argument: Argument) -> Iterator[str]:
+    return (leaf.name for leaf in leaf_arguments(argument) if isinstance(leaf, ValueArg))
+
+
+def fact_of(value: object) -> Fact | None:
+    """Return what is known of a result; None if it is neither a tensor nor a number."""
+    if isinstance(value, torch.Tensor):
+        return Fact(value.dtype, tuple(value.shape))
+    return Fact(type(value), value) if isinstance(value, bool | int | float) else None
+
+
+def describe_fact(fact: Fact) -> str:
+    """Return a fact as text, such as ``float32 [2, ?]``."""
+    if isinstance(fact.kind, torch.dtype):
+        sizes = ", ".join("?" if size is None else str(size) for size in fact.content)
+        return f"{str(fact.kind).removeprefix('torch.')} [{sizes}]"
+    return fact.kind.__name__ if fact.content is None else f"{fact.kind.__name__} {fact.content}"
