@@ -52,7 +52,7 @@ unit: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-zoo: $(VENV)/ready $(VENV)/ready-ray
-	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo tests/distributed tests/kubernetes tests/remote tests/signing tests/train tests/serve/test_compatibility.py tests/serve/test_limits.py tests/serve/test_examples.py tests/serve/test_generation_families.py tests/serve/test_dashboard.py tests/serve/test_version_switch.py tests/serve/test_security.py tests/serve/test_large_json.py tests/serve/test_lost_thread.py tests/serve/test_endless_loop.py tests/unit/test_compile.py tests/unit/test_generating_pipelines.py tests/unit/test_recut.py tests/roundtrip/test_fresh_process.py
+	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo tests/distributed tests/hostile/test_operator_list.py tests/kubernetes tests/remote tests/signing tests/train tests/serve/test_compatibility.py tests/serve/test_limits.py tests/serve/test_examples.py tests/serve/test_generation_families.py tests/serve/test_dashboard.py tests/serve/test_version_switch.py tests/serve/test_security.py tests/serve/test_large_json.py tests/serve/test_lost_thread.py tests/serve/test_endless_loop.py tests/unit/test_compile.py tests/unit/test_generating_pipelines.py tests/unit/test_recut.py tests/roundtrip/test_fresh_process.py
 
 # Ray is 70 MB to download, and its tests run without it by saying that they do not.
 $(VENV)/ready-ray: $(VENV)/ready
