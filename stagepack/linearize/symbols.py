@@ -57,8 +57,8 @@ class SymbolTable:
         return tuple(self._symbols.values())
 
     def has_symbols(self, condition: sympy.Basic) -> bool:
-        """Return whether all symbols of a condition were used so far."""
-        return all(symbol in self._symbols for symbol in condition.free_symbols)
+        """Return whether a condition has symbols, and all of them were used so far."""
+        return bool(condition.free_symbols) and all(symbol in self._symbols for symbol in condition.free_symbols)
 
     def dim(self, size: "int | torch.SymInt") -> Dim:
         """Return a size as a dimension.

@@ -1,5 +1,7 @@
 """Who may use `stagepack serve`: TLS, client certificates and tokens, asked by curl, tritonclient and the health service of gRPC."""
 
+# Long because all its tests ask one server, which has every defence.
+
 import contextlib
 import importlib
 import json

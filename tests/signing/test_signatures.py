@@ -3,17 +3,13 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import stagepack
-from stagepack.cli import main
 from stagepack.errors import DigestError, ExportWarning, OptionError, OutputExistsError, SignatureError, StagepackError
 from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.writer import BundleWriter
@@ -23,18 +19,8 @@ pytest.importorskip(
     "model_signing", reason="signatures are not tested: pip install 'stagepack[sign]' installs model_signing"
 )
 
-from tests.signing.signers import Authority, Signer, make_authority, make_signer
-
-MODEL_SIGNING = Path(sys.executable).with_name("model_signing")
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
-def model_signing(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(MODEL_SIGNING), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+from tests.signing.commands import model_signing, run
+from tests.signing.signers import Authority, Signer, make_signer
 
 
 def accepted_by_model_signing(bundle_path: Path, public_key: Path) -> bool:
@@ -247,67 +233,6 @@ def test_larger_keys_sign_too(bits: int, bundle_path: Path, tmp_path: Path) -> N
     larger = make_signer(tmp_path, "larger", {384: ec.SECP384R1(), 521: ec.SECP521R1()}[bits])
     stagepack.sign(bundle_path, key=larger.key)
     stagepack.verify(bundle_path, require_signature=larger.public_key)
-
-
-def test_certificates_are_followed_to_the_trusted_one(
-    bundle_path: Path, signer: Signer, authority: Authority, other_authority: Authority
-) -> None:
-    key, certificate, chain = ("--key", authority.key), ("--certificate", authority.certificate), authority.chain
-    result = run("sign", bundle_path, *key, *certificate, "--certificate-chain", chain)
-    assert result.exit_code == 0, result.output
-    result = run("verify", bundle_path, "--certificate", authority.root)
-    assert f"signature of CN=known signer: verified with {authority.root}" in result.stdout
-    signature = ("--signature", bundle_path / "model.sig")
-    trusted = ("--certificate_chain", authority.root)
-    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).returncode == 0
-    for trusted_file in (other_authority.root, signer.public_key, authority.certificate):
-        with pytest.raises(SignatureError) as caught:
-            stagepack.load(bundle_path, require_signature=trusted_file)
-        assert caught.value.reason == "untrusted"
-
-
-def test_the_certificates_between_may_be_those_of_the_verifier(
-    bundle_path: Path, authority: Authority, tmp_path: Path
-) -> None:
-    stagepack.sign(bundle_path, key=authority.key, certificate=authority.certificate)
-    with pytest.raises(SignatureError):
-        stagepack.open(bundle_path, require_signature=authority.root)
-    trusted_file = tmp_path / "authorities.crt"
-    trusted_file.write_bytes(authority.root.read_bytes() + authority.chain.read_bytes())
-    stagepack.open(bundle_path, require_signature=trusted_file)
-    signature = ("--signature", bundle_path / "model.sig")
-    trusted = ("--certificate_chain", trusted_file)
-    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).returncode == 0
-
-
-@pytest.mark.parametrize("days", [(-30, -1), (1, 30)], ids=["expired", "not valid yet"])
-def test_certificates_that_are_not_valid_now_are_refused(
-    days: tuple[int, int], bundle_path: Path, tmp_path: Path
-) -> None:
-    authority = make_authority(tmp_path, "late", signer_days=days)
-    stagepack.sign(
-        bundle_path, key=authority.key, certificate=authority.certificate, certificate_chain=[authority.chain]
-    )
-    with pytest.raises(SignatureError, match="'CN=late signer' is valid from") as caught:
-        stagepack.open(bundle_path, require_signature=authority.root)
-    assert caught.value.reason == "expired"
-    result = run("verify", bundle_path, "--certificate", authority.root)
-    assert result.exit_code == 1
-    assert "is valid from" in result.stderr
-
-
-def test_certificates_under_another_spelling_are_not_seen(
-    bundle_path: Path, tmp_path: Path, authority: Authority
-) -> None:
-    """A second chain in the file cannot be the one that is verified, or the one whose time is compared."""
-    late = make_authority(tmp_path, "late", signer_days=(-30, -1))
-    stagepack.sign(bundle_path, key=late.key, certificate=late.certificate, certificate_chain=[late.chain])
-    fields = json.loads((bundle_path / "model.sig").read_text())
-    material = fields["verificationMaterial"]
-    material["x509_certificate_chain"] = material.pop("x509CertificateChain")
-    (bundle_path / "model.sig").write_text(json.dumps(fields))
-    with pytest.raises(SignatureError):
-        stagepack.open(bundle_path, require_signature=late.root)
 
 
 def test_what_model_signing_has_signed_is_accepted(bundle_path: Path, signer: Signer, authority: Authority) -> None:

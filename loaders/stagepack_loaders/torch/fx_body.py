@@ -15,23 +15,16 @@ from stagepack.format.graph import (
     Argument,
     ComplexArg,
     DeviceArg,
-    DictArg,
-    DtypeArg,
     Graph,
-    LayoutArg,
-    ListArg,
-    MemoryFormatArg,
     Node,
-    SliceArg,
     SubgraphArg,
-    TupleArg,
     ValueArg,
 )
 from stagepack.format.traversal import output_names
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.steps import all_values
-from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.torch.torch_attributes import torch_argument
 
 # Key of the `meta` of an fx node that calls an operator: the node of the graph.
 GRAPH_NODE = "stagepack_node"
@@ -167,34 +160,23 @@ class FxBody:
 
     def _argument(self, argument: Argument) -> Any:
         """Return an argument as fx takes it."""
-        match argument:
+        return torch_argument(argument, self._leaf)
+
+    def _leaf(self, leaf: Argument) -> Any:
+        match leaf:
             case ValueArg(value_name):
                 return self._fx_nodes[value_name]
-            case ListArg(items):
-                return [self._argument(item) for item in items]
-            case TupleArg(items):
-                return tuple(self._argument(item) for item in items)
-            case DictArg(items):
-                return {key: self._argument(item) for key, item in items}
-            case SliceArg(start, stop, step):
-                return slice(self._argument(start), self._argument(stop), self._argument(step))
             case ComplexArg(real, imag):
                 # fx would write its text: "(inf+infj)" does not run, and "-2j" has a negative zero as its real part.
                 return self.attribute(complex(real, imag), "number")
-            case DtypeArg(dtype_name):
-                return torch_attribute(dtype_name, torch.dtype)
-            case LayoutArg(layout_name):
-                return torch_attribute(layout_name, torch.layout)
-            case MemoryFormatArg(format_name):
-                return torch_attribute(format_name, torch.memory_format)
             case DeviceArg(device_name):
                 return self._parts.device if device_name is None else parse_device(device_name)
             case SubgraphArg(index):
                 return self.attribute(self._parts.subgraphs[index], "subgraph")
             case str():
-                return self.attribute(argument, "text")
+                return self.attribute(leaf, "text")
             case _:
-                return argument
+                return leaf
 
     def _item(self, result: FxNode, index: int, value_name: str) -> FxNode:
         return self._create("call_function", getitem, (result, index), fx_name=value_name)

@@ -1,6 +1,6 @@
 """What is known of the values of a graph, and the arguments of operators as tensors without memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,18 +10,14 @@ from stagepack.format.graph import (
     ComplexArg,
     DeviceArg,
     DictArg,
-    DtypeArg,
-    LayoutArg,
     ListArg,
-    MemoryFormatArg,
-    Node,
     SliceArg,
     TupleArg,
     ValueArg,
 )
-from stagepack.format.traversal import leaf_arguments
 from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.torch.steps import argument_names
+from stagepack_loaders.torch.torch_attributes import torch_argument
 
 _META = torch.device("meta")
 # Under autocast these are cast to one another.
@@ -60,32 +56,21 @@ class MetaValues:
             OperatorError: this torch has no such dtype, layout or memory format.
             DeviceError: this machine has no such device.
         """
-        match argument:
+        return torch_argument(argument, self._leaf)
+
+    def _leaf(self, leaf: Argument) -> Any:
+        match leaf:
             case ValueArg(name):
                 fact = self._facts[name]
                 return self._tensor(name, fact) if isinstance(fact.kind, torch.dtype) else fact.content
-            case ListArg(items):
-                return [self.argument(item) for item in items]
-            case TupleArg(items):
-                return tuple([self.argument(item) for item in items])
-            case DictArg(items):
-                return {key: self.argument(item) for key, item in items}
-            case SliceArg(start, stop, step):
-                return slice(self.argument(start), self.argument(stop), self.argument(step))
             case ComplexArg(real, imag):
                 return complex(real, imag)
-            case DtypeArg(name):
-                return torch_attribute(name, torch.dtype)
-            case LayoutArg(name):
-                return torch_attribute(name, torch.layout)
-            case MemoryFormatArg(name):
-                return torch_attribute(name, torch.memory_format)
             case DeviceArg(name):
                 if name is not None:
                     parse_device(name)
                 return _META
             case _:
-                return argument
+                return leaf
 
     def _tensor(self, name: str, fact: Fact) -> torch.Tensor | None:
         """The tensor of a value, the same for each use: an operator may write one of its arguments. None if its sizes depend on data."""
@@ -102,20 +87,8 @@ def argument_key(argument: Argument, facts: Mapping[str, Fact]) -> object:
     if isinstance(argument, ListArg | TupleArg):
         return (type(argument), *[argument_key(item, facts) for item in argument.items])
     if isinstance(argument, DictArg | SliceArg):
-        return (argument, *[facts[name] for name in _names_in(argument)])
+        return (argument, *[facts[name] for name in argument_names(argument)])
     return (type(argument), argument)
-
-
-def value_names(node: Node) -> Iterator[str]:
-    """Yield the names of the values that a node uses, with repeats."""
-    for argument in node.args:
-        yield from _names_in(argument)
-    for _, argument in node.kwargs:
-        yield from _names_in(argument)
-
-
-def _names_in(argument: Argument) -> Iterator[str]:
-    return (leaf.name for leaf in leaf_arguments(argument) if isinstance(leaf, ValueArg))
 
 
 def fact_of(value: object) -> Fact | None:

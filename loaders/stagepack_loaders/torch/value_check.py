@@ -23,6 +23,7 @@ from stagepack.format.graph import (
     Value,
 )
 from stagepack.format.shapes import Dim, evaluate_dim
+from stagepack.format.traversal import input_names
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
 from stagepack_loaders.torch.meta_values import (
     CAST_DTYPES,
@@ -31,7 +32,6 @@ from stagepack_loaders.torch.meta_values import (
     argument_key,
     describe_fact,
     fact_of,
-    value_names,
 )
 from stagepack_loaders.torch.operators import check_call
 from stagepack_loaders.torch.torch_attributes import torch_attribute
@@ -74,7 +74,7 @@ _ANY = Fact(object, None)
 
 # How operators answered in this process, by operator, arguments and default dtype. It holds no tensors.
 _RESULTS: dict[object, _Result] = {}
-_MAX_RESULTS = 100_000
+_MAX_RESULTS = 10_000
 
 
 def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_name: str) -> None:
@@ -175,7 +175,7 @@ class _GraphCheck:
                 return _Result(reason=reason)
             if overload.namespace not in {"aten", "prims"}:
                 return _UNKNOWN
-        is_known = all(facts[name].is_known for name in value_names(node))
+        is_known = all(facts[name].is_known for name in input_names(node))
         is_assertion = self.graph.ops[node.op].name.startswith("aten._assert_")  # it compares when the graph runs
         if isinstance(overload, HigherOrderOperator) or is_assertion or not is_known:
             return _UNKNOWN
