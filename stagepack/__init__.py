@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stagepack.recutter import recut as recut
     from stagepack.saver import save as save
     from stagepack.signing.sign import sign_bundle as sign
+    from stagepack_loaders.call_limits import Limits as Limits
     from stagepack_loaders.entry_points import load_entry_points as load_entry_points
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
+    "Limits": ("stagepack_loaders.call_limits", "Limits"),
     "PolicyNode": ("stagepack.partition.policies", "PolicyNode"),
     "ServerLimits": ("stagepack_serving.server.limits", "ServerLimits"),
     "add_onnx": ("stagepack.onnx", "add_onnx"),
@@ -68,6 +70,7 @@ _MODULES = ("distributed", "ray")
 __all__ = [
     "Bundle",
     "Inputs",
+    "Limits",
     "PolicyNode",
     "ServerLimits",
     "__version__",

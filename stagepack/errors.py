@@ -63,6 +63,13 @@ class InputError(StagepackError):
     """A call of a pipeline or a stage does not fit the recorded signature, shapes, ranges or types. Change the arguments of the call."""
 
 
+class ValueSizeError(InputError):
+    """A value would be larger than the caller's `Limits` allow: at the sizes of a call, or, when the bundle is loaded, at any sizes.
+
+    Give smaller inputs, or raise the limit.
+    """
+
+
 class DeviceError(StagepackError):
     """A device does not exist on this machine or has not enough memory, or there are more devices than stages. Choose other devices."""
 

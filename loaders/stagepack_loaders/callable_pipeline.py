@@ -11,6 +11,7 @@ from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.exchange import array_ops_of_call, to_array
 from stagepack_loaders.generation.generate import TokenCallback, generate
 from stagepack_loaders.pipeline_sequence import PipelineSequence
@@ -27,16 +28,18 @@ class CallablePipeline(ABC):
         entry_point: the entry point.
     """
 
-    def __init__(self, bundle: Bundle, types: Collection[type] = ()) -> None:
+    def __init__(self, bundle: Bundle, types: Collection[type] = (), limit: ValueLimit | None = None) -> None:
         """Keep what a call needs of the entry point.
 
         Args:
             bundle: the bundle, at the entry point that runs.
             types: classes that results may be built of, where the bundle names them.
+            limit: the largest size of values; None for no limit.
         """
         self.bundle = bundle
         self.entry_point = entry_point = bundle.entry_point
         self._types = tuple(types)
+        self._limit = limit
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
@@ -61,6 +64,18 @@ class CallablePipeline(ABC):
     @abstractmethod
     def devices(self) -> tuple[str, ...]:
         """The device of each stage."""
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Check that the values of a call are not larger than the limit of the pipeline, if it has one.
+
+        Args:
+            sizes: the sizes of the symbols that the inputs determine.
+
+        Raises:
+            ValueSizeError: a value would be larger.
+        """
+        if self._limit is not None:
+            self._limit.check(sizes)
 
     @abstractmethod
     def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
@@ -166,6 +181,7 @@ class CallablePipeline(ABC):
         Raises:
             InputError: the call does not fit the signature, or an input does not fit its type, shape or range; or a value of an input
                 is out of range for an operator.
+            ValueSizeError: a value would be larger than the limit of the pipeline.
             StageFailedError: an operator failed.
         """
         values, sizes = self._bind_values(args, kwargs)
@@ -177,6 +193,7 @@ class CallablePipeline(ABC):
         """Return the values of a call by edge name, and the sizes of the symbols that they determine."""
         bound_arguments = bind_call(self.entry_point.signature, args, kwargs)
         sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols, self.entry_point.guards)
+        self.check_sizes(sizes)
         return {edge_name: argument.value for edge_name, argument in bound_arguments.items()}, sizes
 
     def _build_result(self, values: Mapping[str, Any], arrays: ArrayOps) -> Any:

@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stagepack.errors import EntryPointError, InputError
+from stagepack.errors import EntryPointError, InputError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import format_names
 from stagepack.opening import BundleSource, TrustedSigners
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
+from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
@@ -111,6 +112,7 @@ def load_entry_points(
     copy: bool = False,
     compile: Compile = False,
     stream: bool = False,
+    limits: Limits | None = None,
 ) -> EntryPointPipelines:
     """Load all entry points of a bundle into this process.
 
@@ -129,6 +131,7 @@ def load_entry_points(
         copy: see `stagepack.load`.
         compile: see `stagepack.load`.
         stream: see `stagepack.load`.
+        limits: see `stagepack.load`; without `stall_seconds`.
 
     Returns:
         The pipelines by the name of the entry point, also as attributes.
@@ -142,6 +145,11 @@ def load_entry_points(
         >>> hidden = translator.encode(input_ids)
         >>> logits = translator.decode(decoder_ids, hidden)
     """
+    limits = checked_limits(limits)
+    if limits.stall_seconds is not None:
+        raise OptionError(
+            "stall_seconds: only stages in processes of their own have it: load one entry point with processes=True"
+        )
     opened_bundle = open_for_loading(bundle, verify, require_signature)
     names = [entry_point.name for entry_point in opened_bundle.entry_points]
     devices_of_name = devices if isinstance(devices, Mapping) else dict.fromkeys(names, devices)
@@ -153,6 +161,7 @@ def load_entry_points(
     for name in names:
         selected = opened_bundle.select(name)
         stage_runtimes = runtime_of_each_stage(runtime, len(selected.stages))
+        limit = value_limit(selected, limits)
         check_compile_options(stage_runtimes, compile, None)
         check_stream_options(stage_runtimes, stream, None, compile=compile, copy=copy)
         with reading_progress(selected, () if stream else range(len(selected.stages))) as progress:
@@ -160,7 +169,7 @@ def load_entry_points(
                 options = replace(options, progress=progress, unchanged=progress)
             prepared_stages = prepare_all(selected, _device_list(devices_of_name.get(name, ("cpu",))), runtime, options)
             ready_stages = compile_prepared(selected, prepared_stages, compile, None)
-            pipelines[name] = finish_pipeline(selected, ready_stages, types, verify=verify == "full")
+            pipelines[name] = finish_pipeline(selected, ready_stages, types, verify=verify == "full", limit=limit)
     return EntryPointPipelines(opened_bundle, pipelines)
 
 

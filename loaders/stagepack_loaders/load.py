@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from stagepack.errors import OptionError
 from stagepack.opening import BundleSource, TrustedSigners
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
+from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
@@ -45,6 +46,7 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
     device_memory: int | str | None = ...,
+    limits: Limits | None = ...,
     processes: Literal[False] = ...,
 ) -> Pipeline: ...
 
@@ -62,11 +64,11 @@ def load(
     copy: bool = ...,
     compile: Compile = ...,
     compiled: str | os.PathLike[str] | None = ...,
+    limits: Limits | None = ...,
     processes: Literal[True] | int,
     imports: Sequence[str] = ...,
     max_restarts: int = ...,
     in_flight: int = ...,
-    stall_seconds: float | None = ...,
     microbatch_size: int | None = ...,
 ) -> "DistributedPipeline": ...
 
@@ -85,11 +87,11 @@ def load(
     compiled: str | os.PathLike[str] | None = None,
     stream: bool = False,
     device_memory: int | str | None = None,
+    limits: Limits | None = None,
     processes: bool | int = False,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
-    stall_seconds: float | None = None,
     microbatch_size: int | None = None,
 ) -> "Pipeline | DistributedPipeline":
     """Load all stages of a bundle into this process, or each into a process of its own on this machine.
@@ -129,14 +131,13 @@ def load(
             Gradients are not recorded then. `state_dict` and ``parameters()`` have those on the CPU; what is written into them is used
             from the next call on, and conversions such as ``double()`` are refused. Not with `stream`, `copy`, `compile`, `compiled` and
             `processes`; only in torch.
+        limits: how large values may be, and, with `processes`, how long a call may take, see `Limits`. None for no limits.
         processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages share one.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
             `stagepack.distributed.connect`.
         imports: with `processes`, modules that each process imports first, such as those that register custom operators.
         max_restarts: with `processes`, how often all processes are started again after one was lost.
         in_flight: with `processes`, the largest number of calls on their way through the stages.
-        stall_seconds: with `processes`, how long calls may be on their way without an answer to any of them, in seconds; then a process
-            counts as lost. None for no limit.
         microbatch_size: with `processes`, the largest number of rows of a batch on its way: larger ones go in parts, on which the stages
             work at the same time. Their kernels may then round otherwise than for the whole batch. None to leave batches whole.
 
@@ -155,6 +156,7 @@ def load(
         CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
         MissingPackageError: the library of a runtime is not installed.
         OptionError: a runtime is unknown, or an option does not go with the runtime or with another option.
+        ValueSizeError: a value of the bundle is larger than `limits` allow, at any sizes of the inputs.
         GroupError, StageLostError: with `processes`, a process did not come, or ended.
 
     Examples:
@@ -165,6 +167,7 @@ def load(
         >>> with stagepack.load("m.stagepack", processes=True) as pipeline:
         ...     logits = pipeline(input_ids)
     """
+    limits = checked_limits(limits)
     opened_bundle = open_for_loading(bundle, verify, require_signature)
     check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
     memory_bytes = check_stream_options(
@@ -182,10 +185,11 @@ def load(
             imports=imports,
             max_restarts=max_restarts,
             in_flight=in_flight != DEFAULT_IN_FLIGHT,
-            stall_seconds=stall_seconds,
+            stall_seconds=limits.stall_seconds,
             microbatch_size=microbatch_size,
         )
-    else:
+    limit = value_limit(opened_bundle, limits)
+    if processes is not False:
         if not isinstance(processes, int):
             raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
         if isinstance(imports, str):
@@ -202,7 +206,7 @@ def load(
             compile=compile,
             compiled=None if compiled is None else os.path.abspath(compiled),
             in_flight=in_flight,
-            stall_seconds=stall_seconds,
+            stall_seconds=limits.stall_seconds,
         )
         # The processes open the folder of the bundle, which must have all their files.
         stage_runtimes = runtime_of_each_stage(runtime, len(opened_bundle.stages))
@@ -220,6 +224,7 @@ def load(
             imports=imports,
             max_restarts=max_restarts,
             microbatch_size=microbatch_size,
+            limit=limit,
         )
     prepare_options = PrepareOptions(allow_ops=allow_ops, stream=stream, device_memory=memory_bytes, copy=copy)
     # Stages that are streamed are ready before their bytes are read.
@@ -228,7 +233,7 @@ def load(
             prepare_options = replace(prepare_options, progress=progress, unchanged=progress)
         prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
         ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
-        return finish_pipeline(opened_bundle, ready_stages, types, verify=verify == "full")
+        return finish_pipeline(opened_bundle, ready_stages, types, verify=verify == "full", limit=limit)
 
 
 def _refuse_process_options(**options: Any) -> None:

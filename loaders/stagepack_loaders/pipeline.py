@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, stage_state
+from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.exchange import array_ops_of_call, to_runtime
 from stagepack_loaders.pipeline_sequence import PipelineSequence
@@ -35,15 +36,22 @@ class Pipeline(CallablePipeline):
         >>> pipeline.reset_state()
     """
 
-    def __init__(self, bundle: Bundle, stages: Sequence[LoadedStage], types: Collection[type] = ()) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        stages: Sequence[LoadedStage],
+        types: Collection[type] = (),
+        limit: ValueLimit | None = None,
+    ) -> None:
         """Connect the stages of a bundle.
 
         Args:
             bundle: the bundle, at the entry point that runs.
             stages: its loaded stages, in order.
             types: classes that results may be built of, where the bundle names them.
+            limit: the largest size of values; None for no limit.
         """
-        super().__init__(bundle, types)
+        super().__init__(bundle, types, limit)
         self.stages = tuple(stages)
         self.runtimes: tuple[Runtime, ...] = tuple(find_runtime(stage.runtime) for stage in stages)
         last_uses: list[list[str]] = [[] for _ in self.entry_point.stages]

@@ -13,6 +13,7 @@ from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, opened
 from stagepack.terminal import byte_progress
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
+from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
@@ -256,7 +257,12 @@ def finish_prepared(bundle: Bundle, stages: Mapping[int, PreparedStage], *, veri
 
 
 def finish_pipeline(
-    bundle: Bundle, stages: Mapping[int, PreparedStage], types: Collection[type], *, verify: bool
+    bundle: Bundle,
+    stages: Mapping[int, PreparedStage],
+    types: Collection[type],
+    *,
+    verify: bool,
+    limit: ValueLimit | None = None,
 ) -> Pipeline:
     """Read the weights of all stages of a bundle, and connect them.
 
@@ -265,11 +271,12 @@ def finish_pipeline(
         stages: all its stages, by stage number.
         types: see `stagepack.load`.
         verify: see `finish_prepared`.
+        limit: the largest size of values; None for no limit.
 
     Raises:
         DigestError, FormatError, OperatorError: see `stagepack.load`.
     """
-    return Pipeline(bundle, list(finish_prepared(bundle, stages, verify=verify).values()), types)
+    return Pipeline(bundle, list(finish_prepared(bundle, stages, verify=verify).values()), types, limit)
 
 
 def _stages_by_runtime(stages: Mapping[int, PreparedStage]) -> Iterator[tuple[Runtime, dict[int, PreparedStage]]]:

@@ -8,8 +8,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.run_options import json_option
-from stagepack.format.byte_sizes import parse_byte_size
+from stagepack.cli.run_options import byte_size, json_option
 from stagepack.remote.cache import Cache, default_cache_folder
 from stagepack.remote.cache_content import CachedBundle, cached_bundles, disk_bytes, remove_bundles
 
@@ -27,22 +26,19 @@ _DAY = 86_400  # seconds
 )
 @click.option(
     "--trim-to",
-    "size",
+    "most_bytes",
+    callback=byte_size,
     metavar="SIZE",
     show_default="remove none",
     help="Remove bundles until the cache has at most this size, such as 100GB: those first that were not opened for the longest time.",
 )
 @json_option
-def command(unused_days: float | None, size: str | None, as_json: bool) -> None:
+def command(unused_days: float | None, most_bytes: int | None, as_json: bool) -> None:
     """List the downloaded bundles, or remove some.
 
     Bundles at a URL are downloaded into a cache, in the folder that STAGEPACK_CACHE names, by default ~/.cache/stagepack. Bundles that a
     process has opened are kept. Removed ones are downloaded again when they are needed.
     """
-    try:
-        most_bytes = None if size is None else parse_byte_size(size)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--trim-to") from None
     cache = Cache(default_cache_folder())
     unused_seconds = None if unused_days is None else unused_days * _DAY
     removed: list[CachedBundle] | None = None

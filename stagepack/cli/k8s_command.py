@@ -12,9 +12,8 @@ from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_json, print_line, print_table, printable
 from stagepack.cli.path_options import PathType, bundle_argument, folder_name, open_argument
 from stagepack.cli.quantities import format_bytes
-from stagepack.cli.run_options import default_model_name, json_option, limit_option
+from stagepack.cli.run_options import byte_size, default_model_name, json_option, limit_option
 from stagepack.errors import OutputExistsError, WriteError
-from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
 from stagepack_serving.kubernetes.quantities import memory_quantity
@@ -50,13 +49,6 @@ class _VolumeType(click.ParamType):  # type: ignore[type-arg]
         if kind == "host" and not PurePosixPath(source).is_absolute():
             self.fail(f"expected an absolute path of a folder, found {source!r}.", param, ctx)
         return BundleVolume(kind=kind, source=source)
-
-
-def _parse_memory(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else parse_byte_size(value)
-    except ValueError:
-        raise click.BadParameter(f"expected a number of bytes such as 24GiB or 24GB, found {value!r}.") from None
 
 
 def _check_printable(_context: click.Context, _option: click.Parameter, value: Any) -> Any:
@@ -195,7 +187,7 @@ class _Options:
     "pod_memory",
     metavar="SIZE",
     show_default="estimated from the plan",
-    callback=_parse_memory,
+    callback=byte_size,
     help="Memory of each pod, such as 24GiB. The estimate is for the sizes of the example and the batches of --max-batch.",
 )
 @limit_option(

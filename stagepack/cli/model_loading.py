@@ -13,6 +13,7 @@ from stagepack.cli.run_options import default_model_name, runtime_of_each_stage
 from stagepack.cli.trace_option import trace_until_closed
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
+from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.generation.decoders import generating_entry_point
 
@@ -35,6 +36,7 @@ class ServeOptions:
     verify: "Verify"
     copy_weights: bool
     device_memory: str | None
+    max_value_bytes: int | None
     processes: int | None
     max_restarts: int
     trace_file: Path | None
@@ -131,7 +133,7 @@ class BundleLoading:
                 return {f"{model_name}_{name}": pipeline for name, pipeline in loaded_together.items()}
         pipelines = {}
         for name, selected_bundle in models_of_bundle(model_name, bundle).items():
-            pipeline = _load_pipeline(selected_bundle, options, closing, stall_seconds=self._models.limits.deadline)
+            pipeline = _load_pipeline(selected_bundle, options, closing, deadline=self._models.limits.deadline)
             if pipeline is None:
                 return None
             pipelines[name] = pipeline
@@ -152,6 +154,7 @@ class BundleLoading:
             allow_ops=options.allow_ops,
             verify=options.verify,
             copy=options.copy_weights,
+            limits=Limits(value_bytes=options.max_value_bytes),
         )
         return dict(loaded)
 
@@ -173,7 +176,7 @@ def models_of_bundle(model_name: str, bundle: Bundle) -> dict[str, Bundle]:
 
 
 def _load_pipeline(
-    bundle: Bundle, options: ServeOptions, closing: ExitStack, *, stall_seconds: float
+    bundle: Bundle, options: ServeOptions, closing: ExitStack, *, deadline: float
 ) -> "CallablePipeline | None":
     runtimes = runtime_of_each_stage(options.runtimes, len(bundle.stages))
     if options.processes or is_launched_group():
@@ -188,7 +191,7 @@ def _load_pipeline(
             copy=options.copy_weights,
             compiled_folder=options.compiled_folder,
             max_restarts=options.max_restarts,
-            stall_seconds=stall_seconds,
+            limits=Limits(value_bytes=options.max_value_bytes, stall_seconds=deadline),
         )
         if pipeline is None:
             return None
@@ -207,4 +210,5 @@ def _load_pipeline(
         copy=options.copy_weights and options.device_memory is None,
         compiled=options.compiled_folder,
         device_memory=options.device_memory,
+        limits=Limits(value_bytes=options.max_value_bytes),
     )

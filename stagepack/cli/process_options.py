@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagepack.format.reader import Bundle
+from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def start_processes(
     compile_mode: Any = False,
     compiled_folder: str | None = None,
     max_restarts: int = 0,
-    stall_seconds: float | None = None,
+    limits: Limits | None = None,
 ) -> "DistributedPipeline | None":
     """Start processes on this machine, or take those that torchrun has started.
 
@@ -54,7 +55,7 @@ def start_processes(
         compile_mode: see `stagepack.load`.
         compiled_folder: see `stagepack.load`.
         max_restarts: see `stagepack.load`.
-        stall_seconds: see `stagepack.load`.
+        limits: see `stagepack.load`.
 
     Returns:
         The pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
@@ -75,7 +76,7 @@ def start_processes(
             copy=copy,
             compile=compile_mode,
             compiled=compiled_folder,
-            stall_seconds=stall_seconds,
+            limits=limits,
         )
     if is_launched_group():
         raise click.UsageError("torchrun has started the processes: leave out --processes")
@@ -93,5 +94,5 @@ def start_processes(
         processes=process_count,
         imports=imports,
         max_restarts=max_restarts,
-        stall_seconds=stall_seconds,
+        limits=limits,
     )

@@ -16,6 +16,7 @@ from stagepack.capture.error_location import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.cli.path_options import PathType, folder_name, remember_trusted_files
+from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import split_entry_point
 from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, import_runtime, runtime_names
@@ -121,6 +122,18 @@ def signature_option(function: Callable[..., Any]) -> Callable[..., Any]:
         help="Refuse a bundle that is not signed by a trusted signer: PEM is a file with its public key, or with certificates of "
         "authorities. Repeatable: one of them must verify the signature. Requires --verify full.",
     )(function)
+
+
+def byte_size(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    """Parse the value of an option that is a number of bytes, as a callback of the option.
+
+    Raises:
+        BadParameter: it is none.
+    """
+    try:
+        return None if value is None else parse_byte_size(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from None
 
 
 def device_memory_option(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from stagepack.cli.process_options import processes_option
 from stagepack.cli.repository_options import check_sources, load_names, model_control, repository_options
 from stagepack.cli.run_options import (
     batching_text,
+    byte_size,
     check_runtimes_compile,
     compiled_option,
     device_memory_option,
@@ -189,6 +190,14 @@ if TYPE_CHECKING:
     maximum=2000,
     metavar="MB",
     description="Largest size of a request, in megabytes (1 MB is 10^6 bytes).",
+)
+@click.option(
+    "--max-value-bytes",
+    metavar="SIZE",
+    callback=byte_size,
+    show_default="no limit",
+    help="Largest size of a value in the model at the sizes of one request, such as 2GiB. Requests at which one would be larger, and "
+    "bundles with a larger one at any sizes, are refused.",
 )
 @limit_option(
     "--deadline-s",

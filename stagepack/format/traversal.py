@@ -13,8 +13,10 @@ from stagepack.format.graph import (
     Node,
     Op,
     SliceArg,
+    Subgraph,
     SubgraphArg,
     TupleArg,
+    Value,
     ValueArg,
 )
 
@@ -100,6 +102,14 @@ def _add_names(argument: Argument, used_names: list[str]) -> None:
     elif argument_type in _CONTAINER_TYPES:
         for child in child_arguments(argument):
             _add_names(child, used_names)
+
+
+def all_values(graph: Graph) -> Iterator[Value]:
+    """Yield all values of a graph and its subgraphs that are not weights."""
+    bodies: list[Graph | Subgraph] = [graph, *graph.subgraphs]
+    for body in bodies:
+        yield from body.inputs
+        yield from (value for node in body.nodes for value in node.outputs if value is not None)
 
 
 def subgraph_indices(node: Node) -> Iterator[int]:

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
+from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
@@ -47,7 +48,7 @@ def connect(
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
-    stall_seconds: float | None = None,
+    limits: Limits | None = None,
     microbatch_size: int | None = None,
     start_seconds: float = 60.0,
 ) -> DistributedPipeline | None:
@@ -68,7 +69,7 @@ def connect(
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
-        stall_seconds: as for `stagepack.load`.
+        limits: as for `stagepack.load`.
         microbatch_size: as for `stagepack.load`.
         start_seconds: how long to wait for the other processes to come, in seconds.
 
@@ -92,6 +93,7 @@ def connect(
         raise OptionError(
             "expected the environment of torchrun: run torchrun --nproc-per-node 3 SCRIPT, or use stagepack.load(..., processes=True)"
         )
+    limits = checked_limits(limits)
     opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
     rank, size = launched_rank(), launched_size()
     try:
@@ -110,15 +112,16 @@ def connect(
         compile=compile,
         compiled=None if compiled is None else os.path.abspath(compiled),
         in_flight=in_flight,
-        stall_seconds=stall_seconds,
+        stall_seconds=limits.stall_seconds,
         start_seconds=start_seconds,
         address=chosen_address(launched_address()),
     )
     check_options(options, microbatch_size=microbatch_size)
     store = launched_store(rank, start_seconds)
     if rank == FRONT_RANK:
+        limit = value_limit(opened_bundle, limits)
         group = _LaunchedGroup(opened_bundle, store, size, options)
-        return DistributedPipeline(opened_bundle, group, types, microbatch_size=microbatch_size)
+        return DistributedPipeline(opened_bundle, group, types, microbatch_size=microbatch_size, limit=limit)
     if is_torchrun():
         end_with_parent(os.getppid())
     run_stage_process(opened_bundle, store, rank, size, options)

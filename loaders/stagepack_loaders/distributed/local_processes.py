@@ -12,6 +12,7 @@ import msgspec
 from msgspec import structs
 
 from stagepack.format.reader import Bundle
+from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.distributed import local_process
 from stagepack_loaders.distributed.local_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
@@ -75,6 +76,7 @@ def start_local_pipeline(
     imports: Sequence[str],
     max_restarts: int,
     microbatch_size: int | None,
+    limit: ValueLimit | None,
 ) -> DistributedPipeline:
     """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
     bundle = absolute_bundle(bundle)
@@ -84,4 +86,4 @@ def start_local_pipeline(
         runtime.parse_device(device)
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
     launcher = LocalProcesses(bundle, local_options, imports=imports)
-    return DistributedPipeline(bundle, launcher, types, max_restarts, microbatch_size)
+    return DistributedPipeline(bundle, launcher, types, max_restarts, microbatch_size, limit)

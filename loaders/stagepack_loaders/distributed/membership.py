@@ -139,9 +139,8 @@ def check_options(options: GroupOptions, max_restarts: int = 0, microbatch_size:
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise OptionError(f"{name}: expected a number of at least {least}, found {value!r}")
-    for name, seconds in (("stall_seconds", options.stall_seconds), ("start_seconds", options.start_seconds)):
-        if seconds is not None and not seconds > 0:
-            raise OptionError(f"{name}: expected more than 0 seconds, found {seconds!r}")
+    if not options.start_seconds > 0:
+        raise OptionError(f"start_seconds: expected more than 0 seconds, found {options.start_seconds!r}")
 
 
 def join_group(

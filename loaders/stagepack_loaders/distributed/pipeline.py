@@ -15,6 +15,7 @@ from stagepack.format.manifest import format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.distributed.control import ControlKind
 from stagepack_loaders.distributed.handshake import StageFacts
@@ -73,6 +74,7 @@ class DistributedPipeline(CallablePipeline):
         types: Collection[type] = (),
         max_restarts: int = 0,
         microbatch_size: int | None = None,
+        limit: ValueLimit | None = None,
     ) -> None:
         """Start the processes, and run the recorded example in them.
 
@@ -82,12 +84,13 @@ class DistributedPipeline(CallablePipeline):
             types: classes that results may be built of, where the bundle names them.
             max_restarts: how often the processes are started again after one was lost.
             microbatch_size: batches of more rows are cut into parts of at most so many; None to leave them whole.
+            limit: the largest size of values; None for no limit.
 
         Raises:
             OptionError: the rows of a batch depend on each other, so that it cannot be cut.
             StagepackError: the processes could not be started, or could not load their stages.
         """
-        super().__init__(bundle, types)
+        super().__init__(bundle, types, limit)
         self._is_state_lost = False
         self._is_restarted = False
         self._sequence_numbers = itertools.count(1)

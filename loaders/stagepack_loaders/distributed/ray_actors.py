@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from stagepack.errors import GroupError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
+from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.local_process import ProcessDescription, run_process
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
@@ -188,7 +189,7 @@ def launch(
     imports: Sequence[str] = (),
     max_restarts: int = 0,
     in_flight: int = DEFAULT_IN_FLIGHT,
-    stall_seconds: float | None = None,
+    limits: Limits | None = None,
     microbatch_size: int | None = None,
     start_seconds: float = 60.0,
     cpus_per_process: float = 1.0,
@@ -218,7 +219,7 @@ def launch(
         imports: modules that each actor imports first, such as those that register custom operators.
         max_restarts: how often all actors are started again after one was lost. They may then be on other nodes.
         in_flight: the largest number of calls on their way through the stages.
-        stall_seconds: as for `stagepack.load`.
+        limits: as for `stagepack.load`.
         microbatch_size: as for `stagepack.load`.
         start_seconds: how long to wait for Ray to place the actors, and then for the actors to come, in seconds.
         cpus_per_process: CPUs that Ray reserves for each actor, and, rounded down, threads of each actor, at least 1.
@@ -242,6 +243,7 @@ def launch(
         >>> with stagepack.ray.launch("m.stagepack", devices=["cuda"], max_restarts=3) as pipeline:
         ...     logits = pipeline(input_ids)
     """
+    limits = checked_limits(limits)
     opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
     if opened_bundle.source is not None and opened_bundle.source.url is None:
         raise OptionError(
@@ -257,7 +259,7 @@ def launch(
         compile=compile,
         compiled=None if compiled is None else os.path.abspath(compiled),
         in_flight=in_flight,
-        stall_seconds=stall_seconds,
+        stall_seconds=limits.stall_seconds,
         start_seconds=start_seconds,
     )
     check_options(options, max_restarts, microbatch_size)
@@ -273,8 +275,9 @@ def launch(
         _resources_of_process(opened_bundle, options, rank, cpus_per_process, gpus_per_process, memory_per_process)
         for rank in sorted(set(options.rank_of_stage))
     ]
+    limit = value_limit(opened_bundle, limits)
     launcher = RayActors(opened_bundle, options, resources, imports=imports)
-    return DistributedPipeline(opened_bundle, launcher, types, max_restarts, microbatch_size=microbatch_size)
+    return DistributedPipeline(opened_bundle, launcher, types, max_restarts, microbatch_size, limit)
 
 
 def _resources_of_process(

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Argument, Graph, Node, Value, Weight
 from stagepack.format.shapes import Dim
+from stagepack.format.traversal import all_values
 from stagepack.graph.region_functions import BodyItem, RegionCallSite, RegionFunction, region_functions
 from stagepack_loaders.torch.contexts import context_call
 from stagepack_loaders.torch.fx_body import FxBody, GraphParts
@@ -20,7 +21,6 @@ from stagepack_loaders.torch.steps import (
     FunctionStep,
     RegionStep,
     Step,
-    all_values,
     argument_names,
     produced_names,
     runs_by_context,

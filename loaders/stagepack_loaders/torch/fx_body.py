@@ -20,10 +20,9 @@ from stagepack.format.graph import (
     SubgraphArg,
     ValueArg,
 )
-from stagepack.format.traversal import output_names
+from stagepack.format.traversal import all_values, output_names
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.steps import all_values
 from stagepack_loaders.torch.torch_attributes import torch_argument
 
 # Key of the `meta` of an fx node that calls an operator: the node of the graph.

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from stagepack.format.graph import Argument, Context, Graph, Node, Subgraph, TupleArg, Value, ValueArg
+from stagepack.format.graph import Argument, Context, Node, TupleArg, ValueArg
 from stagepack.format.traversal import input_names, leaf_arguments, output_names
 
 
@@ -92,11 +92,3 @@ def runs_by_context(
         run.append(step)
     if run:
         yield run_context, run
-
-
-def all_values(graph: Graph) -> Iterator[Value]:
-    """Yield all values of a graph and its subgraphs that are not weights."""
-    bodies: list[Graph | Subgraph] = [graph, *graph.subgraphs]
-    for body in bodies:
-        yield from body.inputs
-        yield from (value for node in body.nodes for value in node.outputs if value is not None)

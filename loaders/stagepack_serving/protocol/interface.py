@@ -137,12 +137,17 @@ class Interface:
             raise InputError(f"{input_name}: expected the datatype {tensor.datatype}, found {datatype}")
         return tensor.edge_shape(tensor_shape)
 
-    def check_inputs(self, edge_shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, bool | float]) -> None:
+    def check_inputs(
+        self, edge_shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, bool | float]
+    ) -> dict[str, int]:
         """Check that every input is present, and that shapes and scalars satisfy the boundary contract.
 
         Args:
             edge_shapes: the shapes that `check_input` returned, by input name.
             scalars: the values of the symbolic scalars, by input name.
+
+        Returns:
+            The size of each symbol that the inputs determine.
 
         Raises:
             InputError: an input is missing, or a size or scalar is outside its range.
@@ -155,7 +160,7 @@ class Interface:
             is_scalar = edge.dtype in SCALAR_DTYPES
             value = scalars[edge.name] if is_scalar else _TensorFacts(edge_shapes[edge.name], edge.dtype)
             arguments[edge.name] = BoundArgument(edge.name, value)
-        check_values(edges, arguments, self._symbols, self._guards)
+        return check_values(edges, arguments, self._symbols, self._guards)
 
     def check_outputs(self, output_names: Iterable[str]) -> None:
         """Check the names of requested outputs.

@@ -88,6 +88,7 @@ class ServedModel:
         self.devices = list(dict.fromkeys(pipeline.devices))
         self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
         self._limits = limits
+        self._check_sizes = pipeline.check_sizes
         self._metrics = metrics
         self.max_batch_size, self.unbatched_reason = batch_limit(
             bundle, self.interface.edges, limits.max_batch_size, pipeline
@@ -356,7 +357,7 @@ class ServedModel:
             for input_name in edge_shapes
             if self.interface.inputs[input_name].edge.dtype in SCALAR_DTYPES
         }
-        self.interface.check_inputs(edge_shapes, scalars)
+        self._check_sizes(self.interface.check_inputs(edge_shapes, scalars))
         self.interface.check_outputs(request.output_names or ())
         return edge_shapes
 
