@@ -123,7 +123,7 @@ class StageLostError(StagepackError):
 
 
 class NotABundleError(StagepackError):
-    """The path is not a bundle: it does not exist, or has no manifest. Correct the path."""
+    """The path is not a bundle: it does not exist, or has no manifest that this user can read. Correct the path, or its permissions."""
 
 
 class RemoteError(StagepackError):

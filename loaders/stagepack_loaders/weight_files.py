@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagepack.errors import Problem
+from stagepack.errors import DigestError, Problem
 from stagepack.format.chunk_reading import FileRead, read_chunks
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.file_checks import open_plain_file, raise_digest_problems
@@ -37,13 +37,16 @@ def map_weight_file(path: Path) -> WeightFile:
 
     Raises:
         FormatError: its header breaks a rule.
+        DigestError: the file was cut short meanwhile.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         content = map_with_lease(file.fileno(), path.name)
         if content is None:
             content = new_memory(os.fstat(file.fileno()).st_size)
-            file.readinto(content)
+            if file.readinto(content) < len(content):
+                message = "the file was cut short while it was read"
+                raise DigestError([Problem(rule="D1", where=path.name, message=message)])
         return _weight_file(content, path.name)
 
 

@@ -10,12 +10,18 @@ from typing import Self
 from stagepack.errors import FileNotListedError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, check_content
-from stagepack.format.file_checks import check_digests, check_size, raise_digest_problems, read_plain_file
+from stagepack.format.file_checks import (
+    check_digests,
+    check_size,
+    open_plain_file,
+    raise_digest_problems,
+    read_plain_file,
+)
 from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.manifest import File
 from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.validate import SIGNATURE_NAME, format_names
-from stagepack.format.weights import StoredTensor, parse_header_bytes, read_weight_header
+from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_weight_header
 
 
 class BundleFiles:
@@ -215,7 +221,7 @@ class BundleFiles:
 
         Raises:
             FileNotListedError: the manifest does not list a file.
-            DigestError: a file is missing or has another size.
+            DigestError: a file is missing, cannot be read, or has another size.
             FormatError: a header breaks a rule.
             RemoteError, WriteError: see `fetch`.
         """
@@ -225,8 +231,8 @@ class BundleFiles:
         self.fetch(file_names)
         headers = []
         for file_name in file_names:
-            raise_digest_problems(check_size(self.path, self._entry(file_name)))
-            headers.append((file_name, tuple(read_weight_header(self.path / file_name).values())))
+            with open_plain_file(self.path, self._entry(file_name)) as file:
+                headers.append((file_name, tuple(parse_weight_header(file, file_name).values())))
         return headers
 
     def _read_arriving_header(self, file_name: str, stream: FileStream) -> tuple[StoredTensor, ...]:

@@ -22,13 +22,17 @@ def read_manifest(folder: Path) -> Manifest:
         NotABundleError, VersionError, DigestError, LimitError, FormatError: see `stagepack.format.reader.Bundle`.
     """
     path = folder / MANIFEST_NAME
-    if not is_plain_file(path):
-        hint = ": stagepack.open and stagepack.load take a URL" if ":/" in str(folder) else ""
-        raise NotABundleError(
-            f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}{hint} [M1]"
-        )
-    _check_manifest_size(path.stat().st_size)
-    return parse_manifest(path.read_bytes(), str(path))
+    try:
+        if not is_plain_file(path):
+            hint = ": stagepack.open and stagepack.load take a URL" if ":/" in str(folder) else ""
+            raise NotABundleError(
+                f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}{hint} [M1]"
+            )
+        _check_manifest_size(path.stat().st_size)
+        content = path.read_bytes()
+    except OSError as error:
+        raise NotABundleError(f"{path}: cannot be read: {error.strerror or error} [M1]") from None
+    return parse_manifest(content, str(path))
 
 
 def parse_manifest(content: bytes, location: str) -> Manifest:

@@ -1,8 +1,10 @@
 """Files that are missing, cut short, changed, added or not files: nothing of a bundle is trusted before it is checked."""
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -290,3 +292,32 @@ def test_what_is_loaded_does_not_notice_that_the_files_go(editor: BundleEditor) 
     pipe = stagepack.load(editor.path)
     shutil.rmtree(editor.path)
     assert torch.equal(pipe(torch.arange(6).reshape(2, 3))["logits"], expected)
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Root, who may read every file, becomes the user nobody."""
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "."])
+def test_what_this_user_must_not_read_is_named(name: str, editor: BundleEditor) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # those of pytest are for one user
+        path = Path(folder) / "m.stagepack"
+        shutil.copytree(editor.path, path)
+        Path(folder).chmod(0o755)
+        (path / name).chmod(0)
+        roads: list[Callable[[Path], Any]] = [stagepack.verify]
+        if not name.startswith(("example", "model")):
+            roads.append(stagepack.load)
+        for road in roads:
+            with another_user(), pytest.raises(StagepackError, match=f"{name.strip('.')}.*Permission denied"):
+                road(path)
+        (path / name).chmod(0o700)
