@@ -232,6 +232,7 @@ def _load_stages(
     facts: list[dict[str, Any]] = []
     stages = []
     unchanged_sizes: list[int] = []
+    read_files: set[tuple[str, str]] = set()  # by runtime, each of which reads a file that several stages share once
     bundle = open_for_loading(bundle, options.verify)
     memory_bytes = check_stream_options(
         [find_runtime(runtime_name) for runtime_name in stage_runtimes],
@@ -263,7 +264,7 @@ def _load_stages(
     for stage_number, prepared_stage in ready.items():
         start_time = time.perf_counter()
         stage = prepared_stage.finish(verify=options.verify == "full")
-        stage_facts = _stage_facts(bundle, stage_number, stage, time.perf_counter() - start_time)
+        stage_facts = _stage_facts(bundle, stage_number, stage, read_files, time.perf_counter() - start_time)
         facts.append(stage_facts | {"bytes_unchanged": sum(unchanged_sizes)})
         unchanged_sizes.clear()
         stages.append(stage)
@@ -310,15 +311,20 @@ def _load_in_processes(
         )
 
 
-def _stage_facts(bundle: Bundle, stage_number: int, stage: "LoadedStage", seconds: float) -> dict[str, Any]:
+def _stage_facts(
+    bundle: Bundle, stage_number: int, stage: "LoadedStage", read_files: set[tuple[str, str]], seconds: float
+) -> dict[str, Any]:
+    """The facts of a stage. Its files are added to those that runtimes have read, whose bytes do not count again."""
     file_names = list(find_runtime(stage.runtime).stage_files(bundle, stage_number))
+    new_files = {(stage.runtime, file_name) for file_name in file_names} - read_files
+    read_files |= new_files
     residency: Residency | None = getattr(stage, "residency", None)  # of the stages of torch
     return {
         "stage": stage_number,
         "runtime": stage.runtime,
         "device": str(stage.device),
         "files": file_names,
-        "bytes_read": sum(bundle.files[file_name].size for file_name in file_names),
+        "bytes_read": sum(bundle.files[file_name].size for _, file_name in new_files),
         "seconds": round(seconds, 6),
         **({} if residency is None else {"residency": asdict(residency)}),
     }

@@ -151,6 +151,14 @@ def test_one_stage_is_loaded_from_its_own_files(stage: int, sound: Path) -> None
     assert "difference" not in facts
 
 
+def test_bytes_of_a_file_that_stages_share_count_once(sound: Path) -> None:
+    facts = json.loads(run("load", str(sound), "--json").stdout)
+    bundle = stagepack.open(sound)
+    names = {file_name for stage in facts["stages"] for file_name in stage["files"]}
+    assert len(names) < sum(len(stage["files"]) for stage in facts["stages"])
+    assert sum(stage["bytes_read"] for stage in facts["stages"]) == sum(bundle.files[name].size for name in names)
+
+
 def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(editor: BundleEditor) -> None:
     editor.flip_bit("stage-1.safetensors", (editor / "stage-1.safetensors").stat().st_size - 2, bit=5)
     command_fails("load", str(editor.path), says=r"stage-1\.safetensors: the content was changed")
