@@ -68,6 +68,7 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["sign", "x", "--key", "y", "--certificate-chain", "z"], "--certificate-chain requires --certificate"),
         (["verify", "x", "--runtime", "onnxruntime"], "--runtime requires --run"),
         (["serve", "x", "--max-delay-ms", "nan"], "nan is not a number"),
+        (["serve", "x", "--max-value-bytes", "much"], "expected a number of bytes such as 24GiB"),
         (["serve", "x", "--deadline-s", "inf"], "inf is not in the range"),
         (["serve", "x", "--max-queue", str(2**31)], "is not in the range"),
         (["serve", "x", "--model-repository", "y"], "cannot be used together"),
@@ -83,7 +84,7 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["triton", "x", "-o", "y", "--sequence-idle-s", "1e30"], "1e+30 is not in the range"),
         (["k8s", "x", "-o", "y", "--volume", "models"], "expected claim:NAME, host:FOLDER or image:REFERENCE"),
         (["k8s", "x", "-o", "y", "--volume", "host:models"], "expected an absolute path"),
-        (["k8s", "x", "-o", "y", "--memory", "much"], "expected a number of bytes such as 24GiB or 24GB"),
+        (["k8s", "x", "-o", "y", "--memory", "much"], "expected a number of bytes such as 24GiB, 24GB or"),
         (["k8s", "x", "-o", "y", "--image", "a\nb"], "control characters are not allowed"),
     ],
 )

@@ -21,6 +21,8 @@ from typing import Any
 import numpy
 
 STAGEPACK = str(Path(sys.executable).parent / "stagepack")
+# A process inherits signals that are ignored: tests that run in the background, or under nohup, would start servers that ignore them.
+WITH_SIGNALS = ("env", "--default-signal=HUP,INT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Server:
 def stagepack_server(bundles: Sequence[str | Path], *options: str, prefix: Sequence[str] = ()) -> Iterator[Server]:
     """`stagepack serve`; `prefix` is a command that runs it, such as nohup."""
     ports = ("--http-port", "0", "--grpc-port", "0")
-    command = [*prefix, STAGEPACK, "serve", *map(str, bundles), *ports, "--json", *options]
+    command = [*WITH_SIGNALS, *prefix, STAGEPACK, "serve", *map(str, bundles), *ports, "--json", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import STAGEPACK, Client, Server, ask_slow, stagepack_server
+from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Client, Server, ask_slow, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -97,7 +97,7 @@ def test_requests_are_answered_after_the_terminal_closes(slow: Path) -> None:
     def take_terminal() -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    command = [STAGEPACK, "serve", str(slow), "--http-port", "0", "--grpc-port", "0"]
+    command = [*WITH_SIGNALS, STAGEPACK, "serve", str(slow), "--http-port", "0", "--grpc-port", "0"]
     process = subprocess.Popen(
         command,
         stdin=end_of_server,
