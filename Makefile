@@ -18,7 +18,7 @@ help:
 	@echo "make demo      export, verify and run a real model"
 	@echo "make test      everything that CI checks: lint typecheck schema-check smoke docs unit, each a target too"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
-	@echo "make test-zoo  every model of the zoo; make test runs a fortieth of the architectures"
+	@echo "make test-zoo  the slow tests, which make test leaves out: every model of the zoo, Ray, faults of many processes, ..."
 	@echo "make test-libraries  models of other libraries (diffusers, timm, ...), in an environment of its own; make test runs those of torch"
 	@echo "make fuzz      all fuzzers, FUZZ_SECONDS each, by default an hour; make fuzz-short 3 minutes of bundles and 20 s of each parser"
 	@echo "make gpu       tests and benchmarks on a GPU, in 8 minutes, with $(PYTHON) and the wheels that make gpu-wheels collects; see CONTRIBUTING.md"
@@ -52,7 +52,7 @@ unit: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 test-zoo: $(VENV)/ready $(VENV)/ready-ray
-	$(BIN)/pytest -n 2 --dist loadgroup tests/zoo tests/distributed tests/hostile/test_operator_list.py tests/kubernetes tests/remote tests/signing tests/train tests/serve/test_compatibility.py tests/serve/test_limits.py tests/serve/test_examples.py tests/serve/test_generation_families.py tests/serve/test_dashboard.py tests/serve/test_version_switch.py tests/serve/test_security.py tests/serve/test_large_json.py tests/serve/test_lost_thread.py tests/serve/test_endless_loop.py tests/unit/test_compile.py tests/unit/test_generating_pipelines.py tests/unit/test_recut.py tests/roundtrip/test_fresh_process.py
+	$(BIN)/pytest -n 2 --dist loadgroup -m slow --ignore=tests/libraries
 
 # Ray is 70 MB to download, and its tests run without it by saying that they do not.
 $(VENV)/ready-ray: $(VENV)/ready

@@ -15,6 +15,7 @@ from examples.diffusion import draw, export, train
 TEXTS = ["a small red circle on blue", "A large green star on white "]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("distributed")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in diffusers
 def test_the_bundle_draws_what_the_pipeline_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,7 @@ def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp
     assert torch.equal(answer["past_key_values"]["layers"][0]["keys"], expected.past_key_values.layers[0].keys)
 
 
+@pytest.mark.slow
 def test_sizes_that_the_model_fixes_are_left_to_torch(tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=8)
     torch.manual_seed(0)

@@ -43,6 +43,7 @@ def is_running(process_id: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("last_line", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
 def test_a_script_that_does_not_close_ends_with_its_own_status(layers: Bundle, last_line: str, status: int) -> None:
     script = [

@@ -124,6 +124,7 @@ class Load:
             return str(error.status())
 
 
+@pytest.mark.slow
 def test_it_stops_under_load_without_losing_an_answer(layers: Bundle, expected: torch.Tensor) -> None:
     with stagepack_server([layers.path], "--processes", "3", "--linger-s", "0.2") as server:
         load = Load(server.http, expected)

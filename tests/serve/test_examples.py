@@ -87,6 +87,7 @@ def test_generation(decoder: Path) -> None:
         check_generation(server.grpc)
 
 
+@pytest.mark.slow
 def test_generation_in_triton(decoder: Path, tmp_path: Path) -> None:
     if reason := why_no_triton():
         pytest.skip(reason)

@@ -180,6 +180,7 @@ def test_a_full_queue(slow: Path, options: tuple[str, ...]) -> None:
         assert ask_slow(server, 1).shape == (256, 512)
 
 
+@pytest.mark.slow
 def test_clients_that_hang_up_are_not_worked_for(slow: Path) -> None:
     with stagepack_server([slow]) as server:
         values = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}

@@ -209,6 +209,7 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
     assert all(numpy.array_equal(single[tensor_name], singles[tensor_name].numpy()) for tensor_name in ("y", "z"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("needs_triton")
 @pytest.mark.parametrize("change", ["dims", "weights"])
 def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: Path, change: Any) -> None:

@@ -111,6 +111,7 @@ def test_metrics(torch_server: Server) -> None:
     assert grew("stagepack_request_seconds_count", "rest", "skips") == 2
 
 
+@pytest.mark.slow
 def test_stages_on_several_devices_work_on_several_batches(
     bundles: Mapping[str, Path], pipes: Mapping[str, Any]
 ) -> None:

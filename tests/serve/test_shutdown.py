@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("serve")
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_what_was_accepted_is_answered_before_the_end(slow: Path, signal_number: int) -> None:
     with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(ask_slow, server, 300, protocol) for protocol in ("http", "grpc", "http", "grpc")]
+        futures = [pool.submit(ask_slow, server, 200, protocol) for protocol in ("http", "grpc", "http", "grpc")]
         time.sleep(0.5)
         server.process.send_signal(signal_number)
         assert all(future.result().shape == (256, 512) for future in futures)
@@ -113,7 +113,7 @@ def test_requests_are_answered_after_the_terminal_closes(slow: Path) -> None:
         while not (port := re.search(r"http://127.0.0.1:(\d+)", printed)):
             printed += os.read(terminal, 1000).decode()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            future = pool.submit(ask_slow, Server(process, int(port[1]), 0, {}), 1000)
+            future = pool.submit(ask_slow, Server(process, int(port[1]), 0, {}), 500)
             time.sleep(0.5)
             os.close(terminal)  # the kernel sends SIGHUP
             assert future.result().shape == (256, 512)

@@ -136,7 +136,11 @@ def name_of(case: Case) -> str:
     return case.name
 
 
-@pytest.mark.parametrize("case", named("values-u-net", "values-lazy-conjugates-cross"), ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(*named("values-u-net"), marks=pytest.mark.slow), *named("values-lazy-conjugates-cross")],
+    ids=name_of,
+)
 def test_small_models(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path, 2, ("2:gpipe", "4:interleaved-1f1b"))
 

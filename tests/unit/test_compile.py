@@ -79,6 +79,7 @@ def inputs() -> list[torch.Tensor]:
     return [torch.randn(2, 3, 8), torch.randn(5, 9, 8), torch.randn(1, 2, 8), torch.randn(8, 4, 3).permute(2, 1, 0)]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_region_of_several_stages_is_compiled_once(stack: tuple[Stack, Bundle]) -> None:
     model, bundle = stack
