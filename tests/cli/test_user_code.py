@@ -153,7 +153,7 @@ def test_a_file_that_cannot_be_imported_is_said_in_one_line(text: str, says: str
         ("./nowhere", "no such file or folder"),
         ("empty", "expected a Hugging Face folder with a config.json"),
         (":model", "expected FILE.py:FUNCTION or package.module:FUNCTION"),
-        ("net:", "cannot be imported"),
+        ("no_such_net:", "cannot be imported"),
     ],
 )
 def test_a_source_that_is_not_there_is_said_in_one_line(source: str, says: str, user: Path) -> None:
