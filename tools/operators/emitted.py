@@ -3,6 +3,7 @@
 ``used_by_models.txt`` has those in the programs that torch.export captures from the models of the zoo, those after their decomposition, and
 those in the frozen bundles. ``used_by_functions.txt`` has those that torch calls in the samples of its own tests of public functions. Names
 are added to the files; none is removed, since a model that another torch captures otherwise still needs them.
+``used_elsewhere.txt`` is written by hand.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from tests.zoo.cases import CASES
 from tools.operators.valid_calls import recorded_calls
 
 USED_BY_MODELS = Path(__file__).with_name("used_by_models.txt")
+USED_ELSEWHERE = Path(__file__).with_name("used_elsewhere.txt")
 USED_BY_FUNCTIONS = Path(__file__).with_name("used_by_functions.txt")
 _FROZEN_BUNDLES = Path(__file__).parents[2] / "schema" / "frozen"
 _LISTED_NAMESPACES = ("aten", "prims")

@@ -30,7 +30,7 @@ import torch
 from stagepack.format.operator_list import DENIED, LIST_FILE, RUN_BY_DEFAULT, listed_verdicts, without_overload
 from stagepack.torch_internals import OperatorOverload, dispatched_operators, operator_schema
 from stagepack_loaders.torch.argument_guards import ARGUMENT_CHECKS
-from tools.operators.emitted import USED_BY_FUNCTIONS, USED_BY_MODELS, read_names
+from tools.operators.emitted import USED_BY_FUNCTIONS, USED_BY_MODELS, USED_ELSEWHERE, read_names
 
 # Parts of names: backward and forward-mode differentiation, layouts that bundles do not hold, kernels of one backend, tests of torch,
 # named dimensions, and the settings of autograd.
@@ -57,7 +57,7 @@ def schema_verdict(operator: OperatorOverload) -> str:
 def proposed_verdict(operator: OperatorOverload) -> str:
     """Return the verdict on an operator that nobody has judged."""
     name = str(operator)
-    if name in ARGUMENT_CHECKS or name in read_names(USED_BY_MODELS):
+    if name in ARGUMENT_CHECKS or name in _used_by_models():
         return schema_verdict(operator)
     if torch.Tag.generated in operator.tags or _UNUSED.search(name):
         return "unused"
@@ -68,12 +68,16 @@ def proposed_verdict(operator: OperatorOverload) -> str:
     return schema_verdict(operator)
 
 
+def _used_by_models() -> set[str]:
+    return read_names(USED_BY_MODELS) | read_names(USED_ELSEWHERE)
+
+
 def problems() -> list[str]:
     """Return what is wrong with the list, a line each."""
     verdicts = listed_verdicts()
     found = [
         f"{name} is used by models, and listed as {verdicts.get(name)}"
-        for name in sorted(read_names(USED_BY_MODELS))
+        for name in sorted(_used_by_models())
         if verdicts.get(name) not in RUN_BY_DEFAULT
     ]
     for name, operator in sorted(dispatched_operators().items()):

@@ -115,6 +115,12 @@ def _check_matrix_power(arguments: _Arguments) -> None:
         raise ValueError(f"n: expected an integer of 32 bits, found {arguments['n']}")
 
 
+def _check_random_start(arguments: _Arguments) -> None:
+    # torch adds 1, and shifts what has overflowed until it is 0, which has no end.
+    if arguments["from"] >= 2**63 - 1:
+        raise ValueError(f"from: expected an integer below 2**63 - 1, found {arguments['from']}")
+
+
 def _expect_items(name: str, tensors: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor]:
     if len(tensors) != count:
         raise ValueError(f"{name}: expected {count} tensors, found {len(tensors)}")
@@ -152,6 +158,8 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.lstm.input": _check_lstm,
     "aten.matrix_power.default": _check_matrix_power,
     "aten.native_batch_norm.default": _check_batch_norm,
+    "aten.random.from": _check_random_start,
+    "aten.random_.from": _check_random_start,
     "aten.rnn_relu.input": _check_rnn,
     "aten.rnn_tanh.input": _check_rnn,
 }
