@@ -1,8 +1,11 @@
 """How the processes of the tests run: several at once, on few cores; and the options of the tests on GPUs."""
 
+import atexit
 import gc
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,10 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 # No test depends on what an earlier one has verified, or leaves a record in the home folder.
 os.environ["STAGEPACK_VERIFIED_FILES"] = ""
+# The processes of all tests share one record of checked graphs, which spares each of them a second. It has the digests of their content.
+if "STAGEPACK_CHECKED_GRAPHS" not in os.environ:
+    os.environ["STAGEPACK_CHECKED_GRAPHS"] = tempfile.mkdtemp(prefix="checked-graphs-")
+    atexit.register(shutil.rmtree, os.environ["STAGEPACK_CHECKED_GRAPHS"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

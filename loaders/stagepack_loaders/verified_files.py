@@ -14,31 +14,29 @@ conditions that make this true, and is not used otherwise:
 
 import contextlib
 import os
-import shutil
 import stat
 import time
-from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
 
 from stagepack.format.manifest import File
 from stagepack_loaders.file_systems import is_of_kind
+from stagepack_loaders.verification_record import VerificationRecord
 
 # The folder of the record; empty to keep none.
 FOLDER_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
 
-_BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
 _FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs"})
 _SETTLED_SECONDS = 2.0
 
 
-class VerifiedFiles:
-    """The record of this user. Each entry is an empty file, whose name is a hash of all that it depends on."""
+class VerifiedFiles(VerificationRecord):
+    """The record of this user."""
 
     def __init__(self) -> None:
         """Find the record. Without one, no file counts as verified."""
-        self._folder = _record_folder()
+        super().__init__(FOLDER_VARIABLE, "verified")
 
     def identity(self, descriptor: int, entry: File) -> str | None:
         """Return the name of the entry of a file, or None if the file cannot have one.
@@ -63,43 +61,8 @@ class VerifiedFiles:
         )
         return blake3(repr(facts).encode()).hexdigest()
 
-    def has(self, identity: str | None) -> bool:
-        """Whether a file of this identity was verified."""
-        return self._folder is not None and identity is not None and (self._folder / identity).is_file()
-
-    def add(self, identity: str | None) -> None:
-        """Record that a file was verified. Its identity must have been the same before and after the comparison."""
-        if self._folder is not None and identity is not None:
-            # Without space or the right to write, files are compared again.
-            with contextlib.suppress(OSError):
-                os.close(os.open(self._folder / identity, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-
 
 def write_back(descriptor: int) -> None:
     """Write a file back to the disk, so that later writes through mappings change its ctime."""
     with contextlib.suppress(OSError):
         os.fsync(descriptor)
-
-
-def _record_folder() -> Path | None:
-    """The folder of the record of this start of the machine; None if there can be none."""
-    try:
-        boot_id = _BOOT_ID_PATH.read_text().strip()
-        chosen_folder = os.environ.get(FOLDER_VARIABLE)
-        if chosen_folder == "":
-            return None
-        root = Path(chosen_folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagepack")
-        records = root / "verified"
-        for folder in (root, records, records / boot_id):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.lstat()
-            writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
-                return None
-        for old_record in records.iterdir():
-            if old_record.name != boot_id:
-                shutil.rmtree(old_record, ignore_errors=True)
-    # No home folder, no /proc, no right to write.
-    except (OSError, RuntimeError):
-        return None
-    return records / boot_id

@@ -17,7 +17,7 @@ from tests.hostile.attack import command_fails, run
 from tools.operators.hostile_arguments import Call
 from tools.operators.hostile_calls import CALLS, call_hostilely
 from tools.operators.judge import problems
-from tools.operators.valid_calls import recorded_calls, recurrent_calls
+from tools.operators.valid_calls import attention_calls, find_operator, recorded_calls, recurrent_calls
 
 RUN = sorted(name for name, verdict in listed_verdicts().items() if verdict in RUN_BY_DEFAULT)
 SAMPLE = [
@@ -32,13 +32,8 @@ SAMPLE = [
     "aten.scaled_dot_product_attention.default",
     "aten.slice.Tensor",
 ]
-GUARDED = [
-    "aten._weight_norm.default",
-    "aten.gru.input",
-    "aten.lstm.input",
-    "aten.rnn_relu.input",
-    "aten.rnn_tanh.input",
-]
+# Valid calls of operators whose arguments are checked.
+GUARDED_CALLS = recurrent_calls() | attention_calls()
 
 
 def rename_operator(editor: BundleEditor, name: str, schema: str = "") -> None:
@@ -100,7 +95,7 @@ def test_hostile_arguments_end_no_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ARGUMENT_CHECKS))
 def test_hostile_arguments_of_guarded_operators_end_no_process(name: str) -> None:
-    outcome = call_hostilely(name, recurrent_calls().get(name, ()), 20)
+    outcome = call_hostilely(name, GUARDED_CALLS.get(name, ()), 20)
     assert not outcome.signals
     assert outcome.counts.total() == 20
 
@@ -120,18 +115,23 @@ def valid_calls() -> dict[str, list[Call]]:
     return recorded_calls()
 
 
-@pytest.mark.parametrize("name", sorted(recurrent_calls()))
+@pytest.mark.parametrize("name", sorted(GUARDED_CALLS))
 def test_guards_let_valid_calls_through(name: str) -> None:
-    for call in recurrent_calls()[name]:
-        namespace, packet, overload = name.split(".")
-        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    for call in GUARDED_CALLS[name]:
+        operator = find_operator(name)
         guarded = guarded_operator(operator)
         assert guarded is not operator
         for expected, found in zip(operator(**call), guarded(**call), strict=True):
             assert torch.equal(expected, found)
-        # Autocast makes the dtypes of the input and the weights equal.
+
+
+@pytest.mark.parametrize("name", sorted(recurrent_calls()))
+def test_guards_let_calls_inside_autocast_through(name: str) -> None:
+    """There the dtypes of the input and the weights are made equal."""
+    operator = find_operator(name)
+    for call in recurrent_calls()[name]:
         with torch.autocast("cpu", torch.bfloat16):
-            guarded(**{**call, "input": call["input"].bfloat16()})
+            guarded_operator(operator)(**{**call, "input": call["input"].bfloat16()})
 
 
 def shrink_weight(call: Call) -> None:
@@ -152,12 +152,26 @@ def widen_batch(call: Call) -> None:
 @pytest.mark.parametrize("change", [shrink_weight, drop_weight, widen_batch])
 @pytest.mark.parametrize("name", ["aten.lstm.input", "aten.gru.input"])
 def test_recurrent_layers_refuse_shapes_that_do_not_fit(name: str, change: Callable[[Call], None]) -> None:
-    operator = getattr(torch.ops.aten, name.split(".")[1]).input
+    operator = find_operator(name)
     for call in recurrent_calls()[name]:
         changed = dict(call)
         change(changed)
         with pytest.raises(ValueError, match="expected"):
             guarded_operator(operator)(**changed)
+
+
+@pytest.mark.parametrize("name", sorted(attention_calls()))
+def test_attention_refuses_shapes_that_do_not_fit(name: str) -> None:
+    operator = find_operator(name)
+    for call in attention_calls()[name]:
+        for parameter, value in call.items():
+            if isinstance(value, torch.Tensor):
+                wrong_values: list[Any] = [value[..., :-1], value[None]]
+            else:
+                wrong_values = [0, -1, 3] if parameter in {"num_head", "num_heads", "embed_dim"} else []
+            for wrong_value in wrong_values:
+                with pytest.raises((ValueError, RuntimeError), match="expected"):
+                    guarded_operator(operator)(**{**call, parameter: wrong_value})
 
 
 @pytest.mark.parametrize(

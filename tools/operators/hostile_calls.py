@@ -28,7 +28,7 @@ import torch
 from stagepack.torch_internals import OperatorOverload, tree_map
 from stagepack_loaders.torch.argument_guards import guarded_operator
 from tools.operators.hostile_arguments import Call, hostile_calls
-from tools.operators.valid_calls import recorded_calls
+from tools.operators.valid_calls import find_operator, recorded_calls
 
 CALLS = 200
 _CALL_SECONDS = 4
@@ -50,13 +50,6 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     signals: Counter[int] = field(default_factory=Counter)
     first_deadly: int | None = None
-
-
-def find_operator(name: str) -> OperatorOverload:
-    """Return an operator by its qualified name."""
-    namespace, packet_name, overload_name = name.split(".")
-    operator: OperatorOverload = getattr(getattr(getattr(torch.ops, namespace), packet_name), overload_name)
-    return operator
 
 
 def call_hostilely(name: str, valid_calls: Sequence[Call], call_count: int = CALLS) -> Outcome:

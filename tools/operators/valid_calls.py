@@ -37,7 +37,7 @@ def recorded_calls() -> dict[str, list[Call]]:
     sys.modules.setdefault("expecttest", expecttest)
     from torch.testing._internal.common_methods_invocations import op_db  # noqa: PLC0415 - needs the line above
 
-    calls = recurrent_calls()
+    calls = recurrent_calls() | attention_calls() | quantized_calls()
     for info in op_db:
         try:
             dtype = torch.float32 if torch.float32 in info.dtypes else min(info.dtypes, key=str)
@@ -66,6 +66,58 @@ def recurrent_calls() -> dict[str, list[Call]]:
             operator(*args)
             calls.setdefault(str(operator), []).append(bind(operator, args, {}))
     return calls
+
+
+def find_operator(name: str) -> OperatorOverload:
+    """Return an operator by its qualified name."""
+    namespace, packet_name, overload_name = name.split(".")
+    operator: OperatorOverload = getattr(getattr(getattr(torch.ops, namespace), packet_name), overload_name)
+    return operator
+
+
+def attention_calls() -> dict[str, list[Call]]:
+    """Return calls of operators with the attention of several heads, of which torch's tests have no samples, with each kind of mask."""
+    batch_size, length, width, head_count, inner_width = 2, 5, 16, 4, 32
+    query = torch.randn(batch_size, length, width)
+    weights = [torch.randn(shape) for shape in ((3 * width, width), (3 * width,), (width, width), (width,))]
+    norms = [torch.randn(width) for _ in range(4)]
+    inner_shapes = ((inner_width, width), (inner_width,), (width, inner_width), (width,))
+    inner_weights = [torch.randn(shape) for shape in inner_shapes]
+    args = {
+        "aten._native_multi_head_attention.default": (query, query, query, width, head_count, *weights),
+        "aten._transformer_encoder_layer_fwd.default": (
+            *(query, width, head_count, *weights, True, False, 1e-5, *norms, *inner_weights),
+        ),
+    }
+    mask_shapes = {0: (length, length), 1: (batch_size, length), 2: (batch_size, head_count, length, length)}
+    masks: list[dict[str, Any]] = [{}]
+    for mask_type, shape in mask_shapes.items():
+        masks.append({"mask": torch.rand(shape) > 0.8, "mask_type": mask_type})
+    return {name: [bind(find_operator(name), args[name], mask) for mask in masks] for name in args}
+
+
+def quantized_calls() -> dict[str, list[Call]]:
+    """Return calls of products of quantized weights and of groups, of which torch's tests have no samples."""
+    integers = torch.randint(0, 16, (32, 64), dtype=torch.int32)
+    packed = find_operator("aten._convert_weight_to_int4pack_for_cpu.default")(integers, 1)
+    rows, scales = torch.randn(4, 64, dtype=torch.bfloat16), torch.randn(2, 32, 2, dtype=torch.bfloat16)
+    groups = torch.tensor([8, 16], dtype=torch.int32)
+    args: dict[str, tuple[Any, ...]] = {
+        "aten._convert_weight_to_int4pack_for_cpu.default": (integers, 1),
+        "aten._grouped_mm.default": (torch.randn(16, 32), torch.randn(2, 32, 16), groups),
+        "aten._int_mm.default": (integers[:, :32].char(), integers[:, :32].t().char()),
+        "aten._weight_int4pack_mm_for_cpu.default": (rows, packed, 32, scales),
+        "aten._weight_int8pack_mm.default": (rows, integers.char(), torch.randn(32, dtype=torch.bfloat16)),
+        "aten.fake_quantize_per_channel_affine.default": (
+            torch.randn(3, 4),
+            torch.rand(4),
+            torch.zeros(4).int(),
+            1,
+            0,
+            9,
+        ),
+    }
+    return {name: [bind(find_operator(name), args[name], {})] for name in args}
 
 
 def _record_overloads(

@@ -115,6 +115,56 @@ def _check_matrix_power(arguments: _Arguments) -> None:
         raise ValueError(f"n: expected an integer of 32 bits, found {arguments['n']}")
 
 
+def _check_attention(arguments: _Arguments) -> None:
+    for name in ("query", "key", "value"):
+        if arguments[name].dim() != 3 or arguments[name].size(2) != arguments["embed_dim"]:
+            raise ValueError(
+                f"{name}: expected [batch, length, {arguments['embed_dim']}], found {list(arguments[name].shape)}"
+            )
+    _check_attention_weights(arguments, arguments["query"], arguments["num_head"])
+
+
+def _check_encoder_layer(arguments: _Arguments) -> None:
+    source, width, inner_width = arguments["src"], arguments["embed_dim"], arguments["ffn_weight_1"].size(0)
+    if source.dim() != 3 or source.size(2) != width:
+        raise ValueError(f"src: expected [batch, length, {width}], found {list(source.shape)}")
+    _check_attention_weights(arguments, source, arguments["num_heads"])
+    shapes = {"ffn_weight_1": [inner_width, width], "ffn_bias_1": [inner_width], "ffn_weight_2": [width, inner_width]}
+    for name in ("norm_weight_1", "norm_bias_1", "norm_weight_2", "norm_bias_2", "ffn_bias_2"):
+        shapes[name] = [width]
+    for name, shape in shapes.items():
+        _expect_shape(name, arguments[name], shape)
+        _expect_dtype(name, arguments[name], source)
+
+
+def _check_attention_weights(arguments: _Arguments, query: torch.Tensor, head_count: int) -> None:
+    """Check the weights and the mask of an operator with the whole attention of several heads.
+
+    Args:
+        arguments: the arguments by name.
+        query: what the heads attend from, [batch, length, width].
+        head_count: how many heads there are.
+    """
+    batch_size, length, width = query.shape
+    if head_count <= 0 or width % head_count or not width:
+        raise ValueError(f"expected a number of heads that divides the width {width}, found {head_count}")
+    shapes = {
+        "qkv_weight": [3 * width, width],
+        "qkv_bias": [3 * width],
+        "proj_weight": [width, width],
+        "proj_bias": [width],
+    }
+    for name, shape in shapes.items():
+        _expect_shape(name, arguments[name], shape)
+        _expect_dtype(name, arguments[name], query)
+    mask, mask_type = arguments.get("mask"), arguments.get("mask_type")
+    if mask is not None:
+        mask_shapes = {0: [length, length], 1: [batch_size, length], 2: [batch_size, head_count, length, length]}
+        if mask_type not in mask_shapes:
+            raise ValueError(f"mask_type: expected 0, 1 or 2, found {mask_type}")
+        _expect_shape("mask", mask, mask_shapes[mask_type])
+
+
 def _check_random_start(arguments: _Arguments) -> None:
     # torch adds 1, and shifts what has overflowed until it is 0, which has no end.
     if arguments["from"] >= 2**63 - 1:
@@ -149,7 +199,9 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten._native_batch_norm_legit.no_stats": _check_batch_norm,
     "aten._native_batch_norm_legit_functional.default": _check_batch_norm,
     "aten._native_batch_norm_legit_no_training.default": _check_batch_norm,
+    "aten._native_multi_head_attention.default": _check_attention,
     "aten._pdist_forward.default": _check_pairwise_distances,
+    "aten._transformer_encoder_layer_fwd.default": _check_encoder_layer,
     "aten._weight_norm.default": _check_weight_norm,
     "aten._weight_norm_interface.default": _check_weight_norm,
     "aten.gru.input": _check_gru,

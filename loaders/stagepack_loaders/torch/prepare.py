@@ -15,6 +15,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
+from stagepack_loaders.torch.checked_graphs import CheckedGraphs
 from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.module_builder import build_with_modules
 from stagepack_loaders.torch.operators import resolve_operators
@@ -130,7 +131,11 @@ def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> St
     folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
     graph_name = bundle.stages[stage_number].graph
     operators = resolve_operators(graph.ops, options.allow_ops, graph_name)
-    check_values(graph, operators, graph_name)
+    record = CheckedGraphs()
+    identity = record.identity(bundle.files[graph_name]) if bundle.compares_digests else None
+    if not record.has(identity):
+        check_values(graph, operators, graph_name)
+        record.add(identity)
     if options.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
     if options.autocast:

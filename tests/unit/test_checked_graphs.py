@@ -1,0 +1,90 @@
+"""The record of checked graphs: a graph is checked once for each content and each version, and a hostile one is never in it."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import FormatError
+from stagepack_loaders.torch import checked_graphs, prepare, value_check
+from tests.bundle_editor import BundleEditor
+from tests.hostile.tiny import write_tiny
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle of three stages, and a record that is empty."""
+    monkeypatch.setenv(checked_graphs.FOLDER_VARIABLE, str(tmp_path / "record"))
+    return write_tiny(tmp_path / "tiny.stagepack")
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the graph files that were checked, in order."""
+    names: list[str] = []
+    check_values = value_check.check_values
+
+    def check(graph: Any, operators: Any, graph_name: str) -> None:
+        names.append(graph_name)
+        check_values(graph, operators, graph_name)
+
+    monkeypatch.setattr(prepare, "check_values", check)
+    return names
+
+
+GRAPHS = [f"stage-{number}.msgpack" for number in range(3)]
+
+
+def test_a_graph_is_checked_once(tiny: Path, checked: list[str], tmp_path: Path) -> None:
+    stagepack.load(tiny)
+    assert checked == GRAPHS
+    stagepack.load(tiny)
+    shutil.copytree(tiny, tmp_path / "copy.stagepack")
+    stagepack.load(tmp_path / "copy.stagepack")
+    assert checked == GRAPHS
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(torch, "__version__", "0.0.0"), (stagepack, "__version__", "0.0.0")],
+    ids=["torch", "stagepack"],
+)
+def test_another_version_checks_it_again(
+    owner: Any, name: str, value: str, tiny: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stagepack.load(tiny)
+    monkeypatch.setattr(owner, name, value, raising=False)
+    stagepack.load(tiny)
+    assert checked == GRAPHS * 2
+
+
+def test_a_graph_whose_digest_is_not_compared_is_checked_each_time(tiny: Path, checked: list[str]) -> None:
+    for verify in ("full", "manifest", "off", "off"):
+        stagepack.load(tiny, verify=verify)
+    assert checked == GRAPHS * 3
+
+
+def test_without_a_record_it_is_checked_each_time(
+    tiny: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(checked_graphs.FOLDER_VARIABLE, "")
+    stagepack.load(tiny)
+    stagepack.load(tiny)
+    assert checked == GRAPHS * 2
+
+
+def test_a_graph_that_states_other_values_is_refused_each_time(tiny: Path, checked: list[str]) -> None:
+    stagepack.load(tiny)
+
+    def widen(fields: dict[str, Any]) -> None:
+        node = next(node for node in fields["nodes"] if node["outputs"])
+        node["outputs"][0]["dtype"] = "float64"
+
+    BundleEditor(tiny).edit_graph(1, widen)
+    for _ in range(2):
+        with pytest.raises(FormatError, match="G16"):
+            stagepack.load(tiny)
+    assert checked == [*GRAPHS, "stage-1.msgpack", "stage-1.msgpack"]
