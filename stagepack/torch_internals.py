@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -92,6 +93,50 @@ def shape_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by which torch finds the shapes of results, a table that callers may patch."""
     table: dict[Any, Callable[..., Any]] = torch._decomp.decomposition_table
     return table
+
+
+@contextlib.contextmanager
+def operators_without_compiler() -> Iterator[None]:
+    """Call operators whose implementation is in Python without an import of the compiler, which takes a second.
+
+    The functions that implement elementwise operators on tensors without memory are wrapped, so that the compiler calls them and does
+    not trace them; the wrapper asks the compiler how at its first call. Here it finds the function itself as the answer. If a version of
+    torch wraps them otherwise, or the compiler is imported already, nothing is changed.
+    """
+    functions = [] if "torch._dynamo" in sys.modules else list(_functions_hidden_from_compiler())
+    for function in functions:
+        vars(function).setdefault(_COMPILER_ANSWER, function)
+    try:
+        yield
+    finally:
+        for function in functions:
+            if vars(function).get(_COMPILER_ANSWER) is function:
+                del vars(function)[_COMPILER_ANSWER]
+
+
+# The attribute in which `torch._disable_dynamo` keeps what the compiler has answered for a function.
+_COMPILER_ANSWER: Final = "__dynamo_disable"
+
+
+def _functions_hidden_from_compiler() -> Iterator[FunctionType]:
+    """Yield the functions that decompositions of operators call, and that `torch._disable_dynamo` wraps."""
+    wrapper_code = torch._disable_dynamo(lambda: None).__code__  # type: ignore[attr-defined]
+    seen: set[int] = set()
+    waiting: list[Any] = [
+        function for table in torch._decomp.global_decomposition_table.values() for function in table.values()
+    ]
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        cells: dict[str, Any] = {}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                cells[name] = cell.cell_contents
+        if function.__code__ is wrapper_code and isinstance(cells.get("fn"), FunctionType):
+            yield cells["fn"]
+        waiting += cells.values()
 
 
 # Tensors.

@@ -1,8 +1,8 @@
 """What the graph of a Llama of tiny weights takes: bytes, folded and not, and with more layers; and the time to get it ready to run.
 
 Loading a bundle's graphs means: read, compare with the digest, check every rule, find the operators, compare the stated values with what
-these return, build the fx modules. The other
-side is `torch.export.load` of the same program. Both are measured in this run, in turn; the medians and their ratio are printed.
+these return, build the fx modules. The other side is `torch.export.load` of the same program. Both are measured in this run, in turn; the
+medians and their ratio are printed.
 """
 
 import argparse

@@ -365,6 +365,22 @@ def test_the_compiler_and_the_onnx_exporter_are_imported_only_when_they_are_used
     assert done.stdout == "[]\n"
 
 
+def test_operators_on_tensors_without_memory_do_not_import_the_compiler() -> None:
+    code = """
+import sys, torch
+from stagepack.torch_internals import operators_without_compiler
+tensor = torch.empty(2, 3, device="meta")
+with operators_without_compiler():
+    shape = torch.addmm(tensor[0], tensor, tensor.mT @ tensor, alpha=2).mul(3).shape
+print(tuple(shape), "torch._dynamo" in sys.modules)
+compiled = torch.compile(lambda x: torch._refs.mul(x, 3), backend="eager", fullgraph=False)
+print(compiled(torch.ones(2)).tolist(), "torch._dynamo" in sys.modules)
+"""
+    with canary("loading takes a second longer"):
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+        assert done.stdout.splitlines() == ["(2, 3) False", "[3.0, 3.0] True"]
+
+
 def test_fake_tensors_and_the_mode_that_sees_operators() -> None:
     seen = []
 

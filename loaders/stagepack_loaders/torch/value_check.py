@@ -24,7 +24,7 @@ from stagepack.format.graph import (
 )
 from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.traversal import input_names
-from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
+from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema, operators_without_compiler
 from stagepack_loaders.torch.meta_values import (
     CAST_DTYPES,
     Fact,
@@ -96,7 +96,7 @@ def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_na
     """
     check = _GraphCheck(graph, operators, graph_name)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), operators_without_compiler():
             check.run()
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{graph_name}: {error}") from None
