@@ -99,7 +99,7 @@ def import_commands() -> None:
     """Import what the commands import, so that forked processes need not."""
     for module in pkgutil.iter_modules(stagepack.cli.__path__):
         importlib.import_module(f"stagepack.cli.{module.name}")
-    for package_name in ("stagepack.onnx", "stagepack_loaders.onnxruntime"):
+    for package_name in ("stagepack.onnx", "stagepack.remote", "stagepack_loaders.onnxruntime"):
         for module in pkgutil.walk_packages(importlib.import_module(package_name).__path__, f"{package_name}."):
             importlib.import_module(module.name)
     importlib.import_module("stagepack_serving.triton.repository")

@@ -168,8 +168,11 @@ class _GraphCheck:
         operator, overload = self.operators[node.op], self._overloads[node.op]
         values = MetaValues(facts, is_casting=is_casting)
         check_call(self.graph.ops[node.op].name, overload, len(node.args), [name for name, _ in node.kwargs])
-        args = [values.argument(argument) for argument in node.args]
-        kwargs = {name: values.argument(argument) for name, argument in node.kwargs}
+        try:
+            args = [values.argument(argument) for argument in node.args]
+            kwargs = {name: values.argument(argument) for name, argument in node.kwargs}
+        except RuntimeError as error:
+            return _Result(reason=f"there is no tensor of the shape of a value that it takes: {_first_line(error)}")
         if isinstance(overload, OperatorOverload):
             if reason := _misplaced_argument(node, overload):
                 return _Result(reason=reason)
