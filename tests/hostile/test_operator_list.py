@@ -101,6 +101,7 @@ def test_hostile_arguments_of_guarded_operators_end_no_process(name: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, about arguments
 @pytest.mark.parametrize("part", range(20))
 def test_hostile_arguments_of_all_listed_operators_end_no_process(
     part: int, valid_calls: dict[str, list[Call]]

@@ -165,6 +165,14 @@ def _check_attention_weights(arguments: _Arguments, query: torch.Tensor, head_co
         _expect_shape("mask", mask, mask_shapes[mask_type])
 
 
+def _check_embedding_bag(arguments: _Arguments) -> None:
+    for name in ("indices", "offsets"):
+        if arguments[name].dim() != 1:
+            raise ValueError(f"{name}: expected 1 dimension, found {arguments[name].dim()}")
+    if not arguments["offsets"].numel():
+        raise ValueError("offsets: expected at least one, found none")
+
+
 def _check_random_start(arguments: _Arguments) -> None:
     # torch adds 1, and shifts what has overflowed until it is 0, which has no end.
     if arguments["from"] >= 2**63 - 1:
@@ -192,6 +200,8 @@ def _expect_dtype(name: str, tensor: torch.Tensor, reference: torch.Tensor) -> N
 ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten._batch_norm_with_update.default": _check_batch_norm,
     "aten._batch_norm_with_update_functional.default": _check_batch_norm,
+    "aten._embedding_bag.default": _check_embedding_bag,
+    "aten._embedding_bag_forward_only.default": _check_embedding_bag,
     "aten._fft_c2c.default": _check_fourier_transform,
     "aten._fft_c2r.default": _check_fourier_transform,
     "aten._fft_r2c.default": _check_fourier_transform,
@@ -204,11 +214,14 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten._transformer_encoder_layer_fwd.default": _check_encoder_layer,
     "aten._weight_norm.default": _check_weight_norm,
     "aten._weight_norm_interface.default": _check_weight_norm,
+    "aten.embedding_bag.default": _check_embedding_bag,
+    "aten.embedding_bag.padding_idx": _check_embedding_bag,
     "aten.gru.input": _check_gru,
     "aten.linalg_matrix_power.default": _check_matrix_power,
     "aten.linalg_matrix_power.out": _check_matrix_power,
     "aten.lstm.input": _check_lstm,
     "aten.matrix_power.default": _check_matrix_power,
+    "aten.matrix_power.out": _check_matrix_power,
     "aten.native_batch_norm.default": _check_batch_norm,
     "aten.random.from": _check_random_start,
     "aten.random_.from": _check_random_start,
