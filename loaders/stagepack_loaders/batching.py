@@ -47,7 +47,8 @@ def batch_limit(
     max_batch_size = requested_size if dimension.max is None else min(requested_size, dimension.max)
     if pipeline is None or max_batch_size == 1:
         return BatchLimit(max_batch_size, "")
-    reason = _find_dependence(pipeline, bundle, dimension.max)
+    with pipeline.without_limit():  # which is for the sizes of each request
+        reason = _find_dependence(pipeline, bundle, dimension.max)
     return BatchLimit(1, reason) if reason else BatchLimit(max_batch_size, "")
 
 

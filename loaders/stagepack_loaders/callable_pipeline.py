@@ -1,8 +1,8 @@
 """What pipelines have in common, wherever their stages run: they are called like the model and return what the model returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 from stagepack.errors import DeviceError
@@ -26,6 +26,7 @@ class CallablePipeline(ABC):
     Attributes:
         bundle: the bundle, at the entry point that runs.
         entry_point: the entry point.
+        limit: the largest size of values; None for no limit.
     """
 
     def __init__(self, bundle: Bundle, types: Collection[type] = (), limit: ValueLimit | None = None) -> None:
@@ -39,7 +40,7 @@ class CallablePipeline(ABC):
         self.bundle = bundle
         self.entry_point = entry_point = bundle.entry_point
         self._types = tuple(types)
-        self._limit = limit
+        self.limit = limit
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
@@ -65,17 +66,14 @@ class CallablePipeline(ABC):
     def devices(self) -> tuple[str, ...]:
         """The device of each stage."""
 
-    def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Check that the values of a call are not larger than the limit of the pipeline, if it has one.
-
-        Args:
-            sizes: the sizes of the symbols that the inputs determine.
-
-        Raises:
-            ValueSizeError: a value would be larger.
-        """
-        if self._limit is not None:
-            self._limit.check(sizes)
+    @contextmanager
+    def without_limit(self) -> Iterator[None]:
+        """Return a context in which values may have any size; not while other threads call the pipeline."""
+        limit, self.limit = self.limit, None
+        try:
+            yield
+        finally:
+            self.limit = limit
 
     @abstractmethod
     def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
@@ -193,7 +191,8 @@ class CallablePipeline(ABC):
         """Return the values of a call by edge name, and the sizes of the symbols that they determine."""
         bound_arguments = bind_call(self.entry_point.signature, args, kwargs)
         sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols, self.entry_point.guards)
-        self.check_sizes(sizes)
+        if self.limit is not None:
+            self.limit.check(sizes)
         return {edge_name: argument.value for edge_name, argument in bound_arguments.items()}, sizes
 
     def _build_result(self, values: Mapping[str, Any], arrays: ArrayOps) -> Any:

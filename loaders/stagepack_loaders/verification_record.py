@@ -2,11 +2,16 @@
 
 import contextlib
 import os
+import re
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Final
 
+# How long the record of another start is kept after its last entry: machines may share a home folder.
+_KEPT_SECONDS: Final = 30 * 86_400
+_BOOT_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -41,7 +46,8 @@ def _record_folder(variable: str, folder_name: str) -> Path | None:
         chosen_folder = os.environ.get(variable)
         if chosen_folder == "":
             return None
-        root = Path(chosen_folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stagepack")
+        cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = Path(chosen_folder).expanduser() if chosen_folder else cache_folder / "stagepack"
         records = root / folder_name
         for folder in (root, records, records / boot_id):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +56,8 @@ def _record_folder(variable: str, folder_name: str) -> Path | None:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
                 return None
         for old_record in records.iterdir():
-            if old_record.name != boot_id:
+            is_old = time.time() - old_record.lstat().st_mtime > _KEPT_SECONDS
+            if old_record.name != boot_id and is_old and _BOOT_ID.fullmatch(old_record.name):
                 shutil.rmtree(old_record, ignore_errors=True)
     # No home folder, no /proc, no right to write.
     except (OSError, RuntimeError):

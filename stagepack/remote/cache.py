@@ -133,7 +133,10 @@ class Cache:
         self.folder = folder
         self._files = folder / "files"
         try:
-            self._files.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(
+                mode=0o755, parents=True, exist_ok=True
+            )  # of this user: it holds records of what was verified, too
+            self._files.mkdir(exist_ok=True)
         except OSError as error:
             raise WriteError(
                 f"{folder}: the cache cannot be created: {error.strerror}: choose another folder by {CACHE_VARIABLE}"

@@ -9,6 +9,7 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError, ValueSizeError
 from stagepack.format.reader import Bundle
+from tests.bundle_editor import BundleEditor
 
 ROWS = torch.export.Dim("rows", min=1, max=1 << 20)
 
@@ -73,7 +74,7 @@ def test_a_bundle_with_a_larger_value_at_any_sizes_is_refused_before_its_weights
     for load in (stagepack.load, stagepack.load_entry_points):
         with pytest.raises(
             ValueSizeError,
-            match=r"expected at most 16,383 bytes .* found 16,384: float32 \[32, 32, 4\]: raise value_bytes",
+            match=r"expected at most 16,383 bytes .* found 16,384: float32 \[32, 32, 4\]: allow larger values",
         ):
             load(bundle.path, limits=stagepack.Limits(value_bytes=largest(32) - 1))
 
@@ -83,6 +84,10 @@ def test_a_bundle_with_a_larger_value_at_any_sizes_is_refused_before_its_weights
     [
         {"value_bytes": "much"},
         {"value_bytes": -1},
+        {"value_bytes": 0},
+        {"value_bytes": 1.5},
+        {"value_bytes": True},
+        {"stall_seconds": True},
         {"stall_seconds": 0},
         {"stall_seconds": "x"},
         {"stall_seconds": float("nan")},
@@ -93,3 +98,51 @@ def test_limits_that_are_none(options: dict[str, Any]) -> None:
         stagepack.Limits(**options)
     with pytest.raises(OptionError, match="limits: expected"):
         stagepack.load("unread.stagepack", limits=options)  # type: ignore[call-overload]
+
+
+class Vocabulary(torch.nn.Module):
+    """The transposed weight and the rows that are expanded take no memory; the logits are [rows, 1000]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Parameter(torch.randn(1000, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.embedding.t() + x[:, None].expand(-1, 1000, -1)[:, 0, :1]
+
+
+def test_views_do_not_count(tmp_path: Path) -> None:
+    x = torch.rand(5, 8)
+    bundle = stagepack.export(
+        Vocabulary(), (x,), dynamic_shapes={"x": {0: ROWS}}, stages=1, out=tmp_path / "v.stagepack"
+    )
+    pipeline = stagepack.load(bundle, limits=stagepack.Limits(value_bytes=5 * 1000 * 4))
+    torch.testing.assert_close(pipeline(x), stagepack.load(bundle)(x))
+    with pytest.raises(ValueSizeError, match="rows = 6"):
+        pipeline(torch.rand(6, 8))
+
+
+@pytest.mark.parametrize(
+    "dim",
+    [
+        {"op": "add", "args": [6, {"op": "mul", "args": [-1, "rows"]}]},
+        {"op": "floordiv", "args": [9, {"op": "add", "args": [6, {"op": "mul", "args": [-1, "rows"]}]}]},
+        "unknown",
+    ],
+    ids=["negative", "divided by zero", "a symbol of its own"],
+)
+def test_sizes_that_cannot_be_computed_are_too_large(dim: Any, tmp_path: Path) -> None:
+    """They are right at the size of the example, 3."""
+    out = tmp_path / "distances.stagepack"
+    stagepack.export(Distances(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: ROWS}}, stages=1, out=out)
+
+    def change(fields: dict[str, Any]) -> None:
+        outputs = [node["outputs"][0] for node in fields["nodes"]]
+        next(value for value in outputs if value["shape"] == ["rows", "rows", 4])["shape"][1] = dim
+        if dim == "unknown":
+            fields["symbols"].append({"name": "unknown", "min": 3, "max": 3, "example": 3})
+
+    BundleEditor(out).edit_graph(0, change)
+    pipeline = stagepack.load(out, limits=stagepack.Limits(value_bytes="100MB"))
+    with pytest.raises(ValueSizeError, match="more than any memory has"):
+        pipeline(torch.ones(6, 4) if isinstance(dim, dict) and dim["op"] == "floordiv" else torch.ones(7, 4))

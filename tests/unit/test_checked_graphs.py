@@ -49,14 +49,18 @@ def test_a_graph_is_checked_once(tiny: Path, checked: list[str], tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
-    [(torch, "__version__", "0.0.0"), (stagepack, "__version__", "0.0.0")],
-    ids=["torch", "stagepack"],
+    [
+        (torch, "__version__", "0.0.0"),
+        (checked_graphs, "_code_digest", lambda: "0"),
+        (torch, "get_default_dtype", lambda: torch.float64),
+    ],
+    ids=["torch", "code", "default dtype"],
 )
 def test_another_version_checks_it_again(
-    owner: Any, name: str, value: str, tiny: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, value: Any, tiny: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stagepack.load(tiny)
-    monkeypatch.setattr(owner, name, value, raising=False)
+    monkeypatch.setattr(owner, name, value)
     stagepack.load(tiny)
     assert checked == GRAPHS * 2
 

@@ -4,6 +4,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,4 +134,18 @@ def test_a_record_that_others_could_write_or_of_an_earlier_start_is_not_used(
     (tmp_path / "boot_id").write_text("another-start\n")
     monkeypatch.setattr(verification_record, "_BOOT_ID_PATH", tmp_path / "boot_id")
     assert [compared_bytes(bundle) for _ in range(2)] == [size, 0]
-    assert [path.name for path in (tmp_path / "record" / "verified").iterdir()] == ["another-start"]
+
+
+def test_records_of_earlier_starts_are_removed_after_a_month_and_nothing_else(bundle: Path, tmp_path: Path) -> None:
+    records = tmp_path / "record" / "verified"
+    records.mkdir(parents=True, mode=0o700)
+    old_times = (time.time() - 40 * 86_400,) * 2
+    names = ["0f0f0f0f-0f0f-0f0f-0f0f-0f0f0f0f0f0f", "1f0f0f0f-0f0f-0f0f-0f0f-0f0f0f0f0f0f", "datasets"]
+    for name in names:
+        (records / name).mkdir()
+        (records / name / "file").touch()
+    for name in (names[0], names[2]):
+        os.utime(records / name, old_times)
+    compared_bytes(bundle)
+    assert {path.name for path in records.iterdir()} >= set(names[1:])
+    assert not (records / names[0]).exists()

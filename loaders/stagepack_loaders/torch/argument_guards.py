@@ -169,7 +169,7 @@ def _check_embedding_bag(arguments: _Arguments) -> None:
     for name in ("indices", "offsets"):
         if arguments[name].dim() != 1:
             raise ValueError(f"{name}: expected 1 dimension, found {arguments[name].dim()}")
-    if not arguments["offsets"].numel():
+    if arguments["indices"].numel() and not arguments["offsets"].numel():
         raise ValueError("offsets: expected at least one, found none")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, check_values
@@ -161,6 +161,15 @@ class Interface:
             value = scalars[edge.name] if is_scalar else _TensorFacts(edge_shapes[edge.name], edge.dtype)
             arguments[edge.name] = BoundArgument(edge.name, value)
         return check_values(edges, arguments, self._symbols, self._guards)
+
+    def scalars(self, arrays: Mapping[str, Any]) -> dict[str, bool | float]:
+        """Return the values of the symbolic scalars among arrays.
+
+        Args:
+            arrays: arrays of one element for the scalars, and any others, by input name.
+        """
+        names = (name for name in arrays if name in self.inputs and self.inputs[name].edge.dtype in SCALAR_DTYPES)
+        return {name: arrays[name].item() for name in names}
 
     def check_outputs(self, output_names: Iterable[str]) -> None:
         """Check the names of requested outputs.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError, StageFailedError, StageLostError
-from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.callable_pipeline import CallablePipeline
@@ -88,7 +87,7 @@ class ServedModel:
         self.devices = list(dict.fromkeys(pipeline.devices))
         self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
         self._limits = limits
-        self._check_sizes = pipeline.check_sizes
+        self._limit = pipeline.limit
         self._metrics = metrics
         self.max_batch_size, self.unbatched_reason = batch_limit(
             bundle, self.interface.edges, limits.max_batch_size, pipeline
@@ -259,9 +258,14 @@ class ServedModel:
             The output arrays by name.
 
         Raises:
-            RequestError: the model fails, or the state of the sequence is lost.
+            RequestError: the model fails, the state of the sequence is lost, or a value would be larger than the limit.
         """
         self._check_state(sequence)
+        if self._limit is not None:
+            try:
+                self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
+            except InputError as error:
+                raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         outputs = await self._run(QueuedCall(inputs=inputs, sequence=sequence))
         self._check_state(sequence)
         return outputs
@@ -352,14 +356,19 @@ class ServedModel:
             tensor.name: self.interface.check_input(tensor.name, tensor.datatype, tensor.array.shape)
             for tensor in request.inputs
         }
-        scalars = {
-            input_name: arrays[input_name].item()
-            for input_name in edge_shapes
-            if self.interface.inputs[input_name].edge.dtype in SCALAR_DTYPES
-        }
-        self._check_sizes(self.interface.check_inputs(edge_shapes, scalars))
+        self._check_sizes(arrays, edge_shapes)
         self.interface.check_outputs(request.output_names or ())
         return edge_shapes
+
+    def _check_sizes(self, arrays: Mapping[str, Array], edge_shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check the inputs of a call against the boundary contract, and its values against their limit.
+
+        Raises:
+            InputError: they do not fit.
+        """
+        sizes = self.interface.check_inputs(edge_shapes, self.interface.scalars(arrays))
+        if self._limit is not None:
+            self._limit.check(sizes)
 
     async def _run(self, call: QueuedCall) -> Mapping[str, Array]:
         self._scheduler.submit(call)
