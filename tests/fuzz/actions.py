@@ -25,6 +25,8 @@ from stagepack.errors import StagepackError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
+from stagepack_loaders.example import read_example_inputs
+from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 # Of processor time.
 SECONDS = 20
@@ -107,7 +109,8 @@ def call_with_modules(case: Case, _: Path) -> None:
 def _run_stages(
     bundle: Bundle, run_stage: Callable[[int, dict[str, Any]], None], inputs: dict[str, Any] | None
 ) -> None:
-    values = dict(inputs or {})
+    """Run the stages of an entry point on inputs; if it was renamed, and so has none, on those of the example."""
+    values = read_example_inputs(bundle, TORCH_ARRAYS) if inputs is None else dict(inputs)
     bound = {name: BoundArgument(name, value) for name, value in values.items()}
     sizes = dict(check_values(bundle.entry_point.inputs, bound, bundle.entry_point.symbols))
     with torch.no_grad():

@@ -83,11 +83,11 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def hostile_calls(operator: OperatorOverload, valid_calls: Sequence[Call], first: int, count: int) -> Iterator[Call]:
-    """Yield the arguments of calls by their names; the same for the same operator and number.
+    """Yield the arguments of calls by their names; the same for the same operator, number and valid calls.
 
     Args:
         operator: the operator.
-        valid_calls: valid calls of it.
+        valid_calls: valid calls of it. Calls that turn out to be valid may be added between two calls.
         first: the number of the first call.
         count: how many to make.
     """
@@ -136,7 +136,7 @@ class _Generator:
         return guarded
 
     def _changed_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        kind = self._chance.randrange(5)
+        kind = self._chance.randrange(6)
         shape = list(tensor.shape)
         if kind == 0 and shape:
             shape[self._chance.randrange(len(shape))] = self._chance.choice(_SIZES)
@@ -151,6 +151,8 @@ class _Generator:
             )
         if kind == 2:
             return tensor.to(self._chance.choice(_DTYPES))
+        if kind == 3:
+            return _expanded(tensor)
         return self._tensor_of(shape, tensor.dtype, is_index=True)
 
     def _value(self, type_name: str, name: str) -> Any:
@@ -208,7 +210,7 @@ class _Generator:
         if layout < 0.05:
             tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
         elif layout < 0.1:
-            tensor = tensor[:1].expand(tensor.shape) if tensor.dim() and tensor.numel() else tensor
+            tensor = _expanded(tensor)
         elif layout < 0.12:
             tensor = tensor.to("meta")
         self._tensors.append(tensor)
@@ -232,6 +234,11 @@ class _Generator:
 def _tensor_indices(items: Sequence[object]) -> list[int]:
     """Return where tensors are in a list."""
     return [index for index, item in enumerate(items) if isinstance(item, torch.Tensor)]
+
+
+def _expanded(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape that has the memory of its first row only: kernels must not count on one element after another."""
+    return _guarded(tensor[:1].contiguous()).expand(tensor.shape) if tensor.dim() and tensor.numel() else tensor
 
 
 def _guarded(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,13 +81,17 @@ def _run_calls(operator: OperatorOverload, valid_calls: Sequence[Call], call_cou
     """Make the calls that are left, and end this process. `counters` has the number of the next call, and the counts of the outcomes."""
     _restrict_process()
     exit_code = 1
+    known_calls = list(valid_calls)
     try:
-        for call in hostile_calls(operator, valid_calls, counters[0], call_count - counters[0]):
+        for call in hostile_calls(operator, known_calls, counters[0], call_count - counters[0]):
             # Of the processor, so that other processes do not count; SIGPROF ends this one.
             signal.setitimer(signal.ITIMER_PROF, _CALL_SECONDS)
-            counters[1 + _OUTCOMES.index(_make_call(operator, call))] += 1
+            result = _make_call(operator, call)
             signal.setitimer(signal.ITIMER_PROF, 0)
+            counters[1 + _OUTCOMES.index(result)] += 1
             counters[0] += 1
+            if result == "returned":
+                known_calls.append(call)  # so that others are changed from it
         exit_code = 0
     except BaseException as error:  # noqa: BLE001 - the process must not go on as the one that forked it
         print(f"{operator}: {type(error).__name__}: {error}", file=sys.stderr)
