@@ -1,6 +1,6 @@
 """What is known of the values of a graph, and the arguments of operators as tensors without memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,23 @@ class Fact(NamedTuple):
     def is_known(self) -> bool:
         """Whether the value does not depend on data."""
         return self.content is not None and (type(self.content) is not tuple or None not in self.content)
+
+
+class CallResult(NamedTuple):
+    """What is known of what an operator or a subgraph returns.
+
+    Attributes:
+        facts: of each value; None for one that is neither tensor nor number. None in place of the list if nothing is known.
+        is_sequence: whether it returns a sequence.
+        reason: why it refuses its arguments; empty if it does not.
+    """
+
+    facts: Sequence[Fact | None] | None = None
+    is_sequence: bool = False
+    reason: str = ""
+
+
+UNKNOWN_RESULT = CallResult()
 
 
 class MetaValues:
@@ -104,3 +121,17 @@ def describe_fact(fact: Fact) -> str:
         sizes = ", ".join("?" if size is None else str(size) for size in fact.content)
         return f"{str(fact.kind).removeprefix('torch.')} [{sizes}]"
     return fact.kind.__name__ if fact.content is None else f"{fact.kind.__name__} {fact.content}"
+
+
+def is_fitting(fact: Fact, stated: Fact, *, is_casting: bool) -> bool:
+    """Whether a value is what a graph states, as far as both are known. Inside autocast, dtypes that are cast to one another are alike."""
+    if fact.kind is not stated.kind and not (is_casting and fact.kind in CAST_DTYPES and stated.kind in CAST_DTYPES):
+        return False
+    if fact.content == stated.content or fact.content is None or stated.content is None:
+        return True
+    if type(fact.content) is not tuple or type(stated.content) is not tuple:
+        return False
+    return len(fact.content) == len(stated.content) and all(
+        None in (size, expected) or size == expected
+        for size, expected in zip(fact.content, stated.content, strict=True)
+    )

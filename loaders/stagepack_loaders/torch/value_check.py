@@ -7,7 +7,7 @@ that are alike run once: a model of many layers takes hardly longer than one of 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,14 +26,17 @@ from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.traversal import input_names
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema, operators_without_compiler
 from stagepack_loaders.torch.meta_values import (
-    CAST_DTYPES,
+    UNKNOWN_RESULT,
+    CallResult,
     Fact,
     MetaValues,
     argument_key,
     describe_fact,
     fact_of,
+    is_fitting,
 )
 from stagepack_loaders.torch.operators import check_call
+from stagepack_loaders.torch.subgraph_check import SubgraphFacts, call_subgraphs, subgraph_result
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 _MAX_PROBLEMS = 20
@@ -50,38 +53,21 @@ _ONLY_KINDS: Mapping[str, type | None] = {
 }
 _KINDS_WITH_A_TYPE = tuple(kind for kind in _ONLY_KINDS.values() if kind is not None)
 
-
-class _Result(NamedTuple):
-    """What an operator returned.
-
-    Attributes:
-        facts: of each value; None for one that is neither tensor nor number. None in place of the list if it is not known what the
-            operator returns.
-        is_sequence: whether it returned a sequence.
-        reason: why it refused its arguments; empty if it did not.
-    """
-
-    facts: Sequence[Fact | None] | None = None
-    is_sequence: bool = False
-    reason: str = ""
-
-
-_UNKNOWN = _Result()
 # The results but the first of these operators have shapes that depend on the device.
 _EMBEDDING_BAGS = frozenset({"aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only"})
 _ANY = Fact(object, None)
 
 
 # How operators answered in this process, by operator, arguments and default dtype. It holds no tensors.
-_RESULTS: dict[object, _Result] = {}
+_RESULTS: dict[object, CallResult] = {}
 _MAX_RESULTS = 10_000
 
 
 def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_name: str) -> None:
-    """Compare the values of a graph and of its subgraphs with what its operators return.
+    """Compare the values of a graph and of its subgraphs with what its operators return and pass to subgraphs.
 
-    Not compared are the results of operators of custom namespaces, of those that torch cannot run without data, and of those that take a
-    value whose size depends on data; and inside autocast, which floating-point type a result has.
+    Not compared are the results of operators of custom namespaces, of `flex_attention`, of those that torch cannot run without data, and of
+    those that take a value whose size depends on data; and inside autocast, which floating-point type a result has.
 
     Args:
         graph: the graph, unfolded.
@@ -116,6 +102,7 @@ class _GraphCheck:
     _casting_contexts: set[int] = field(init=False)
     _overloads: list[Callable[..., Any]] = field(init=False)
     _facts: dict[object, Fact] = field(init=False, default_factory=dict)
+    _subgraphs: list[SubgraphFacts] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._sizes = {symbol.name: symbol.example for symbol in self.graph.symbols if symbol.example is not None}
@@ -128,7 +115,12 @@ class _GraphCheck:
 
     def run(self) -> None:
         for subgraph in self.graph.subgraphs:
-            self._check_body(subgraph.inputs, subgraph.nodes, {}, is_subgraph=True)
+            facts: dict[str, Fact] = {}
+            self._check_body(subgraph.inputs, subgraph.nodes, facts, is_subgraph=True)
+            if len(self.problems) >= _MAX_PROBLEMS:
+                return
+            inputs = {value.name: facts[value.name] for value in subgraph.inputs}
+            self._subgraphs.append(SubgraphFacts(inputs, subgraph_result(subgraph.result, facts)))
         weights = {
             weight.value: Fact(torch_attribute(weight.dtype, torch.dtype), weight.shape)
             for weight in self.graph.weights
@@ -138,7 +130,7 @@ class _GraphCheck:
     def _check_body(
         self, inputs: Sequence[Value], nodes: Sequence[Node], facts: dict[str, Fact], *, is_subgraph: bool
     ) -> None:
-        """Check the nodes of a graph or subgraph; `facts` are those of its weights."""
+        """Check the nodes of a graph or subgraph; `facts` are those of its weights, and get those of its other values."""
         facts |= {value.name: self._stated(value) for value in inputs}
         for node in nodes:
             # A subgraph runs in the context of the node that calls it.
@@ -148,7 +140,10 @@ class _GraphCheck:
             if len(self.problems) >= _MAX_PROBLEMS:
                 return
 
-    def _result(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> _Result:
+    def _result(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> CallResult:
+        if isinstance(self._overloads[node.op], HigherOrderOperator):
+            operator_name = self.graph.ops[node.op].name
+            return call_subgraphs(operator_name, node, facts, self._subgraphs, is_casting=is_casting)
         key = (
             self.operators[node.op],
             tuple([argument_key(argument, facts) for argument in node.args]),
@@ -163,7 +158,7 @@ class _GraphCheck:
             result = _RESULTS[key] = self._run(node, facts, is_casting=is_casting)
         return result
 
-    def _run(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> _Result:
+    def _run(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> CallResult:
         """Run the operator of a node on tensors without memory."""
         operator, overload = self.operators[node.op], self._overloads[node.op]
         values = MetaValues(facts, is_casting=is_casting)
@@ -172,32 +167,32 @@ class _GraphCheck:
             args = [values.argument(argument) for argument in node.args]
             kwargs = {name: values.argument(argument) for name, argument in node.kwargs}
         except RuntimeError as error:
-            return _Result(reason=f"there is no tensor of the shape of a value that it takes: {_first_line(error)}")
+            return CallResult(reason=f"there is no tensor of the shape of a value that it takes: {_first_line(error)}")
         if isinstance(overload, OperatorOverload):
             if reason := _misplaced_argument(node, overload):
-                return _Result(reason=reason)
+                return CallResult(reason=reason)
             if overload.namespace not in {"aten", "prims"}:
-                return _UNKNOWN
+                return UNKNOWN_RESULT
         is_known = all(facts[name].is_known for name in input_names(node))
         is_assertion = self.graph.ops[node.op].name.startswith("aten._assert_")  # it compares when the graph runs
-        if isinstance(overload, HigherOrderOperator) or is_assertion or not is_known:
-            return _UNKNOWN
+        if is_assertion or not is_known:
+            return UNKNOWN_RESULT
         try:
             returned = operator(*args, **kwargs)
         except NotImplementedError:
-            return _UNKNOWN  # an operator without an implementation for `meta`
+            return UNKNOWN_RESULT  # an operator without an implementation for `meta`
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
             if _needs_data(overload, error):
-                return _UNKNOWN
-            return _Result(reason=f"the operator refuses its arguments: {_first_line(error)}")
+                return UNKNOWN_RESULT
+            return CallResult(reason=f"the operator refuses its arguments: {_first_line(error)}")
         if isinstance(returned, list | tuple):
             facts_of_items = [fact_of(item) for item in returned]
             if self.graph.ops[node.op].name.rpartition(".")[0] in _EMBEDDING_BAGS:
                 facts_of_items[1:] = [_ANY] * len(facts_of_items[1:])
-            return _Result(facts_of_items, is_sequence=True)
-        return _Result([fact_of(returned)])
+            return CallResult(facts_of_items, is_sequence=True)
+        return CallResult([fact_of(returned)])
 
-    def _compare(self, node: Node, result: _Result, facts: dict[str, Fact], *, is_casting: bool) -> None:
+    def _compare(self, node: Node, result: CallResult, facts: dict[str, Fact], *, is_casting: bool) -> None:
         """Compare what a node states with what its operator returned, and take down what is known of its values."""
         if result.reason:
             self._add_problem(node, result.reason)
@@ -226,14 +221,14 @@ class _GraphCheck:
             stated = self._stated(value)
             if fact in (stated, _ANY):
                 facts[value.name] = stated
-            elif fact is None or not _fits(fact, stated, is_casting=is_casting):
+            elif fact is None or not is_fitting(fact, stated, is_casting=is_casting):
                 found = "nothing" if fact is None else describe_fact(fact)
                 self._add_problem(
                     node, f"it states {value.name} as {describe_fact(stated)}, the operator returns {found}"
                 )
                 facts[value.name] = stated
             else:
-                facts[value.name] = stated if is_casting and stated.is_known else fact
+                facts[value.name] = stated if stated.is_known and (is_casting or not fact.is_known) else fact
 
     def _add_problem(self, node: Node, message: str) -> None:
         name = next((value.name for value in node.outputs if value is not None), "")
@@ -289,19 +284,6 @@ def _needs_data(overload: object, error: Exception) -> bool:
     tags = overload.tags if isinstance(overload, OperatorOverload) else ()
     return (
         torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags or "meta tensor" in str(error)
-    )
-
-
-def _fits(fact: Fact, stated: Fact, *, is_casting: bool) -> bool:
-    """Whether a value is what the graph states, as far as both are known."""
-    if fact.kind is not stated.kind and not (is_casting and fact.kind in CAST_DTYPES and stated.kind in CAST_DTYPES):
-        return False
-    if fact.content == stated.content or stated.content is None:
-        return True
-    if type(fact.content) is not tuple or type(stated.content) is not tuple:
-        return False
-    return len(fact.content) == len(stated.content) and all(
-        expected is None or expected == size for size, expected in zip(fact.content, stated.content, strict=True)
     )
 
 
