@@ -120,7 +120,7 @@ class _Generator:
 
     def changed_call(self, operator: OperatorOverload, valid_call: Call) -> Call:
         """Return a valid call in which one or two arguments, or the values or the shape of a tensor, are replaced."""
-        call: Call = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, valid_call)
+        call = copy_tensors(valid_call)
         arguments = operator_schema(operator).arguments
         for argument in self._chance.sample(arguments, min(len(arguments), self._chance.choice([1, 1, 2]))):
             value = call.get(argument.name)
@@ -152,8 +152,15 @@ class _Generator:
         if kind == 2:
             return tensor.to(self._chance.choice(_DTYPES))
         if kind == 3:
-            return _expanded(tensor)
+            return self._expanded(tensor)
         return self._tensor_of(shape, tensor.dtype, is_index=True)
+
+    def _expanded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape that repeats one slice of it: kernels must not count on one element after another."""
+        if not tensor.dim() or not tensor.numel():
+            return tensor
+        dim = self._chance.randrange(tensor.dim())
+        return _guarded(tensor.narrow(dim, 0, 1).contiguous()).expand(tensor.shape)
 
     def _value(self, type_name: str, name: str) -> Any:
         optional = re.fullmatch(r"Optional\[(.*)\]|(.*)\?", type_name)
@@ -210,7 +217,7 @@ class _Generator:
         if layout < 0.05:
             tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
         elif layout < 0.1:
-            tensor = _expanded(tensor)
+            tensor = self._expanded(tensor)
         elif layout < 0.12:
             tensor = tensor.to("meta")
         self._tensors.append(tensor)
@@ -236,11 +243,6 @@ def _tensor_indices(items: Sequence[object]) -> list[int]:
     return [index for index, item in enumerate(items) if isinstance(item, torch.Tensor)]
 
 
-def _expanded(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape that has the memory of its first row only: kernels must not count on one element after another."""
-    return _guarded(tensor[:1].contiguous()).expand(tensor.shape) if tensor.dim() and tensor.numel() else tensor
-
-
 def _guarded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a contiguous tensor in memory of its own, behind which a page is not readable."""
     byte_count = tensor.numel() * tensor.element_size()
@@ -253,6 +255,12 @@ def _guarded(tensor: torch.Tensor) -> torch.Tensor:
     memory = (ctypes.c_char * byte_count).from_address(address + pages * _PAGE - byte_count)
     copy = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor)
+
+
+def copy_tensors(call: Call) -> Call:
+    """Return the same arguments with tensors of their own."""
+    copied: Call = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, call)
+    return copied
 
 
 def bind(operator: OperatorOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

@@ -27,7 +27,7 @@ import torch
 
 from stagepack.torch_internals import OperatorOverload, tree_map
 from stagepack_loaders.torch.argument_guards import guarded_operator
-from tools.operators.hostile_arguments import Call, hostile_calls
+from tools.operators.hostile_arguments import Call, copy_tensors, hostile_calls
 from tools.operators.valid_calls import find_operator, recorded_calls
 
 CALLS = 200
@@ -86,12 +86,13 @@ def _run_calls(operator: OperatorOverload, valid_calls: Sequence[Call], call_cou
         for call in hostile_calls(operator, known_calls, counters[0], call_count - counters[0]):
             # Of the processor, so that other processes do not count; SIGPROF ends this one.
             signal.setitimer(signal.ITIMER_PROF, _CALL_SECONDS)
+            original = copy_tensors(call)  # before the operator writes them
             result = _make_call(operator, call)
             signal.setitimer(signal.ITIMER_PROF, 0)
             counters[1 + _OUTCOMES.index(result)] += 1
             counters[0] += 1
             if result == "returned":
-                known_calls.append(call)  # so that others are changed from it
+                known_calls.append(original)  # so that others are changed from it
         exit_code = 0
     except BaseException as error:  # noqa: BLE001 - the process must not go on as the one that forked it
         print(f"{operator}: {type(error).__name__}: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Checks of arguments before operators that end the process when the shapes of their arguments do not fit each other.
+"""Checks of arguments before operators that read past the end of tensors whose shapes or strides they do not expect, and end the process.
 
-torch reads past the end of such tensors. Models need these operators, so they run by default, and each call is checked.
+Models need these operators, so they run by default, and each call is checked.
 """
 
 import functools
@@ -18,19 +18,33 @@ _Arguments = Mapping[str, Any]
 def guarded_operator(operator: OperatorOverload) -> Callable[..., Any]:
     """Return a function that checks the arguments of an operator and then calls it; the operator itself if it needs no check.
 
-    The function raises ValueError if arguments do not fit. Its ``__wrapped__`` is the operator.
+    The function raises ValueError if arguments do not fit. Tensors that repeat their elements, as `expand` makes them, are copied for
+    operators that take the elements of a tensor to be one after another. Its ``__wrapped__`` is the operator.
     """
     check_arguments = ARGUMENT_CHECKS.get(str(operator))
-    if check_arguments is None:
+    needs_all_elements = str(operator) in NEED_ALL_ELEMENTS
+    if check_arguments is None and not needs_all_elements:
         return operator
     parameter_names = [argument.name for argument in operator_schema(operator).arguments]
 
     def call_checked(*args: Any, **kwargs: Any) -> Any:
-        check_arguments({**dict(zip(parameter_names, args, strict=False)), **kwargs})
+        if check_arguments is not None:
+            check_arguments({**dict(zip(parameter_names, args, strict=False)), **kwargs})
+        if needs_all_elements:
+            args = tuple([_with_all_elements(argument) for argument in args])
+            kwargs = {name: _with_all_elements(argument) for name, argument in kwargs.items()}
         return operator(*args, **kwargs)
 
     call_checked.__wrapped__ = operator  # type: ignore[attr-defined]
     return call_checked
+
+
+def _with_all_elements(argument: Any) -> Any:
+    """A copy of a tensor that repeats its elements; any other argument as it is."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    repeats = any(stride == 0 and size != 1 for size, stride in zip(argument.shape, argument.stride(), strict=True))
+    return argument.contiguous() if repeats else argument
 
 
 def _check_lstm(arguments: _Arguments) -> None:
@@ -102,6 +116,9 @@ def _check_fourier_transform(arguments: _Arguments) -> None:
     normalization = arguments["normalization"]
     if normalization not in (0, 1, 2):
         raise ValueError(f"normalization: expected 0, 1 or 2, found {normalization}")
+    dims, dim_count = arguments["dim"], arguments["self"].dim()
+    if len(set(dims)) != len(dims) or not all(0 <= dim < dim_count for dim in dims):
+        raise ValueError(f"dim: expected different dimensions from 0 to {dim_count - 1}, found {list(dims)}")
 
 
 def _check_pairwise_distances(arguments: _Arguments) -> None:
@@ -173,6 +190,15 @@ def _check_embedding_bag(arguments: _Arguments) -> None:
         raise ValueError("offsets: expected at least one, found none")
 
 
+def _check_antialiased_interpolation(arguments: _Arguments) -> None:
+    sizes = zip(arguments["self"].shape[2:], arguments["output_size"], ("scales_h", "scales_w"), strict=False)
+    for input_size, output_size, name in sizes:
+        scale = arguments.get(name)
+        # The middle of the last element of the result, in elements of the input.
+        if scale is not None and scale > 0 and (output_size - 0.5) / scale >= input_size:
+            raise ValueError(f"{name}: expected a scale from {input_size} to {output_size} elements, found {scale}")
+
+
 def _check_random_start(arguments: _Arguments) -> None:
     # torch adds 1, and shifts what has overflowed until it is 0, which has no end.
     if arguments["from"] >= 2**63 - 1:
@@ -212,6 +238,9 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten._native_multi_head_attention.default": _check_attention,
     "aten._pdist_forward.default": _check_pairwise_distances,
     "aten._transformer_encoder_layer_fwd.default": _check_encoder_layer,
+    "aten._upsample_bicubic2d_aa.default": _check_antialiased_interpolation,
+    "aten._upsample_bilinear2d_aa.default": _check_antialiased_interpolation,
+    "aten._upsample_lanczos2d_aa.default": _check_antialiased_interpolation,
     "aten._weight_norm.default": _check_weight_norm,
     "aten._weight_norm_interface.default": _check_weight_norm,
     "aten.embedding_bag.default": _check_embedding_bag,
@@ -228,3 +257,20 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.rnn_relu.input": _check_rnn,
     "aten.rnn_tanh.input": _check_rnn,
 }
+
+# Operators that take the elements of a tensor to be one after another.
+NEED_ALL_ELEMENTS: Final = frozenset(
+    {
+        "aten._embedding_bag.default",
+        "aten._embedding_bag_forward_only.default",
+        "aten._weight_int4pack_mm_for_cpu.default",
+        "aten._weight_int8pack_mm.default",
+        "aten._weight_norm.default",
+        "aten._weight_norm_interface.default",
+        "aten.embedding_bag.default",
+        "aten.embedding_bag.padding_idx",
+        "aten.median.dim",
+        "aten.nanmedian.dim",
+        "aten.native_group_norm.default",
+    }
+)
