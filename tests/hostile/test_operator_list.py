@@ -10,14 +10,20 @@ import stagepack
 from stagepack.errors import FormatError, OperatorError
 from stagepack.format.operator_list import DENIED, LIST_FILE, REASONS, RUN_BY_DEFAULT, listed_verdicts
 from stagepack.torch_internals import operator_schema
-from stagepack_loaders.torch.argument_guards import ARGUMENT_CHECKS, guarded_operator
+from stagepack_loaders.torch.argument_guards import ARGUMENT_CHECKS, NEED_ALL_ELEMENTS, guarded_operator
 from stagepack_loaders.torch.bounded_integers import BOUNDED_OPERATORS
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
 from tools.operators.hostile_arguments import Call
 from tools.operators.hostile_calls import CALLS, call_hostilely
 from tools.operators.judge import problems
-from tools.operators.valid_calls import attention_calls, find_operator, recorded_calls, recurrent_calls
+from tools.operators.valid_calls import (
+    attention_calls,
+    find_operator,
+    quantized_calls,
+    recorded_calls,
+    recurrent_calls,
+)
 
 RUN = sorted(name for name, verdict in listed_verdicts().items() if verdict in RUN_BY_DEFAULT)
 SAMPLE = [
@@ -32,6 +38,27 @@ SAMPLE = [
     "aten.scaled_dot_product_attention.default",
     "aten.slice.Tensor",
 ]
+ROWS = torch.randn(6, 3)
+BAGS = [ROWS[:, :1].expand(6, 3), torch.tensor([[2]]).expand(1, 4)[0], torch.tensor([[0]]).expand(1, 2)[0]]
+[INT4_CALL] = quantized_calls()["aten._weight_int4pack_mm_for_cpu.default"]
+[INT8_CALL] = quantized_calls()["aten._weight_int8pack_mm.default"]
+# Arguments by position of operators that take elements to be one after another, among them tensors that repeat theirs.
+REPEATING_ARGUMENTS: dict[str, list[Any]] = {
+    "aten._embedding_bag.default": BAGS,
+    "aten._embedding_bag_forward_only.default": BAGS,
+    "aten._weight_int4pack_mm_for_cpu.default": [
+        *(INT4_CALL[name] for name in ("self", "mat2", "qGroupSize")),
+        INT4_CALL["qScaleAndZeros"][:1].expand(2, 32, 2),
+    ],
+    "aten._weight_int8pack_mm.default": [INT8_CALL["self"], INT8_CALL["mat2"], INT8_CALL["scales"][:1].expand(32)],
+    "aten._weight_norm.default": [ROWS[:, :1].expand(6, 3), ROWS[:1, :1].expand(6, 1)],
+    "aten._weight_norm_interface.default": [ROWS[:, :1].expand(6, 3), ROWS[:1, :1].expand(6, 1)],
+    "aten.embedding_bag.default": BAGS,
+    "aten.embedding_bag.padding_idx": [*BAGS, False, 0, False, None, False, None],
+    "aten.median.dim": [ROWS[:1].expand(6, 3), 0],
+    "aten.nanmedian.dim": [ROWS[:1].expand(6, 3), 0],
+    "aten.native_group_norm.default": [torch.randn(2, 6, 3), *(ROWS[:, 0][:1].expand(6),) * 2, 2, 6, 3, 2, 1e-5],
+}
 # Valid calls of operators whose arguments are checked.
 GUARDED_CALLS = recurrent_calls() | attention_calls()
 
@@ -124,6 +151,43 @@ def test_guards_let_valid_calls_through(name: str) -> None:
         assert guarded is not operator
         for expected, found in zip(operator(**call), guarded(**call), strict=True):
             assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("name", sorted(NEED_ALL_ELEMENTS))
+def test_operators_get_all_elements_of_tensors_that_repeat_them(name: str) -> None:
+    operator, repeating = find_operator(name), REPEATING_ARGUMENTS[name]
+    whole = [argument.contiguous() if isinstance(argument, torch.Tensor) else argument for argument in repeating]
+    results = [operator(*whole), guarded_operator(operator)(*repeating)]
+    expected, found = (result if isinstance(result, tuple) else (result,) for result in results)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("aten._fft_c2c.default", [torch.ones(2, 3, dtype=torch.complex64), [-1], 0, True], "dim: expected different"),
+        (
+            "aten._fft_r2c.default",
+            [torch.ones(2, 3), [0, 0], 0, True],
+            "dim: expected different dimensions from 0 to 1",
+        ),
+        ("aten._fft_c2r.default", [torch.ones(2, 3, dtype=torch.complex64), [2], 0, 4], "dim: expected different"),
+        (
+            "aten._upsample_bilinear2d_aa.default",
+            [torch.ones(1, 1, 4, 3), [8, 7], False, 2.0, 1.0],
+            "scales_w: expected",
+        ),
+        (
+            "aten._upsample_bicubic2d_aa.default",
+            [torch.ones(1, 1, 4, 3), [8, 6], False, 1.0, 2.0],
+            "scales_h: expected",
+        ),
+    ],
+)
+def test_guards_refuse_what_would_be_read_past_the_end(name: str, arguments: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        guarded_operator(find_operator(name))(*arguments)
 
 
 @pytest.mark.parametrize("name", sorted(recurrent_calls()))
