@@ -152,15 +152,18 @@ class _Generator:
         if kind == 2:
             return tensor.to(self._chance.choice(_DTYPES))
         if kind == 3:
-            return self._expanded(tensor)
+            return self._overlapping(tensor)
         return self._tensor_of(shape, tensor.dtype, is_index=True)
 
-    def _expanded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape that repeats one slice of it: kernels must not count on one element after another."""
+    def _overlapping(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape, with less memory than elements: kernels must not count on one element after another."""
         if not tensor.dim() or not tensor.numel():
             return tensor
-        dim = self._chance.randrange(tensor.dim())
-        return _guarded(tensor.narrow(dim, 0, 1).contiguous()).expand(tensor.shape)
+        if self._chance.random() < 0.5:
+            dim = self._chance.randrange(tensor.dim())
+            return _guarded(tensor.narrow(dim, 0, 1).contiguous()).expand(tensor.shape)
+        element_count = 1 + sum(size - 1 for size in tensor.shape)
+        return _guarded(tensor.flatten()[:element_count]).as_strided(tensor.shape, [1] * tensor.dim())
 
     def _value(self, type_name: str, name: str) -> Any:
         optional = re.fullmatch(r"Optional\[(.*)\]|(.*)\?", type_name)
@@ -217,7 +220,7 @@ class _Generator:
         if layout < 0.05:
             tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
         elif layout < 0.1:
-            tensor = self._expanded(tensor)
+            tensor = self._overlapping(tensor)
         elif layout < 0.12:
             tensor = tensor.to("meta")
         self._tensors.append(tensor)

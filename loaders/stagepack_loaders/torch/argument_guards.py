@@ -18,33 +18,33 @@ _Arguments = Mapping[str, Any]
 def guarded_operator(operator: OperatorOverload) -> Callable[..., Any]:
     """Return a function that checks the arguments of an operator and then calls it; the operator itself if it needs no check.
 
-    The function raises ValueError if arguments do not fit. Tensors that repeat their elements, as `expand` makes them, are copied for
-    operators that take the elements of a tensor to be one after another. Its ``__wrapped__`` is the operator.
+    The function raises ValueError if arguments do not fit. Tensors whose elements overlap, as `expand` and `as_strided` make them, are
+    copied for operators that take the elements of a tensor to be one after another. Its ``__wrapped__`` is the operator.
     """
     check_arguments = ARGUMENT_CHECKS.get(str(operator))
-    needs_all_elements = str(operator) in NEED_ALL_ELEMENTS
-    if check_arguments is None and not needs_all_elements:
+    needs_no_overlap = str(operator) in NEED_NO_OVERLAP
+    if check_arguments is None and not needs_no_overlap:
         return operator
     parameter_names = [argument.name for argument in operator_schema(operator).arguments]
 
     def call_checked(*args: Any, **kwargs: Any) -> Any:
         if check_arguments is not None:
             check_arguments({**dict(zip(parameter_names, args, strict=False)), **kwargs})
-        if needs_all_elements:
-            args = tuple([_with_all_elements(argument) for argument in args])
-            kwargs = {name: _with_all_elements(argument) for name, argument in kwargs.items()}
+        if needs_no_overlap:
+            args = tuple([_without_overlap(argument) for argument in args])
+            kwargs = {name: _without_overlap(argument) for name, argument in kwargs.items()}
         return operator(*args, **kwargs)
 
     call_checked.__wrapped__ = operator  # type: ignore[attr-defined]
     return call_checked
 
 
-def _with_all_elements(argument: Any) -> Any:
-    """A copy of a tensor that repeats its elements; any other argument as it is."""
+def _without_overlap(argument: Any) -> Any:
+    """A copy of a tensor that has less memory than elements; any other argument as it is."""
     if not isinstance(argument, torch.Tensor):
         return argument
-    repeats = any(stride == 0 and size != 1 for size, stride in zip(argument.shape, argument.stride(), strict=True))
-    return argument.contiguous() if repeats else argument
+    reach = sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True))
+    return argument.contiguous() if reach + 1 < argument.numel() else argument
 
 
 def _check_lstm(arguments: _Arguments) -> None:
@@ -259,7 +259,7 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
 }
 
 # Operators that take the elements of a tensor to be one after another.
-NEED_ALL_ELEMENTS: Final = frozenset(
+NEED_NO_OVERLAP: Final = frozenset(
     {
         "aten._embedding_bag.default",
         "aten._embedding_bag_forward_only.default",
