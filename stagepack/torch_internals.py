@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import FunctionType
@@ -419,15 +420,38 @@ def operators_without_onnx_form(program: ExportedProgram) -> Iterator[tuple[str,
 # The compiler.
 
 
-def compile_to_package(program: ExportedProgram, package_path: str) -> None:
+def compile_to_package(program: ExportedProgram, package_path: str, temporary_folder: str) -> None:
     """Compile a program with AOTInductor into a package file; the only way to it is private.
+
+    Args:
+        program: the program.
+        package_path: the file.
+        temporary_folder: a folder for the temporary files of torch and of the compiler that it starts, which stay there when this process
+            is killed. Meanwhile it is the folder of temporary files of the whole process, as `tempfile` and ``TMPDIR`` have it.
 
     Raises:
         Exception: of whatever class, if the compiler cannot do it.
     """
     from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415
 
-    aoti_compile_and_package(program, package_path=package_path)
+    cache_dir()  # it is in the folder of temporary files, and is kept for the process
+    with _temporary_files_in(temporary_folder):
+        aoti_compile_and_package(program, package_path=package_path)
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    python_folder, system_folder = tempfile.tempdir, os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = python_folder
+        if system_folder is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = system_folder
 
 
 def load_package(package_path: str, device: torch.device) -> Any:

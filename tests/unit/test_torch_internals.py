@@ -1,8 +1,12 @@
 """A canary for each private name of torch and transformers: a test that fails says what the installed version has changed."""
 
 import ast
+import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -278,12 +282,30 @@ def test_operators_without_an_onnx_form_are_named() -> None:
         assert [path for path, _ in found[0][1].meta["nn_module_stack"].values()][-1] == "inner"
 
 
+def _entries_until(event: threading.Event, folder: Path) -> set[str]:
+    """The names of all that is in a folder at any time before an event."""
+    entries: set[str] = set()
+    while not event.wait(0.001):
+        entries |= set(os.listdir(folder))
+    return entries
+
+
 def test_a_program_is_compiled_into_a_package_and_loaded(tmp_path: Path) -> None:
-    with canary("stagepack compile does not work, or what it made cannot be loaded"):
-        program = torch.export.export(Inner(lambda x: (x * 2 + 1,)), (torch.ones(3),))
-        torch_internals.compile_to_package(program, str(tmp_path / "m.pt2"))
-        runner = torch_internals.load_package(str(tmp_path / "m.pt2"), torch.device("cpu"))
-        assert torch.equal(runner.boxed_run([torch.ones(3)])[0], torch.full((3,), 3.0))
+    number, out, temporary = time.time(), tmp_path / "m.pt2", tmp_path / "temporary"  # torch keeps what it has compiled
+    temporary.mkdir()
+    with canary("stagepack compile does not work, or what it made cannot be loaded"), ThreadPoolExecutor(1) as threads:
+        program = torch.export.export(Inner(lambda x: (x * number + 1,)), (torch.ones(3, dtype=torch.float64),))
+        is_compiled = threading.Event()
+        looking = threads.submit(_entries_until, is_compiled, temporary)
+        try:
+            torch_internals.compile_to_package(program, str(out), str(temporary))
+        finally:
+            is_compiled.set()
+        runner = torch_internals.load_package(str(out), torch.device("cpu"))
+        assert runner.boxed_run([torch.ones(3, dtype=torch.float64)])[0].tolist() == [number + 1] * 3
+    with canary("a compilation that is killed leaves files of the compiler in the folder of temporary files"):
+        assert any(entry.endswith(".s") for entry in looking.result())
+        assert os.environ.get("TMPDIR") != str(temporary) != tempfile.gettempdir()
 
 
 def test_what_torch_compile_wraps_is_found_and_its_time_is_counted() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,8 @@ def compile_to_folder(
 ) -> list[CompiledUnit]:
     """Compile each distinct unit of the stages of a bundle into a folder.
 
-    The folder is written under a temporary name and renamed when it is complete.
+    The folder is written under a temporary name and renamed when it is complete. Until then, this process and those that it starts have
+    their temporary files in it.
 
     Args:
         bundle: the bundle of the stages.
@@ -122,7 +124,8 @@ def _compile_module(module: GraphModule, symbols: Sequence[Symbol], device: torc
                 return f"it writes {next(iter(written_inputs.values()))}"
             if any(not isinstance(result, torch.Tensor) for result in _example_results(program)):
                 return "it returns numbers"
-            compile_to_package(program, str(path))
+            with tempfile.TemporaryDirectory(dir=path.parent) as temporary_folder:
+                compile_to_package(program, str(path), temporary_folder)
         except Exception as error:  # noqa: BLE001 - the compilers of torch raise errors of any class
             message = str(error).strip()
             return f"{type(error).__name__}: {message.splitlines()[0][:200] if message else ''}"
