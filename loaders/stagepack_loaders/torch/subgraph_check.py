@@ -108,7 +108,7 @@ class _Call:
     def run_map(self, body: Argument, mapped: Argument, additional: Argument) -> CallResult:
         size, slices = self._slices(mapped)
         returned = self.run(body, [*slices, *self.facts_of(additional)])
-        return returned._replace(facts=_stack(size, _result_facts(returned)))
+        return CallResult(_stack(size, _result_facts(returned)), returned.is_sequence)
 
     def run_scan(self, body: Argument, carried: Argument, scanned: Argument, additional: Argument) -> CallResult:
         """Each turn takes what the turn before has carried on, and a slice; what else it returns is stacked."""
@@ -149,7 +149,7 @@ class _Call:
         sizes = {fact.content[0] for fact in tensors} - {None}
         if len(tensors) != len(facts) or not facts or len(sizes) > 1:
             raise _MisfitError("it passes no tensors of one size where the operator takes slices of tensors")
-        slices = [fact._replace(content=fact.content[1:]) for fact in tensors]
+        slices = [Fact(fact.kind, fact.content[1:]) for fact in tensors]
         return next(iter(sizes), None), slices
 
     def _merge(self, first: CallResult, second: CallResult) -> CallResult:
@@ -158,7 +158,7 @@ class _Call:
         if len(first_facts) != len(second_facts):
             raise _MisfitError(f"one result has {len(first_facts)} values, the other one {len(second_facts)}")
         merged = [self._merge_facts(*facts) for facts in zip(first_facts, second_facts, strict=True)]
-        return first._replace(facts=merged)
+        return CallResult(merged, first.is_sequence)
 
     def _merge_facts(self, first: Fact | None, second: Fact | None) -> Fact | None:
         if first == second:
@@ -166,9 +166,9 @@ class _Call:
         if first is None or second is None or not _are_alike(first, second, is_casting=self.is_casting):
             raise _MisfitError(f"one result is {_describe(first)}, the other one {_describe(second)}")
         if type(first.content) is not tuple:
-            return first._replace(content=None)
+            return Fact(first.kind, None)
         sizes = zip(first.content, second.content, strict=True)
-        return first._replace(content=tuple([size if size == second_size else None for size, second_size in sizes]))
+        return Fact(first.kind, tuple([size if size == second_size else None for size, second_size in sizes]))
 
 
 def _facts_of_items(argument: Argument, facts: Mapping[str, Fact]) -> _Facts:
@@ -191,7 +191,7 @@ def _stack(size: int | None, facts: _Facts) -> _Facts:
     """What tensors are that are stacked."""
     if not all(fact is None or isinstance(fact.kind, torch.dtype) for fact in facts):
         raise _MisfitError("the subgraph returns a number where the operator takes a tensor")
-    return [None if fact is None else fact._replace(content=(size, *fact.content)) for fact in facts]
+    return [None if fact is None else Fact(fact.kind, (size, *fact.content)) for fact in facts]
 
 
 def _are_alike(first: Fact, second: Fact, *, is_casting: bool) -> bool:
@@ -200,7 +200,7 @@ def _are_alike(first: Fact, second: Fact, *, is_casting: bool) -> bool:
 
 
 def _sizeless(fact: Fact) -> Fact:
-    return fact._replace(content=(None,) * len(fact.content) if type(fact.content) is tuple else None)
+    return Fact(fact.kind, (None,) * len(fact.content) if type(fact.content) is tuple else None)
 
 
 def _describe(fact: Fact | None) -> str:
