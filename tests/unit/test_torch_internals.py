@@ -1,5 +1,7 @@
 """A canary for each private name of torch and transformers: a test that fails says what the installed version has changed."""
 
+# Long because it has a test for each private name of one file.
+
 import ast
 import os
 import subprocess

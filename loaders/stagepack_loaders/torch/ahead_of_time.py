@@ -39,8 +39,8 @@ def compile_to_folder(
 ) -> list[CompiledUnit]:
     """Compile each distinct unit of the stages of a bundle into a folder.
 
-    The folder is written under a temporary name and renamed when it is complete. Until then, this process and those that it starts have
-    their temporary files in it.
+    The folder is written under a temporary name and renamed when it is complete. While a unit is compiled, this process and those that it
+    starts have their temporary files in a folder inside of it.
 
     Args:
         bundle: the bundle of the stages.
