@@ -79,7 +79,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_json(content: bytes, file_name: str) -> Any:
-    """Parse JSON strictly: duplicate keys, NaN, infinities and lone surrogates are refused.
+    """Parse JSON strictly: duplicate keys, NaN, infinities, lone surrogates and the integer ``-0`` are refused.
 
     Args:
         content: the JSON text in UTF-8.
@@ -103,7 +103,14 @@ def parse_json(content: bytes, file_name: str) -> Any:
     with _typed_errors(file_name, "JSON"):
         # msgspec is stricter than json, but accepts duplicate keys.
         msgspec.json.decode(content)
-        return json.loads(content.decode(), object_pairs_hook=unique_keys)
+        return json.loads(content.decode(), object_pairs_hook=unique_keys, parse_int=_parse_integer)
+
+
+def _parse_integer(text: str) -> int:
+    """Parse an integer of JSON. Others than Python read ``-0`` as the float -0.0."""
+    if text == "-0":
+        raise ValueError("found the integer -0, expected 0 or -0.0")
+    return int(text)
 
 
 def convert_manifest(fields: Any, file_name: str) -> Manifest:
