@@ -245,8 +245,6 @@ class Runtime(ABC):
         title: its name in messages.
         packages: top-level modules that must be importable.
         install: the command that installs them.
-        exact: its results are those of the captured program, bit by bit, on the same device and version of torch. Others are compared
-            within `stagepack_loaders.comparison.TOLERANCE`.
         keeps_strides: the outputs of a stage have the strides of the capture. If False, they may be contiguous instead.
         runs_modules: it takes ``modules=True``.
         compiles: it has `compile_stages`.
@@ -258,7 +256,6 @@ class Runtime(ABC):
     title: str
     packages: tuple[str, ...] = ()
     install: str = ""
-    exact: bool = False
     keeps_strides: bool = False
     runs_modules: bool = False
     compiles: bool = False

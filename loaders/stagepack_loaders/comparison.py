@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 from stagepack_loaders.base import ArrayOps
 
-# How far the results of a runtime that is not exact may be from those of torch: relative and absolute. Other dtypes must be equal.
+# How far results may be from those that were recorded, perhaps on another device: relative and absolute. Other dtypes must be equal.
 TOLERANCE: Final[Mapping[str, tuple[float, float]]] = {
     "float64": (1e-5, 1e-6),
     "float32": (1e-3, 1e-4),

@@ -289,7 +289,7 @@ def dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tolerance_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options `--rtol` and `--atol`: how far answers of ONNX Runtime may be from those of torch."""
+    """Add the options `--rtol` and `--atol`: how far results may be from the expected ones."""
     default = "by dtype"
     options = (
         click.option(
@@ -297,7 +297,7 @@ def tolerance_options(function: Callable[..., Any]) -> Callable[..., Any]:
             type=click.FloatRange(min=0.0),
             metavar="R",
             show_default=default,
-            help="Difference between ONNX Runtime and torch that is allowed relative to each value.",
+            help="Difference from the expected results that is allowed relative to each value.",
         ),
         click.option(
             "--atol",

@@ -1,7 +1,6 @@
 """Measure how long values take from one process of this machine to another: ``python -m`` runs the process that sends them back."""
 
 import contextlib
-import os
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.process_group import LOOPBACK, ConnectionLostError, ProcessGroup, open_store
 from stagepack_loaders.distributed.routes import Route
 from stagepack_loaders.distributed.tensor_memory import allocate
+from stagepack_loaders.python_process import module_command, module_environment
 
 # Bytes of a value, and how often it goes back and forth: first some times that do not count.
 _SMALL: Final = (64, 200)
@@ -43,9 +43,9 @@ def measure_link() -> LinkTimes:
         GroupError: the other process has ended.
     """
     store = open_store()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-    program = [sys.executable, "-m", __name__, str(store.port)]
-    process = subprocess.Popen(program, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - this Python
+    process = subprocess.Popen(  # noqa: S603 - this Python
+        module_command(__name__, str(store.port)), env=module_environment(), stdin=subprocess.DEVNULL
+    )
     try:
         (small_bytes, _), (large_bytes, _) = _SMALL, _LARGE
         with contextlib.closing(_Ends(store, 0)) as ends:

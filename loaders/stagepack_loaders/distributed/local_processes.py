@@ -3,7 +3,6 @@
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from stagepack_loaders.distributed.stage_process import exit_text
 from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import runtime_of_each_stage
+from stagepack_loaders.python_process import module_command, module_environment
 
 _END_SECONDS = 5.0
 
@@ -51,12 +51,9 @@ class LocalProcesses(StartedProcesses["subprocess.Popen[bytes]"]):
     def _launch(self, description: ProcessDescription) -> "subprocess.Popen[bytes]":
         """Start a process. The cores of this machine are divided among the processes."""
         threads = max(1, len(os.sched_getaffinity(0)) // (self._size - 1))
-        environment = os.environ | {
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder),
-        }
+        environment = {"OMP_NUM_THREADS": str(threads)} | module_environment()
         description = structs.replace(description, parent=os.getpid())
-        program = [sys.executable, "-m", local_process.__name__, msgspec.json.encode(description).decode()]
+        program = module_command(local_process.__name__, msgspec.json.encode(description).decode())
         # In a session of its own: it is left to this process what Ctrl-C in a terminal ends.
         return subprocess.Popen(  # noqa: S603 - this Python
             program, env=environment, stdin=subprocess.DEVNULL, start_new_session=True

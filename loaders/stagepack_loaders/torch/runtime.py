@@ -26,7 +26,6 @@ class TorchRuntime(Runtime):
     title = "PyTorch"
     packages = ("torch",)
     install = install_command("torch")
-    exact = True
     keeps_strides = True
     runs_modules = True
     compiles = True

@@ -22,6 +22,9 @@ from stagepack_serving.triton.triton_model import TritonModel
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
+# Triton runs a file named model.py or libtriton_python.so in the folder of a model, and a stranger chooses the names in a bundle.
+_FILE_SUFFIXES: Final = (".json", ".msgpack", ".safetensors", ".onnx")
+
 # The first line of every configuration that this module writes.
 _CONFIG_MARKER: Final = "# Written by stagepack.\n"
 
@@ -47,7 +50,8 @@ def write_repository(
         The names of the models, the ensemble last.
 
     Raises:
-        InputError: the model name is not a valid folder name, or the repository is inside the bundle.
+        InputError: the model name is not a valid folder name, the repository is inside the bundle, or a file of the bundle has a name
+            that Triton may run.
         OutputExistsError: a model of that name exists, and `overwrite` is false or stagepack did not write it.
         WriteError: a file cannot be written, or the file system does not allow a hard link to the bundle.
         DeviceError: Triton has no such device, or there are more devices than stages.
@@ -61,6 +65,7 @@ def write_repository(
         raise InputError(f"{root}: a bundle cannot contain a model repository: choose another folder")
     bundle.check_digests(bundle.files)
     models = ensemble_models(bundle, options)
+    _check_file_names(bundle, models)
     old_folders = _find_old_models(root, options.model_name, overwrite=overwrite)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -74,6 +79,16 @@ def write_repository(
     except OSError as error:
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
     return [model.config.name for model in models]
+
+
+def _check_file_names(bundle: Bundle, models: Sequence[TritonModel]) -> None:
+    for model in models:
+        for file_name in model.file_names:
+            if not file_name.endswith(_FILE_SUFFIXES):
+                raise InputError(
+                    f"{bundle.location}: expected files that end with {', '.join(_FILE_SUFFIXES)}, found {file_name}: Triton may run files "
+                    "with other names, so that they are not put into its repository"
+                )
 
 
 def _find_old_models(root: Path, ensemble_name: str, *, overwrite: bool) -> list[Path]:

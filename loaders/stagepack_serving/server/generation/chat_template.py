@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from stagepack_loaders.python_process import module_command, module_environment
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 _PROCESS_MODULE: Final = "stagepack_serving.server.generation.template_process"
@@ -94,9 +94,9 @@ class ChatTemplate:
 
 
 def _start_process() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", _PROCESS_MODULE]
     return subprocess.Popen(  # noqa: S603 - our own module
-        command,
+        module_command(_PROCESS_MODULE),
+        env=module_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
