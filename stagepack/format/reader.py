@@ -231,7 +231,8 @@ class Bundle(BundleFiles):
         stage = self.stage(stage_number)
         newer = is_newer_minor(self.manifest.version)
         graph_file = read_graph(self.read(stage.graph), stage.graph, newer=newer, module_calls=module_calls)
-        raise_problems(check_stage(graph_file.graph, stage, self._edge_of_name))
+        symbols = {symbol.name: symbol for symbol in self.entry_point.symbols}
+        raise_problems(check_stage(graph_file.graph, stage, self._edge_of_name, symbols))
         return graph_file
 
     def onnx_file(self, stage_number: int) -> OnnxFile:

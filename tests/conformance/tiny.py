@@ -14,7 +14,7 @@ from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter
 
-BATCH = Symbol(name="batch", min=1, max=64)
+BATCH = Symbol(name="batch", min=1, max=64, example=2)
 LINEAR = Op(
     name="aten.linear.default",
     schema="aten::linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",

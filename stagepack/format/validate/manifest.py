@@ -9,6 +9,7 @@ from stagepack.format import limits
 from stagepack.format.chunks import chunk_count, file_digest
 from stagepack.format.manifest import Edge, EntryPoint, File, Manifest, Stage
 from stagepack.format.plan import Plan, PlannedStage, Run
+from stagepack.format.shapes import symbol_names
 from stagepack.format.tree import value_names
 from stagepack.format.validate.names import (
     DIGEST_PATTERN,
@@ -63,6 +64,7 @@ def _check_entry_point(entry_point: EntryPoint, listed: set[str]) -> Iterator[Br
     if entry_point.plan is not None:
         yield from _check_plan(entry_point.plan, len(entry_point.stages))
     yield from check_symbols(entry_point.symbols)
+    yield from _check_input_symbols(entry_point)
     yield from check_guards(entry_point.guards, entry_point.symbols)
     depth_problems = list(check_depth(entry_point.signature, "signature"))
     yield from depth_problems
@@ -70,6 +72,19 @@ def _check_entry_point(entry_point: EntryPoint, listed: set[str]) -> Iterator[Br
         yield from _check_edges(entry_point)
         yield from check_signature(entry_point.signature, "signature")
         yield from _check_signature_edges(entry_point)
+
+
+def _check_input_symbols(entry_point: EntryPoint) -> Iterator[BrokenRule]:
+    input_dims = [
+        dim
+        for edge in entry_point.edges
+        if edge.producer is None
+        for dim in (*edge.shape, *(() if edge.expr is None else (edge.expr,)))
+    ]
+    input_names = {symbol_name for dim in input_dims for symbol_name in symbol_names(dim)}
+    for symbol in entry_point.symbols:
+        if symbol.example is None and symbol.name in input_names:
+            yield "S1", f"symbol {symbol.name[:80]}", "expected an example, since it is a size of an input of the model"
 
 
 def _check_files(files: tuple[File, ...]) -> Iterator[BrokenRule]:

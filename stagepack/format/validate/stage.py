@@ -6,21 +6,26 @@ from stagepack.errors import Problem
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Edge, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
+from stagepack.format.shapes import Symbol
 from stagepack.format.validate.problems import format_names
 
 
-def check_stage(graph: Graph, stage: Stage, edges: Mapping[str, Edge]) -> Iterator[Problem]:
+def check_stage(
+    graph: Graph, stage: Stage, edges: Mapping[str, Edge], symbols: Mapping[str, Symbol]
+) -> Iterator[Problem]:
     """Yield the G14 problems of a stage.
 
     Args:
         graph: the graph of the stage.
         stage: the manifest entry of the stage.
-        edges: the edges of the manifest, by name.
+        edges: the edges of the entry point, by name.
+        symbols: its symbols, by name.
     """
-    return (Problem(rule="G14", where=stage.graph, message=message) for message in _differences(graph, stage, edges))
+    messages = _differences(graph, stage, edges, symbols)
+    return (Problem(rule="G14", where=stage.graph, message=message) for message in messages)
 
 
-def _differences(graph: Graph, stage: Stage, edges: Mapping[str, Edge]) -> Iterator[str]:
+def _differences(graph: Graph, stage: Stage, edges: Mapping[str, Edge], symbols: Mapping[str, Symbol]) -> Iterator[str]:
     if tuple(value.name for value in graph.inputs) != stage.inputs:
         yield f"the manifest lists the inputs {format_names(stage.inputs)}, the graph has other ones"
     if graph.outputs != stage.outputs:
@@ -29,6 +34,9 @@ def _differences(graph: Graph, stage: Stage, edges: Mapping[str, Edge]) -> Itera
         yield f"the manifest counts {stage.nodes} nodes, the graph has {len(graph.nodes)}"
     if set(stage.namespaces) != {operator_namespace(op.name) for op in graph.ops} - ALLOWED_NAMESPACES:
         yield f"the manifest lists the namespaces {format_names(stage.namespaces)}, the graph has other ones"
+    for symbol in graph.symbols:
+        if symbols.get(symbol.name, symbol) != symbol:
+            yield f"the symbol {symbol.name[:80]} has another min, max or example than in the manifest"
     node_values = (value for node in graph.nodes for value in node.outputs if value is not None)
     types = {value.name: (value.dtype, value.shape, value.expr) for value in (*graph.inputs, *node_values)}
     types.update((weight.value, (weight.dtype, weight.shape, None)) for weight in graph.weights)
