@@ -1,5 +1,7 @@
 """Large messages over gRPC: those that would take much more memory when they are parsed are refused before."""
 
+from pathlib import Path
+
 import grpc
 import pytest
 from google.protobuf.message import DecodeError
@@ -107,3 +109,21 @@ def test_calls_with_one_message(
             with pytest.raises(grpc.RpcError) as caught:
                 call(contents, timeout=20)
             assert caught.value.code() == status
+
+
+@pytest.mark.xdist_group("serve")
+def test_a_compressed_message_counts_decompressed(small: Server) -> None:
+    """200 kB that gzip made of 200 MB are refused, and never in memory whole."""
+
+    def peak_bytes() -> int:
+        status = Path(f"/proc/{small.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+    bytes_before = peak_bytes()
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{small.grpc}", options=[("grpc.max_send_message_length", -1)]) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        channel.unary_unary(INFER)(bytes(200_000_000), compression=grpc.Compression.Gzip, timeout=60)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert peak_bytes() - bytes_before < 130_000_000
