@@ -71,6 +71,8 @@ REFUSED = [
     (request_of(tensor_of("BOOL", [1], [1])), "BOOL"),
     (request_of(tensor_of("FP32", [2], [1, None])), "FP32"),
     (request_of(tensor_of("FP32", [4], [1, 2, 3])), "4 elements"),
+    (request_of(tensor_of("FP32", [], 3)), "flat or in lists"),
+    (request_of(tensor_of("FP32", [0, 2**61], [])), "less than 2**63 bytes"),
     (request_of(tensor_of("FP32", [1], [1] * 60 + [{}])), "FP32"),
     ('{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1NaN]}]}', "FP32"),
     ('{"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1,,2]}]}', "violates the protocol"),

@@ -46,11 +46,12 @@ def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) 
     if found_separators == b"[%b]" % (b"," * (array.size - 1)):
         return array
     if (
-        array.size != math.prod(shape)
+        not shape
+        or array.size != math.prod(shape)
         or len(found_separators) != _separator_count(shape)
         or found_separators != _separators(shape)
     ):
-        raise ValueError("found lists of other sizes")
+        raise ValueError("found no list, or lists of other sizes")
     return array.reshape(shape)
 
 

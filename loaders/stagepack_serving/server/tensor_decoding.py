@@ -17,7 +17,8 @@ NumberDecoder = Callable[[Any], Any]
 
 # The limit of numpy.
 _MAX_DIMENSIONS: Final = 64
-_MAX_ELEMENTS: Final = 2**63 - 1
+# numpy multiplies the sizes above 0 and the size of an element, also for an array without elements.
+_MAX_BYTES: Final = 2**63 - 1
 
 
 def tensor_from_bytes(
@@ -133,12 +134,13 @@ def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[i
         raise RequestError(
             RequestStatus.BAD_REQUEST, f"{tensor_name}: unknown datatype {datatype!r}: expected one of {expected}"
         )
+    dtype = NUMPY_DTYPES[datatype]
     if (
         len(shape) > _MAX_DIMENSIONS
         or any(size < 0 for size in shape)
-        or math.prod(filter(None, shape)) > _MAX_ELEMENTS
+        or math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES
     ):
-        expected = f"expected up to {_MAX_DIMENSIONS} non-negative sizes and less than 2**63 elements"
+        expected = f"expected up to {_MAX_DIMENSIONS} non-negative sizes and less than 2**63 bytes"
         message = f"{tensor_name}: {expected}, found the shape {str(list(shape))[:200]}"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
-    return NUMPY_DTYPES[datatype], math.prod(shape)
+    return dtype, math.prod(shape)
