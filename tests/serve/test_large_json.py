@@ -81,6 +81,8 @@ REFUSED = [
     ('{"inputs": [' + "[" * 5000 + "]" * 5000 + "]}", "violates the protocol"),
     (request_of(tensor_of("FP32", [1], [1], parameters={"a": [[]] * 400_000})), "1000000 bytes of JSON"),
     (request_of(parameters={"a": [{}] * 20_000}), "10000 lists and objects"),
+    (request_of(tensor_of("FP32", [1], [1]), unknown=1).encode().replace(b"unk", b"\xef"), "utf-8"),
+    (request_of(tensor_of("FP32", [1], [float("nan")]), unknown=1).encode().replace(b"unk", b"\xef"), "utf-8"),
 ]
 
 
@@ -94,7 +96,7 @@ def test_large_json_is_read_as_small_json(monkeypatch: pytest.MonkeyPatch, body:
 
 
 @pytest.mark.parametrize(("body", "says"), REFUSED)
-def test_large_json_is_refused_as_small_json(monkeypatch: pytest.MonkeyPatch, body: str, says: str) -> None:
+def test_large_json_is_refused_as_small_json(monkeypatch: pytest.MonkeyPatch, body: bytes | str, says: str) -> None:
     if "1000000" not in says and "10000" not in says:
         assert isinstance(decode(body), str)
     monkeypatch.setattr(rest_request, "_LARGE_BYTES", 0)

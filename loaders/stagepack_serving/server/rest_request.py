@@ -134,6 +134,7 @@ def _decode_input(
 def _decode_json(json_part: memoryview) -> tuple[RequestHeader, list[NumberDecoder | None]]:
     """Decode the JSON part, but for the numbers of the inputs: return a decoder of them for each input, None if it has none."""
     try:
+        str(json_part, "utf-8")  # msgspec passes over keys that it does not know
         header = msgspec.json.decode(json_part, type=RequestHeader)
     except msgspec.ValidationError as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
