@@ -32,8 +32,11 @@ NESTING_DEPTH = 64
 # Nesting of messages in an ONNX file. A node in a branch is three messages deeper than the node that has the branch.
 ONNX_DEPTH = 256
 
-# Nodes, arguments, values and names that all region calls of one graph unfold to.
+# Nodes, arguments, outputs, names, and integers and operations in dimensions that all region calls of one graph unfold to.
 UNFOLDED_ITEMS = 2**22
+
+# Characters of the names that all region calls of one graph are filled to.
+UNFOLDED_CHARACTERS = 2**27
 
 # Operands of one operation in a dimension.
 EXPR_TERMS = 1024
@@ -42,6 +45,9 @@ EXPR_TERMS = 1024
 GUARDS = 1024
 
 NAME_CHARACTERS = 1024
+
+# Characters of a template. A brace is two characters in a template, and a name may consist of braces.
+TEMPLATE_CHARACTERS = 2 * NAME_CHARACTERS
 
 # Problems that one error lists.
 REPORTED_PROBLEMS = 1000

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from stagepack.format import limits
 
+# Possessive (++): what has matched is never given back, so that matching takes no memory for each character.
 _TEMPLATE_PART = re.compile(
-    r"\{(?P<text_index>0|[1-9][0-9]{0,5})(?P<increment>[+-][1-9][0-9]{0,17})?\}|(?P<literal>(?:[^{}]|\{\{|\}\})+)"
+    r"\{(?P<text_index>0|[1-9][0-9]{0,5})(?P<increment>[+-][1-9][0-9]{0,17})?\}|(?P<literal>(?:[^{}]++|\{\{|\}\})++)"
 )
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
@@ -49,8 +50,12 @@ def parse_template(template: str) -> tuple[str | Hole, ...]:
         The literals and holes in order.
 
     Raises:
-        TemplateError: `template` has a brace that is neither escaped nor part of a hole (F2).
+        TemplateError: `template` has a brace that is neither escaped nor part of a hole, or is too long (F2).
     """
+    if len(template) > limits.TEMPLATE_CHARACTERS:
+        raise TemplateError(
+            f"expected a template of at most {limits.TEMPLATE_CHARACTERS} characters, found {len(template)}: {template[:80]!r}"
+        )
     parts: list[str | Hole] = []
     position = 0
     while position < len(template):
@@ -90,6 +95,8 @@ def _filled(hole: Hole, hole_texts: Sequence[str]) -> str:
     if hole.text_index >= len(hole_texts):
         raise TemplateError(f"the hole {hole} has no text: the region call has {len(hole_texts)}")
     hole_text = hole_texts[hole.text_index]
+    if len(hole_text) > limits.NAME_CHARACTERS:
+        raise TemplateError(f"the text {hole_text[:80]!r} has over {limits.NAME_CHARACTERS} characters")
     if not hole.increment:
         return hole_text
     total = int(hole_text) + hole.increment if _DECIMAL.fullmatch(hole_text) else -1

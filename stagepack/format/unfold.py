@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from stagepack.errors import FormatError, Problem
+from stagepack.errors import FormatError, LimitError, Problem
+from stagepack.format import limits
 from stagepack.format.folded import FoldedGraph, Region, RegionCall
 from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Scope, Subgraph, Value, ValueArg, Weight
 from stagepack.format.renaming import (
@@ -42,6 +43,7 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
 
     Raises:
         FormatError: a hole cannot be filled (F5).
+        LimitError: the filled names are too long altogether (L1).
     """
     fields = {field_name: getattr(folded, field_name) for field_name in Graph.__struct_fields__}
     if not module_calls:
@@ -53,11 +55,16 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
         added_calls = [rename_module_call(call, step.filled_names.__getitem__) for step in steps for call in step.calls]
     except TemplateError as error:
         raise FormatError([Problem(rule="F5", where=file_name, message=str(error))]) from None
-    scopes = sorted({*folded.scopes, *(scope for step in steps for scope in step.scopes)}, key=_scope_order)
+    except _TooManyCharactersError as error:
+        raise LimitError([Problem(rule="L1", where=file_name, message=str(error))]) from None
+    # All steps of one region call have one list of scopes. A region call may have as many steps as scopes.
+    scope_lists = {id(step.scopes): step.scopes for step in steps}
+    scopes = sorted({*folded.scopes, *(scope for listed in scope_lists.values() for scope in listed)}, key=_scope_order)
     index_of_scope = {scope: scope_index for scope_index, scope in enumerate(scopes)}
+    index_lists = {key: [index_of_scope[scope] for scope in listed] for key, listed in scope_lists.items()}
     nodes: list[Node] = []
     for step in steps:
-        scope_indices = [index_of_scope[scope] for scope in step.scopes]
+        scope_indices = index_lists[id(step.scopes)]
         nodes += (build(step.filled_names, scope_indices) for build in step.node_builders)
     added_weights = (weight for step in steps for weight in step.weights)
     weights = {weight.value: weight for weight in (*folded.weights, *added_weights)}
@@ -105,6 +112,10 @@ class _Step:
     calls: Sequence[ModuleCall] = ()
 
 
+class _TooManyCharactersError(Exception):
+    """The names that region calls are filled to are too long altogether."""
+
+
 class _Unfolding:
     """Unfolds region calls. The nodes of a region are compiled once to functions, which build the nodes of each region call."""
 
@@ -114,6 +125,7 @@ class _Unfolding:
         self._builders = [
             [_filled_node_builder(item) for item in region.nodes if isinstance(item, Node)] for region in regions
         ]
+        self._character_count = 0
 
     def steps(self, folded: FoldedGraph) -> Iterator[_Step]:
         """Yield the steps that build the nodes of a graph, in order."""
@@ -133,16 +145,22 @@ class _Unfolding:
             if isinstance(item, Node):
                 node_count += 1
                 continue
-            yield _Step(builders[step_start:node_count], filled_names, scopes)
+            if step_start < node_count:
+                yield _Step(builders[step_start:node_count], filled_names, scopes)
             step_start = node_count
             yield from self._call_steps(item.region, [filled_names.get(hole, hole) for hole in item.holes])
-        yield _Step(builders[step_start:], filled_names, scopes)
+        if step_start < node_count or scopes:
+            yield _Step(builders[step_start:], filled_names, scopes)
 
     def _call_steps(self, region_index: int, hole_texts: list[str]) -> Iterator[_Step]:
         region = self._regions[region_index]
         filled_names = {template: fill_template(template, hole_texts) for template in self._templates[region_index]}
+        self._character_count += sum(map(len, filled_names.values()))
+        if self._character_count > limits.UNFOLDED_CHARACTERS:
+            raise _TooManyCharactersError(f"names are filled to over {limits.UNFOLDED_CHARACTERS} characters")
         weights = [rename_weight(weight, filled_names.__getitem__) for weight in region.weights]
-        yield _Step([], filled_names, [], weights, region.calls)
+        if weights or region.calls:
+            yield _Step([], filled_names, [], weights, region.calls)
         scopes = [Scope(path=filled_names[scope.path], type=scope.type) for scope in region.scopes]
         yield from self._body_steps(region.nodes, self._builders[region_index], scopes, filled_names)
 

@@ -108,9 +108,11 @@ def test_limits_are_those_of_the_code() -> None:
         limits.ONNX_BYTES,
         limits.ONNX_FIELDS,
         limits.UNFOLDED_ITEMS,
+        limits.UNFOLDED_CHARACTERS,
     ):
         assert limit in stated
     assert limits.TENSOR_ELEMENTS == 2**62
+    assert limits.TEMPLATE_CHARACTERS == 2048
     assert (limits.NESTING_DEPTH, limits.NAME_CHARACTERS, limits.STAGES) == (64, 1024, 4096)
     assert f"ONNX file MUST NOT be nested deeper than {limits.ONNX_DEPTH}" in SPEC.replace("\n", " ")
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.folded import FoldedGraph, Region, RegionCall
-from stagepack.format.graph import Argument, Node
+from stagepack.format.graph import Argument, Node, Value
 from stagepack.format.renaming import names_in_region
+from stagepack.format.shapes import Dim, Expr
 from stagepack.format.template import Hole, TemplateError, parse_template
 from stagepack.format.traversal import child_arguments
 from stagepack.format.tree import Tree, child_trees
@@ -22,7 +23,7 @@ class _RegionFacts:
     Attributes:
         hole_count: the number of texts that a region call must have.
         depth: the number of nested region calls, itself included.
-        item_count: the nodes, arguments and names that one region call unfolds to.
+        item_count: what one region call unfolds to, as `limits.UNFOLDED_ITEMS` counts it.
     """
 
     hole_count: int
@@ -62,7 +63,8 @@ def _check(folded: FoldedGraph) -> Iterator[BrokenRule]:
     yield from _check_calls(folded, facts, "nodes")
     outer = _called_regions(folded, len(facts))
     if sum(facts[called_index].item_count for called_index in outer) > limits.UNFOLDED_ITEMS:
-        yield "L1", "nodes", f"the region calls unfold to more than {limits.UNFOLDED_ITEMS} nodes, arguments and names"
+        message = f"more than {limits.UNFOLDED_ITEMS} nodes, arguments, outputs, names and parts of dimensions"
+        yield "L1", "nodes", f"the region calls unfold to {message}"
     for region_index in sorted(set(range(len(facts))).difference(called, outer)):
         yield "F4", f"region {region_index}", "no region call calls it"
     if folded.regions and not all(0 <= scope_index < len(folded.scopes) for scope_index in _scope_indices(folded)):
@@ -122,17 +124,32 @@ def _scope_indices(folded: FoldedGraph) -> Iterator[int]:
 
 
 def _item_count(region: Region) -> int:
-    """The nodes, arguments and names that one call of a region adds to the graph, without those of nested region calls."""
+    """What one call of a region adds to the graph, without what nested region calls add; see `limits.UNFOLDED_ITEMS`."""
     nodes = [item for item in region.nodes if isinstance(item, Node)]
+    outputs = [output for node in nodes for output in node.outputs]
     arguments = (argument for node in nodes for argument in (*node.args, *(argument for _, argument in node.kwargs)))
     signatures = (call.signature for call in region.calls if call.signature is not None)
     tree_count = sum(_tree_size(tree) for signature in signatures for tree in signature.trees)
     name_count = sum(1 for _ in names_in_region(region))
-    return len(region.nodes) + sum(map(_argument_size, arguments)) + name_count + tree_count
+    argument_count = sum(map(_argument_size, arguments))
+    output_count = len(outputs) + sum(_shape_size(output) for output in outputs if output is not None)
+    return len(region.nodes) + argument_count + output_count + name_count + tree_count
 
 
 def _tree_size(tree: Tree) -> int:
     return 1 + sum(map(_tree_size, child_trees(tree)))
+
+
+def _shape_size(value: Value) -> int:
+    """The integers and operations in the dimensions and the `expr` of a value."""
+    return sum(map(_dim_size, value.shape)) + (0 if value.expr is None else _dim_size(value.expr))
+
+
+def _dim_size(dim: Dim) -> int:
+    """The integers and operations in a dimension. Its symbols are counted as names."""
+    if isinstance(dim, str):
+        return 0
+    return 1 + sum(map(_dim_size, dim.args)) if isinstance(dim, Expr) else 1
 
 
 def _argument_size(argument: Argument) -> int:
