@@ -46,6 +46,9 @@ GUARDS = 1024
 
 NAME_CHARACTERS = 1024
 
+# Characters of the schema of an operator. The longest of torch 2.13 has 605.
+SCHEMA_CHARACTERS = 4096
+
 # Characters of a template. A brace is two characters in a template, and a name may consist of braces.
 TEMPLATE_CHARACTERS = 2 * NAME_CHARACTERS
 

@@ -5,15 +5,20 @@ The text in a bundle comes from strangers, so it is read here and not by the par
 
 import functools
 import re
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, NamedTuple, TypeVar
 
-_MAX_LENGTH: Final = 10_000  # the longest of torch has 1,000 characters
+from stagepack.format import limits
+
 _OPENING: Final = {"(": ")", "[": "]"}
 _SCHEMA: Final = re.compile(r"(?P<name>\w+::\w+(\.\w+)?)(?P<rest>\(.*)", re.ASCII)
 _ALIAS_ANNOTATION: Final = re.compile(r"[\w\]]\(([a-z][a-z0-9_|]*!?( -> [a-z0-9_*|]+)?)\)")
 _PARAMETER_NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Types that take all values of another type.
 _WIDER_TYPES: Final = {"int": {"SymInt", "Scalar"}, "float": {"SymFloat", "Scalar"}, "bool": {"SymBool", "Scalar"}}
+
+
+_Member = TypeVar("_Member")
 
 
 class SchemaParameter(NamedTuple):
@@ -53,7 +58,7 @@ def parse_schema(text: str) -> OperatorSchema | None:
         >>> parse_schema("aten::relu(Tensor self) -> Tensor").parameters[0].name
         'self'
     """
-    match = _SCHEMA.fullmatch(text) if len(text) <= _MAX_LENGTH else None
+    match = _SCHEMA.fullmatch(text) if len(text) <= limits.SCHEMA_CHARACTERS else None
     closing = _end_of_bracket(match["rest"]) if match is not None else None
     if match is None or closing is None:
         return None
@@ -62,12 +67,18 @@ def parse_schema(text: str) -> OperatorSchema | None:
         match["rest"][closing + 1 : closing + 5],
         match["rest"][closing + 5 :],
     )
-    parameters = _parse_parameters(arguments)
-    if arrow != " -> " or parameters is None:
+    if arrow != " -> ":
         return None
     if results.startswith("(") and _end_of_bracket(results) == len(results) - 1:
         results = results[1:-1]
-    return OperatorSchema(match["name"], parameters, tuple(_split(results)))
+    try:
+        return OperatorSchema(match["name"], tuple(_parse_parameters(arguments)), tuple(_split(results)))
+    except _NoSchemaError:
+        return None
+
+
+class _NoSchemaError(Exception):
+    """A text is not a schema."""
 
 
 class SchemaEffects(NamedTuple):
@@ -75,36 +86,53 @@ class SchemaEffects(NamedTuple):
 
     Attributes:
         mutates: the parameters whose memory the operator writes.
-        aliases: pairs (index of a result, parameter) that may share memory.
+        results_of_set: the indices of the results that have an alias set such as ``a`` in their annotation, by the name of the set.
+        parameters_of_set: the same for the parameters.
     """
 
     mutates: frozenset[str]
-    aliases: frozenset[tuple[int, str]]
+    results_of_set: Mapping[str, tuple[int, ...]]
+    parameters_of_set: Mapping[str, tuple[str, ...]]
+
+    def aliases(self) -> Iterator[tuple[int, str]]:
+        """Yield the pairs (index of a result, parameter) that may share memory, with repeats. There may be very many."""
+        for alias_set, result_indices in self.results_of_set.items():
+            for parameter_name in self.parameters_of_set.get(alias_set, ()):
+                for result_index in result_indices:
+                    yield result_index, parameter_name
 
 
-@functools.lru_cache(maxsize=1024)
+# Effects of honest schemas are small; those of the longest texts take 100 kB.
+@functools.lru_cache(maxsize=256)
 def schema_effects(text: str) -> SchemaEffects | None:
-    """Return the effects that a schema states; None if the text is no schema.
+    """Return the effects that a schema states; None if the text is no schema, or too long for one.
 
     Examples:
         >>> schema_effects("aten::relu_(Tensor(a!) self) -> Tensor(a!)").mutates
         frozenset({'self'})
     """
+    if len(text) > limits.SCHEMA_CHARACTERS:
+        return None
     if not _ALIAS_ANNOTATION.search(text):
         # Most operators: parsing takes a millisecond.
-        return SchemaEffects(frozenset(), frozenset())
+        return SchemaEffects(frozenset(), {}, {})
     schema = parse_schema(text)
     if schema is None:
         return None
     return SchemaEffects(
         frozenset(parameter.name for parameter in schema.parameters if "!" in _alias_sets(parameter.type)),
-        frozenset(
-            (result_index, parameter.name)
-            for result_index, result in enumerate(schema.results)
-            for parameter in schema.parameters
-            if (_alias_sets(result) & _alias_sets(parameter.type)) - {"!"}
-        ),
+        _members_of_sets((_alias_sets(result), result_index) for result_index, result in enumerate(schema.results)),
+        _members_of_sets((_alias_sets(parameter.type), parameter.name) for parameter in schema.parameters),
     )
+
+
+def _members_of_sets(members: Iterable[tuple[set[str], _Member]]) -> dict[str, tuple[_Member, ...]]:
+    """What has each alias set in its annotation, from pairs (alias sets, member)."""
+    members_of_set: dict[str, list[_Member]] = {}
+    for alias_sets, member in members:
+        for alias_set in alias_sets - {"!"}:
+            members_of_set.setdefault(alias_set, []).append(member)
+    return {alias_set: tuple(listed) for alias_set, listed in members_of_set.items()}
 
 
 def _alias_sets(type_text: str) -> set[str]:
@@ -149,8 +177,12 @@ def _takes(parameter: SchemaParameter, earlier: SchemaParameter) -> bool:
     )
 
 
-def _parse_parameters(text: str) -> tuple[SchemaParameter, ...] | None:
-    parameters = []
+def _parse_parameters(text: str) -> Iterator[SchemaParameter]:
+    """Yield the parameters.
+
+    Raises:
+        _NoSchemaError: the text is not a list of parameters.
+    """
     keyword_only = False
     for part in _split(text):
         if part == "*" and not keyword_only:
@@ -159,9 +191,8 @@ def _parse_parameters(text: str) -> tuple[SchemaParameter, ...] | None:
         type_text, _, declaration = _partition(part, " ")
         name, equals, default = declaration.partition("=")
         if not type_text or not _PARAMETER_NAME.fullmatch(name) or (equals and not default):
-            return None
-        parameters.append(SchemaParameter(type_text, name, default if equals else None, keyword_only))
-    return tuple(parameters)
+            raise _NoSchemaError
+        yield SchemaParameter(type_text, name, default if equals else None, keyword_only)
 
 
 def _split(text: str) -> list[str]:
@@ -176,13 +207,19 @@ def _split(text: str) -> list[str]:
 
 
 def _partition(text: str, separator: str) -> tuple[str, str, str]:
-    """As `str.partition`, at the first separator outside of brackets and quotes."""
+    """As `str.partition`, at the first separator outside of brackets and quotes.
+
+    Raises:
+        _NoSchemaError: nothing closes a bracket or a quote.
+    """
     position = 0
     while position < len(text):
         if text.startswith(separator, position):
             return text[:position], separator, text[position + len(separator) :]
         end = _end_of_bracket(text[position:]) if text[position] in '(["' else 0
-        position += 1 + (end or 0)
+        if end is None:
+            raise _NoSchemaError
+        position += 1 + end
     return text, "", ""
 
 

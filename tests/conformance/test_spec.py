@@ -109,6 +109,7 @@ def test_limits_are_those_of_the_code() -> None:
         limits.ONNX_FIELDS,
         limits.UNFOLDED_ITEMS,
         limits.UNFOLDED_CHARACTERS,
+        limits.SCHEMA_CHARACTERS,
     ):
         assert limit in stated
     assert limits.TENSOR_ELEMENTS == 2**62

@@ -1,10 +1,12 @@
 """Schemas of operators are read by our own parser, and compared by the rules of torch."""
 
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from stagepack.format import limits
 from stagepack.format.operator_schema import is_backward_compatible, parse_schema, schema_effects
 
 
@@ -50,6 +52,12 @@ def test_schemas_of_torch_are_read() -> None:
         "a::b(Tensor x] -> Tensor",
         "b(Tensor x) -> Tensor",
         "a::b(" + "(" * 100_000,
+        "a::b(Tensor x) -> (",
+        "a::b(Tensor x) -> Tensor[",
+        "a::b(Tensor x) -> (Tensor, Tensor))(",
+        'a::b(Tensor x) -> "',
+        "a::b(Tensor x) -> " + "(" * 4000,
+        "a::b(Tensor x, int[" + "8" * 4096 + "] y) -> Tensor",
     ],
 )
 def test_other_texts_are_no_schemas(text: str) -> None:
@@ -99,4 +107,24 @@ def test_alias_names_of_custom_operators_have_digits() -> None:
     effects = schema_effects("mylib::step(Tensor(a0!) count, Tensor x, Tensor(a2!)? more) -> Tensor(a0!)")
     assert effects is not None
     assert effects.mutates == {"count", "more"}
-    assert effects.aliases == {(0, "count")}
+    assert set(effects.aliases()) == {(0, "count")}
+
+
+def test_the_longest_schema_takes_little_memory() -> None:
+    """All results may share memory with all parameters: the pairs are more than the characters."""
+    parameters = ", ".join(f"T(a) p{number}" for number in range(200))
+    text = f"a::b({parameters}) -> ({', '.join(['T(a)'] * 300)})"
+    assert limits.SCHEMA_CHARACTERS / 2 < len(text) <= limits.SCHEMA_CHARACTERS
+    tracemalloc.start()
+    try:
+        effects = schema_effects(text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert effects is not None
+    assert peak < 2**20
+    assert len(set(effects.aliases())) == 200 * 300
+
+
+def test_a_text_over_the_limit_has_no_effects() -> None:
+    assert schema_effects("a::b(Tensor(a!) x) -> " + "Tensor, " * 1000) is None

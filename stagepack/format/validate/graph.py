@@ -1,5 +1,6 @@
 """The rules on a graph (SPEC section 7, all but G14)."""
 
+import itertools
 from collections.abc import Iterator
 
 from stagepack.errors import Problem
@@ -154,6 +155,9 @@ def _check_op(op: Op, location: str) -> Iterator[BrokenRule]:
         yield "G10", location, f"{op.name[:80]!r} is not the name of an operator"
     elif is_denied_operator(op.name):
         yield "G11", location, f"{op.name} is not allowed in a bundle"
+    if len(op.schema) > limits.SCHEMA_CHARACTERS:
+        message = f"expected a schema of at most {limits.SCHEMA_CHARACTERS} characters, found {len(op.schema)}"
+        yield "L1", location, f"{op.name[:80]}: {message}"
     parameters = set(op.parameters)
     named = (*op.mutates, *(parameter for _, parameter in op.aliases))
     if len(parameters) != len(op.parameters) or not parameters.issuperset(named):
@@ -171,8 +175,10 @@ def _check_schema_facts(op: Op, location: str) -> Iterator[BrokenRule]:
     if set(op.mutates) != effects.mutates:
         message = f"mutates is {sorted(op.mutates)}, expected {sorted(effects.mutates)} by its schema"
         yield "G12", location, f"{op.name[:80]}: {message}"[:400]
-    if missing := effects.aliases - set(op.aliases):
-        message = f"aliases has no {sorted(missing)}, which its schema states"
+    stated = set(op.aliases)
+    missing = itertools.islice((alias for alias in effects.aliases() if alias not in stated), 10)
+    if shown := sorted(set(missing)):
+        message = f"aliases has no {shown}, which its schema states"
         yield "G12", location, f"{op.name[:80]}: {message}"[:400]
 
 
