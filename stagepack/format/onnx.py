@@ -7,6 +7,8 @@ The field numbers are those of onnx.proto (https://github.com/onnx/onnx/blob/mai
 Buffers (https://protobuf.dev/programming-guides/encoding).
 """
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -232,11 +234,25 @@ def _external_tensor(message: _Message) -> OnnxTensor:
     return OnnxTensor(
         name=_string(message, 8),
         element_type=_integer(message, 2),
-        shape=tuple(_integers(message, 1)),
+        shape=_external_shape(message),
         location=values["location"],
         offset=int(values["offset"]),
         length=int(values["length"]),
     )
+
+
+def _external_shape(message: _Message) -> tuple[int, ...]:
+    """The sizes of a tensor in another file. One that claims very many of them is not read further than their limit."""
+    shape = tuple(itertools.islice(_integers(message, 1), limits.RANK + 1))
+    if len(shape) > limits.RANK:
+        raise ValueError(f"a tensor in another file: expected at most {limits.RANK} dimensions, found more")
+    # A negative size is an integer of 2^63 and more here.
+    if math.prod(size or 1 for size in shape) > limits.TENSOR_ELEMENTS:
+        raise ValueError(
+            "a tensor in another file: expected sizes of at least 0, and at most "
+            f"{limits.TENSOR_ELEMENTS} as the product of those above 0"
+        )
+    return shape
 
 
 def _onnx_value(message: _Message) -> OnnxValue:
