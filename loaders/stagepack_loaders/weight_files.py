@@ -1,6 +1,7 @@
 """Weight files in memory: mapped, so that they are ready at once and processes share them, or copied."""
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from stagepack.errors import DigestError, Problem
 from stagepack.format.chunk_reading import FileRead, read_chunks
 from stagepack.format.chunks import ByteProgress
-from stagepack.format.file_checks import open_plain_file, raise_digest_problems
+from stagepack.format.file_checks import FILE_GROUP, open_plain_file, raise_digest_problems
 from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor, parse_weight_header
@@ -78,6 +79,7 @@ def open_weight_files(
     Raises:
         DigestError: a file is not the one that the manifest lists.
         FormatError: a header breaks a rule.
+        StagepackError: this process has too many open files.
     """
     entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
     bundle.fetch(entry.name for entry in entries)
@@ -92,7 +94,7 @@ def open_weight_files(
 
 def _read_files(
     bundle: Bundle,
-    entries: Iterable[File],
+    entries: Sequence[File],
     *,
     verify: bool,
     copy: bool,
@@ -100,12 +102,39 @@ def _read_files(
     unchanged: ByteProgress | None,
 ) -> tuple[dict[str, mmap.mmap], list[Problem]]:
     """Return the content of each file by name, and the problems of those that differ from the manifest."""
+    contents: dict[str, mmap.mmap] = {}
+    problems: list[Problem] = []
+    for group_start in range(0, len(entries), FILE_GROUP):
+        group = entries[group_start : group_start + FILE_GROUP]
+        group_contents, group_problems = _read_group(
+            bundle, group, verify=verify, copy=copy, progress=progress, unchanged=unchanged
+        )
+        contents |= group_contents
+        problems += group_problems
+    return contents, problems
+
+
+def _read_group(
+    bundle: Bundle,
+    entries: Sequence[File],
+    *,
+    verify: bool,
+    copy: bool,
+    progress: ByteProgress | None,
+    unchanged: ByteProgress | None,
+) -> tuple[dict[str, mmap.mmap], list[Problem]]:
+    """As `_read_files`, for files that are all open at the same time."""
     with contextlib.ExitStack() as open_files:
         files = {entry.name: open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in entries}
         contents, reads, mapped_reads = {}, [], []
         for entry in entries:
             descriptor = files[entry.name].fileno()
-            content = None if copy else map_with_lease(descriptor, entry.name)
+            try:
+                content = None if copy else map_with_lease(descriptor, entry.name)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                content = None  # A lease is an open file of its own, of which this process can have no more.
             if content is None:
                 content = new_memory(entry.size)
                 reads.append(FileRead(entry, descriptor, memoryview(content)))

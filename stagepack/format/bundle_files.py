@@ -7,14 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from stagepack.errors import FileNotListedError, LimitError, Problem
+from stagepack.errors import DigestError, FileNotListedError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, check_content
 from stagepack.format.file_checks import (
     check_digests,
-    check_size,
     open_plain_file,
     raise_digest_problems,
+    read_listed_file,
     read_plain_file,
 )
 from stagepack.format.file_source import FileSource, FileStream
@@ -104,12 +104,10 @@ class BundleFiles:
 
     def _read_content(self, entry: File) -> tuple[bytes, list[Problem]]:
         """The content of a file, and how it differs from the manifest."""
-        if problems := check_size(self.path, entry):
-            return b"", problems
         try:
-            content = (self.path / entry.name).read_bytes()
-        except OSError as error:
-            return b"", [Problem(rule="D1", where=entry.name, message=error.strerror or str(error))]
+            content = read_listed_file(self.path, entry)
+        except DigestError as error:
+            return b"", list(error.problems)
         return content, check_content(entry, content) if self.compares_digests else []
 
     def read_signature(self) -> bytes | None:

@@ -1,16 +1,25 @@
 """Compare the files in the folder of a bundle with the manifest (SPEC D1, D2)."""
 
 import contextlib
+import errno
+import io
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Final
 
-from stagepack.errors import DigestError, LimitError, Problem
+from stagepack.errors import DigestError, LimitError, Problem, StagepackError
 from stagepack.format.chunk_reading import FileRead, read_chunks
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.manifest import File
+
+# Files that are open at the same time. Processes may often have no more than 1,024, or 256.
+FILE_GROUP: Final = 64
+
+
+class NotPlainFileError(OSError):
+    """A path is a folder, a device or a pipe, or cannot be the path of a file."""
 
 
 def is_plain_file(path: Path) -> bool:
@@ -41,7 +50,30 @@ def check_size(folder: Path, entry: File) -> list[Problem]:
     return []
 
 
-def open_plain_file(folder: Path, entry: File) -> BinaryIO:
+def open_without_following(path: Path) -> io.FileIO:
+    """Open a file for reading, without a buffer. A link is not followed, and nobody waits for the writer of a pipe.
+
+    Raises:
+        NotPlainFileError: the path is a folder, a device or a pipe, or cannot be the path of a file.
+        OSError: the file is missing, is a link, or cannot be read.
+        StagepackError: this process has too many open files.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            cure = "raise the limit of open files (ulimit -n), or load fewer stages in one process"
+            raise StagepackError(f"{path}: cannot be opened: {error.strerror}: {cure}") from None
+        raise
+    except ValueError as error:  # a null byte
+        raise NotPlainFileError(errno.EINVAL, str(error), str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotPlainFileError(errno.EINVAL, "it is a folder, a device or a pipe", str(path))
+    return io.FileIO(descriptor)
+
+
+def open_plain_file(folder: Path, entry: File) -> io.FileIO:
     """Open a file of a bundle for reading, and compare its size with the manifest (D1).
 
     Args:
@@ -49,19 +81,40 @@ def open_plain_file(folder: Path, entry: File) -> BinaryIO:
         entry: the manifest entry of the file.
 
     Raises:
-        DigestError: the file is missing, is not a plain file or has another size.
+        DigestError: the file is missing, is not a plain file, cannot be read or has another size.
+        StagepackError: this process has too many open files.
     """
     raise_digest_problems(check_size(folder, entry))
     try:
-        descriptor = os.open(folder / entry.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open_without_following(folder / entry.name)
     except OSError as error:
         raise DigestError([Problem(rule="D1", where=entry.name, message=error.strerror or str(error))]) from None
     # What was opened may be another file than the one whose size was compared.
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != entry.size:
-        os.close(descriptor)
+    if os.fstat(file.fileno()).st_size != entry.size:
+        file.close()
         raise DigestError([Problem(rule="D1", where=entry.name, message="the file was changed while it was opened")])
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return file
+
+
+def read_listed_file(folder: Path, entry: File) -> bytes:
+    """Read a file of a bundle as a whole, and compare its size with the manifest (D1).
+
+    Args:
+        folder: the folder of the bundle.
+        entry: the manifest entry of the file.
+
+    Raises:
+        DigestError, StagepackError: see `open_plain_file`.
+    """
+    try:
+        with open_plain_file(folder, entry) as file:
+            content = _read_up_to(file, entry.size + 1)
+    except OSError as error:
+        raise DigestError([Problem(rule="D1", where=entry.name, message=error.strerror or str(error))]) from None
+    if len(content) != entry.size:
+        message = f"expected {entry.size} bytes, found {len(content)}: the file was changed while it was read"
+        raise DigestError([Problem(rule="D1", where=entry.name, message=message)])
+    return content
 
 
 def read_plain_file(folder: Path, file_name: str, max_bytes: int) -> bytes | None:
@@ -75,22 +128,40 @@ def read_plain_file(folder: Path, file_name: str, max_bytes: int) -> bytes | Non
     Raises:
         DigestError: it is not a plain file, or cannot be read.
         LimitError: it is larger.
+        StagepackError: this process has too many open files.
     """
     try:
-        descriptor = os.open(folder / file_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return read_limited(folder / file_name, max_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:
         message = f"expected a plain file: {error.strerror}"
         raise DigestError([Problem(rule="D1", where=file_name, message=message)]) from None
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise DigestError([Problem(rule="D1", where=file_name, message="not a plain file")])
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        message = f"expected at most {max_bytes} bytes, found more"
-        raise LimitError([Problem(rule="L1", where=file_name, message=message)])
-    return content
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """Read a plain file, unless it is too large.
+
+    Args:
+        path: the file.
+        max_bytes: refuse a larger file, without reading it.
+
+    Raises:
+        LimitError: it is larger.
+        NotPlainFileError, OSError, StagepackError: see `open_without_following`.
+    """
+    with open_without_following(path) as file:
+        file_size = os.fstat(file.fileno()).st_size
+        if file_size > max_bytes:
+            message = f"expected at most {max_bytes} bytes, found {file_size}"
+            raise LimitError([Problem(rule="L1", where=path.name, message=message)])
+        return _read_up_to(file, file_size)
+
+
+def _read_up_to(file: io.FileIO, byte_count: int) -> bytes:
+    """The next bytes of a file: fewer than `byte_count` only at its end."""
+    with io.BufferedReader(file) as buffered:
+        return buffered.read(byte_count)
 
 
 def check_digests(folder: Path, entries: Iterable[File], progress: ByteProgress | None = None) -> list[Problem]:
@@ -103,20 +174,24 @@ def check_digests(folder: Path, entries: Iterable[File], progress: ByteProgress 
 
     Returns:
         The problems in the order of the files; of each file the first one.
+
+    Raises:
+        StagepackError: this process has too many open files.
     """
-    problem_of_file: dict[str, Problem | None] = {}
-    with contextlib.ExitStack() as open_files:
-        reads = []
-        for entry in entries:
-            problem_of_file[entry.name] = None
-            try:
-                file = open_files.enter_context(open_plain_file(folder, entry))
-            except DigestError as error:
-                problem_of_file[entry.name] = error.problems[0]
-            else:
-                reads.append(FileRead(entry, file.fileno()))
-        for problem in read_chunks(reads, compare=True, progress=progress):
-            problem_of_file[problem.where] = problem
+    entries = list(entries)
+    problem_of_file: dict[str, Problem | None] = {entry.name: None for entry in entries}
+    for group_start in range(0, len(entries), FILE_GROUP):
+        with contextlib.ExitStack() as open_files:
+            reads = []
+            for entry in entries[group_start : group_start + FILE_GROUP]:
+                try:
+                    file = open_files.enter_context(open_plain_file(folder, entry))
+                except DigestError as error:
+                    problem_of_file[entry.name] = error.problems[0]
+                else:
+                    reads.append(FileRead(entry, file.fileno()))
+            for problem in read_chunks(reads, compare=True, progress=progress):
+                problem_of_file[problem.where] = problem
     return [problem for problem in problem_of_file.values() if problem is not None]
 
 

@@ -1,15 +1,20 @@
 """Read and check the manifest of a bundle."""
 
+import errno
 from pathlib import Path
+from typing import Final
 
 from stagepack.errors import DigestError, LimitError, NotABundleError, Problem
 from stagepack.format import limits
 from stagepack.format.codec import convert_manifest, parse_json
 from stagepack.format.digest import stated_and_actual_digest
-from stagepack.format.file_checks import is_plain_file
+from stagepack.format.file_checks import NotPlainFileError, read_limited
 from stagepack.format.manifest import Manifest
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
+
+# What opening a file fails with if there is none, or a link or a socket.
+_NO_PLAIN_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -20,17 +25,17 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         NotABundleError, VersionError, DigestError, LimitError, FormatError: see `stagepack.format.reader.Bundle`.
+        StagepackError: this process has too many open files.
     """
     path = folder / MANIFEST_NAME
     try:
-        if not is_plain_file(path):
+        content = read_limited(path, limits.MANIFEST_BYTES)
+    except OSError as error:
+        if isinstance(error, NotPlainFileError) or error.errno in _NO_PLAIN_FILE:
             hint = ": stagepack.open and stagepack.load take a URL" if ":/" in str(folder) else ""
             raise NotABundleError(
                 f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}{hint} [M1]"
-            )
-        _check_manifest_size(path.stat().st_size)
-        content = path.read_bytes()
-    except OSError as error:
+            ) from None
         raise NotABundleError(f"{path}: cannot be read: {error.strerror or error} [M1]") from None
     return parse_manifest(content, str(path))
 
@@ -45,7 +50,9 @@ def parse_manifest(content: bytes, location: str) -> Manifest:
     Raises:
         NotABundleError, VersionError, DigestError, LimitError, FormatError: see `Bundle`.
     """
-    _check_manifest_size(len(content))
+    if len(content) > limits.MANIFEST_BYTES:
+        message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}"
+        raise LimitError([Problem(rule="L1", where=MANIFEST_NAME, message=message)])
     fields = parse_json(content, MANIFEST_NAME)
     if not isinstance(fields, dict) or fields.get("format") != "stagepack":
         raise NotABundleError(f'{location}: not a stagepack manifest: expected the field "format": "stagepack" [M1]')
@@ -57,9 +64,3 @@ def parse_manifest(content: bytes, location: str) -> Manifest:
     manifest = convert_manifest(fields, MANIFEST_NAME)
     raise_problems(check_manifest(manifest))
     return manifest
-
-
-def _check_manifest_size(file_size: int) -> None:
-    if file_size > limits.MANIFEST_BYTES:
-        message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {file_size}"
-        raise LimitError([Problem(rule="L1", where=MANIFEST_NAME, message=message)])

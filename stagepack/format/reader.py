@@ -31,7 +31,7 @@ from stagepack.format.validate import (
     format_names,
     raise_problems,
 )
-from stagepack.format.weights import StoredTensor, read_weight_header
+from stagepack.format.weights import StoredTensor
 
 
 class OnnxFile(NamedTuple):
@@ -320,5 +320,5 @@ def _check_entry_point(bundle: Bundle) -> None:
         bundle.tensors(stage_number, bundle.graph(stage_number))
         if stage.onnx is not None:
             bundle.onnx_file(stage_number)
-    if bundle.example:
-        read_weight_header(bundle.example)
+    if bundle.entry_point.example is not None:
+        bundle.read_headers([bundle.entry_point.example])
