@@ -207,7 +207,7 @@ class BundleFiles:
 
     def read_headers(
         self, file_names: Iterable[str], stream: FileStream | None = None
-    ) -> list[tuple[str, tuple[StoredTensor, ...]]]:
+    ) -> list[tuple[str, dict[str, StoredTensor]]]:
         """Read the headers of weight files.
 
         Args:
@@ -215,7 +215,7 @@ class BundleFiles:
             stream: reads files while they are downloaded, from `stream`; None to download them first.
 
         Returns:
-            The name of each file, and its tensors.
+            The name of each file, and its tensors by name, in the order of the file.
 
         Raises:
             FileNotListedError: the manifest does not list a file.
@@ -230,10 +230,10 @@ class BundleFiles:
         headers = []
         for file_name in file_names:
             with open_plain_file(self.path, self._entry(file_name)) as file:
-                headers.append((file_name, tuple(parse_weight_header(file, file_name).values())))
+                headers.append((file_name, parse_weight_header(file, file_name)))
         return headers
 
-    def _read_arriving_header(self, file_name: str, stream: FileStream) -> tuple[StoredTensor, ...]:
+    def _read_arriving_header(self, file_name: str, stream: FileStream) -> dict[str, StoredTensor]:
         position = 0
 
         def read(byte_count: int) -> bytes:
@@ -244,4 +244,4 @@ class BundleFiles:
             return bytes(content)
 
         entry = self._entry(file_name)
-        return tuple(parse_header_bytes(read, entry.size, file_name).values())
+        return parse_header_bytes(read, entry.size, file_name)

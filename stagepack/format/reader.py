@@ -7,6 +7,7 @@ header of a weight file.
 import copy
 import importlib
 import os
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from stagepack.format.file_checks import raise_digest_problems
 from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.graph_reader import GraphFile, read_graph
-from stagepack.format.manifest import Edge, EntryPoint, Stage, format_inputs, format_stage_count
+from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inputs, format_stage_count
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
@@ -258,16 +259,9 @@ class Bundle(BundleFiles):
         content = self.read(file_name, limits.ONNX_BYTES)
         model = parse_onnx_model(content, file_name)
         headers = self.read_headers((*stage.weights, *stage.onnx.weights))
-        expected_values: dict[str, Edge | Weight] = dict(self._edge_of_name)
-        if stage.state:
-            weights = self.graph_file(stage_number, module_calls=False).graph.weights
-            written = [weight for weight in weights if weight.names[0] in stage.state]
-            expected_values |= {
-                f"{prefix}{weight.names[0]}": weight
-                for weight in written
-                for prefix in (STATE_PREFIX, NEXT_STATE_PREFIX)
-            }
-        raise_problems(check_onnx(model, stage, expected_values, dict(headers), file_name))
+        graph = self.graph_file(stage_number, module_calls=False).graph if stage.state else Graph()
+        values = _onnx_values(stage, self._edge_of_name, graph)
+        raise_problems(check_onnx(model, stage, values, dict(headers), file_name))
         return OnnxFile(content, model)
 
     def tensors(
@@ -291,7 +285,11 @@ class Bundle(BundleFiles):
         stage = self.stage(stage_number)
         headers = self.read_headers(stage.weights, stream)
         raise_problems(check_weights(graph.weights, headers, stage.graph))
-        return {tensor.name: (self.path / file_name, tensor) for file_name, tensors in headers for tensor in tensors}
+        return {
+            tensor_name: (self.path / file_name, tensor)
+            for file_name, tensors in headers
+            for tensor_name, tensor in tensors.items()
+        }
 
     def verify(self, progress: ByteProgress | None = None) -> None:
         """Check the digest of every file and every rule of the format. Reads the whole bundle.
@@ -310,15 +308,52 @@ class Bundle(BundleFiles):
             for file_name in unlisted
         ]
         raise_digest_problems(problems)
-        for entry_point in self.entry_points:
-            _check_entry_point(self.select(entry_point.name))
+        _check_stages(self)
 
 
-def _check_entry_point(bundle: Bundle) -> None:
-    """Check every rule on the stages and the example of the selected entry point."""
-    for stage_number, stage in enumerate(bundle.stages):
-        bundle.tensors(stage_number, bundle.graph(stage_number))
-        if stage.onnx is not None:
-            bundle.onnx_file(stage_number)
-    if bundle.entry_point.example is not None:
-        bundle.read_headers([bundle.entry_point.example])
+def _onnx_values(stage: Stage, edge_of_name: Mapping[str, Edge], graph: Graph) -> dict[str, Edge | Weight]:
+    """The edges of a stage, and the weights that calls write, by the names of inputs and outputs of its ONNX model."""
+    values: dict[str, Edge | Weight] = {
+        edge_name: edge_of_name[edge_name] for edge_name in (*stage.inputs, *stage.outputs)
+    }
+    state_names = set(stage.state)
+    for weight in graph.weights:
+        if weight.names[0] in state_names:
+            values |= {f"{prefix}{weight.names[0]}": weight for prefix in (STATE_PREFIX, NEXT_STATE_PREFIX)}
+    return values
+
+
+def _check_stages(bundle: Bundle) -> None:
+    """Check every rule on the stages and the examples of all entry points, which may share files: each file is read once.
+
+    Raises:
+        FormatError: a rule is broken.
+    """
+    stages_of_graph: dict[str, list[tuple[Stage, dict[str, Edge]]]] = {}
+    stages_of_onnx: dict[str, list[tuple[Stage, Onnx, dict[str, Edge | Weight]]]] = {}
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    for entry_point in bundle.entry_points:
+        edge_of_name = {edge.name: edge for edge in entry_point.edges}
+        for stage in entry_point.stages:
+            stages_of_graph.setdefault(stage.graph, []).append((stage, edge_of_name))
+
+    def read_headers(file_names: Iterable[str]) -> dict[str, dict[str, StoredTensor]]:
+        file_names = tuple(file_names)
+        headers.update(bundle.read_headers(file_name for file_name in file_names if file_name not in headers))
+        return {file_name: headers[file_name] for file_name in file_names}
+
+    newer = is_newer_minor(bundle.manifest.version)
+    for file_name, graph_stages in stages_of_graph.items():
+        graph = read_graph(bundle.read(file_name), file_name, newer=newer).graph
+        for stage, edge_of_name in graph_stages:
+            raise_problems(check_stage(graph, stage, edge_of_name))
+            raise_problems(check_weights(graph.weights, read_headers(stage.weights).items(), file_name))
+            if stage.onnx is not None:
+                values = _onnx_values(stage, edge_of_name, graph)
+                stages_of_onnx.setdefault(stage.onnx.model, []).append((stage, stage.onnx, values))
+    for file_name, onnx_stages in stages_of_onnx.items():
+        model = parse_onnx_model(bundle.read(file_name, limits.ONNX_BYTES), file_name)
+        for stage, onnx, values in onnx_stages:
+            tensors_of_file = read_headers((*stage.weights, *onnx.weights))
+            raise_problems(check_onnx(model, stage, values, tensors_of_file, file_name))
+    read_headers(entry_point.example for entry_point in bundle.entry_points if entry_point.example is not None)

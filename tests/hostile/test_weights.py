@@ -84,10 +84,14 @@ def without_strides(editor: BundleEditor) -> None:
 
 
 def case(
-    name: str, make: Callable[[BundleEditor], object], says: str, error: type[StagepackError] = FormatError
+    name: str,
+    make: Callable[[BundleEditor], object],
+    says: str,
+    error: type[StagepackError] = FormatError,
+    seen: Seen = Seen.STAGE,
 ) -> Attack:
     """An attack on the weights of stage 1."""
-    return Attack(name=name, make=make, error=error, says=says, seen=Seen.STAGE, file=FILE)
+    return Attack(name=name, make=make, error=error, says=says, seen=seen, file=FILE)
 
 
 def pickled(editor: BundleEditor) -> None:
@@ -137,7 +141,7 @@ ATTACKS = [
         "begins at byte",
     ),
     case("two files with one tensor", in_two_files, "'first.bias' is in another file too"),
-    case("one file twice", file_twice, "is in another file too"),
+    case("one file twice", file_twice, r"stage 1: names the weight files .* several times \[M6\]", seen=Seen.OPEN),
     case("a graph as weight file", graph_as_weights, r"stage-1\.msgpack: the header states", LimitError),
     case(
         "weight of other dtype",

@@ -2,12 +2,17 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stagepack.errors import FileNotListedError, LimitError, StagepackError
 from stagepack.format.graph import Graph
+from stagepack.format.graph_reader import read_graph
 from stagepack.format.reader import Bundle
+from stagepack.format.weights import parse_weight_header
+from tests.bundle_editor import BundleEditor
 from tests.conformance.vectors import TINY
 
 
@@ -48,3 +53,26 @@ def test_a_stage_without_an_onnx_model_is_refused() -> None:
 def test_a_file_over_the_limit_of_the_caller_is_refused() -> None:
     with pytest.raises(LimitError, match=r"stage-0.msgpack: expected at most 500 bytes, found 558 \[L1\]"):
         Bundle(TINY).read("stage-0.msgpack", max_bytes=500)
+
+
+def test_files_that_entry_points_share_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    editor = BundleEditor.copy(TINY, tmp_path / "tiny.stagepack")
+
+    def repeat(fields: dict[str, Any]) -> None:
+        [entry_point] = fields["entry_points"]
+        fields["entry_points"] = [entry_point | {"name": name} for name in ("first", "second", "third")]
+
+    editor.edit_manifest(repeat)
+    read: list[str] = []
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def parse(content: object, file_name: str, **options: Any) -> Any:
+            read.append(file_name)
+            return function(content, file_name, **options)
+
+        return parse
+
+    monkeypatch.setattr("stagepack.format.reader.read_graph", counted(read_graph))
+    monkeypatch.setattr("stagepack.format.bundle_files.parse_weight_header", counted(parse_weight_header))
+    Bundle(editor.path).verify()
+    assert sorted(read) == ["stage-0.msgpack", "stage-0.safetensors", "stage-1.msgpack"]

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from stagepack.errors import Problem
 from stagepack.format import limits
@@ -58,6 +59,10 @@ def _check_entry_point(entry_point: EntryPoint, listed: set[str]) -> Iterator[Br
         yield "M4", "stages", f"expected 1 to {limits.STAGES}, found {len(entry_point.stages)}"
     for stage_number, stage in enumerate(entry_point.stages):
         yield from _check_stage_entry(stage, listed, f"stage {stage_number}")
+    if repeated := _repeated([stage.graph for stage in entry_point.stages]):
+        yield "M6", "stages", f"several stages have the graphs {format_names(repeated)}"
+    if repeated := _repeated([stage.onnx.model for stage in entry_point.stages if stage.onnx is not None]):
+        yield "O1", "stages", f"several stages have the ONNX models {format_names(repeated)}"
     if entry_point.example is not None and entry_point.example not in listed:
         yield "M6", "example", f"{entry_point.example[:80]!r} is not among the files"
     yield from _check_places(entry_point.stages)
@@ -119,11 +124,20 @@ def _check_stage_entry(stage: Stage, listed: set[str], location: str) -> Iterato
     for file_name in (stage.graph, *stage.weights):
         if file_name not in listed:
             yield "M6", location, f"uses {file_name[:80]!r}, which is not among the files"
+    if repeated := _repeated(stage.weights):
+        yield "M6", location, f"names the weight files {format_names(repeated)} several times"
     for file_name in stage.onnx_files:
         if file_name not in listed:
             yield "O1", location, f"its ONNX model uses {file_name[:80]!r}, which is not among the files"
+    if stage.onnx is not None and (repeated := _repeated(stage.onnx.weights)):
+        yield "O1", location, f"its ONNX model names the weight files {format_names(repeated)} several times"
     if min(stage.nodes, stage.weight_bytes, stage.flops) < 0:
         yield "M7", location, "nodes, weight_bytes or flops is negative"
+
+
+def _repeated(file_names: Sequence[str]) -> list[str]:
+    """The names that occur several times."""
+    return [file_name for file_name, count in Counter(file_names).items() if count > 1]
 
 
 def _check_places(stages: tuple[Stage, ...]) -> Iterator[BrokenRule]:

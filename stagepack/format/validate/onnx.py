@@ -25,7 +25,7 @@ def check_onnx(
     model: OnnxModel,
     stage: Stage,
     values: Mapping[str, Edge | Weight],
-    tensors_of_file: Mapping[str, Sequence[StoredTensor]],
+    tensors_of_file: Mapping[str, Mapping[str, StoredTensor]],
     file_name: str,
 ) -> Iterator[Problem]:
     """Yield the problems of the ONNX file of a stage.
@@ -34,13 +34,16 @@ def check_onnx(
         model: the parsed file.
         stage: the manifest entry of the stage.
         values: the edges by name; and the weights that calls write, by their names with the prefixes ``state.`` and ``next.``.
-        tensors_of_file: the tensors of each weight file that the ONNX file may refer to, by file name and in the order of the file.
+        tensors_of_file: the tensors of each weight file that the ONNX file may refer to, by file name; those of a file by their names, in
+            the order of the file.
         file_name: the name of the ONNX file.
     """
     for message in _boundary_differences(model, stage, values):
         yield Problem(rule="O3", where=file_name, message=message)
+    locations = {tensor.location for tensor in model.tensors}
+    ordered_tensors = {location: list(tensors_of_file.get(location, {}).values()) for location in locations}
     for tensor in model.tensors:
-        if not _is_inside_one(tensor, tensors_of_file.get(tensor.location, ())):
+        if not _is_inside_one(tensor, ordered_tensors[tensor.location]):
             message = (
                 f"expected {tensor.name[:80]!r} inside one tensor of the stage's weight files, "
                 f"found bytes {tensor.offset} to {tensor.offset + tensor.length} of {tensor.location[:80]!r}"

@@ -1,6 +1,6 @@
 """The agreement of a stage's graph with the headers of its weight files (SPEC W7)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from stagepack.errors import Problem
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
@@ -9,13 +9,13 @@ from stagepack.format.weights import StoredTensor
 
 
 def check_weights(
-    weights: Iterable[Weight], headers: Iterable[tuple[str, Sequence[StoredTensor]]], graph_name: str
+    weights: Iterable[Weight], headers: Iterable[tuple[str, Mapping[str, StoredTensor]]], graph_name: str
 ) -> Iterator[Problem]:
     """Yield the W7 problems of a stage.
 
     Args:
         weights: the weights of the stage's graph.
-        headers: the name and the tensors of each weight file of the stage.
+        headers: the name of each weight file of the stage, and its tensors by name.
         graph_name: the name of the graph file, for messages.
 
     Yields:
@@ -23,10 +23,9 @@ def check_weights(
     """
     stored: dict[str, StoredTensor] = {}
     for file_name, tensors in headers:
-        for tensor in tensors:
-            if tensor.name in stored:
-                yield Problem(rule="W7", where=file_name, message=f"{tensor.name[:80]!r} is in another file too")
-            stored[tensor.name] = tensor
+        for tensor_name in sorted(stored.keys() & tensors.keys()):
+            yield Problem(rule="W7", where=file_name, message=f"{tensor_name[:80]!r} is in another file too")
+        stored.update(tensors)
     for weight in weights:
         message = _mismatch(weight, stored.get(weight.stored))
         if message is not None:
