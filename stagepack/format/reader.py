@@ -22,6 +22,7 @@ from stagepack.format.graph import Graph, Weight
 from stagepack.format.graph_reader import GraphFile, read_graph
 from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inputs, format_stage_count
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
+from stagepack.format.shapes import Symbol
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
     MANIFEST_NAME,
@@ -232,8 +233,8 @@ class Bundle(BundleFiles):
         stage = self.stage(stage_number)
         newer = is_newer_minor(self.manifest.version)
         graph_file = read_graph(self.read(stage.graph), stage.graph, newer=newer, module_calls=module_calls)
-        symbols = {symbol.name: symbol for symbol in self.entry_point.symbols}
-        raise_problems(check_stage(graph_file.graph, stage, self._edge_of_name, symbols))
+        symbol_of_name = {symbol.name: symbol for symbol in self.entry_point.symbols}
+        raise_problems(check_stage(graph_file.graph, stage, self._edge_of_name, symbol_of_name))
         return graph_file
 
     def onnx_file(self, stage_number: int) -> OnnxFile:
@@ -329,13 +330,14 @@ def _check_stages(bundle: Bundle) -> None:
     Raises:
         FormatError: a rule is broken.
     """
-    stages_of_graph: dict[str, list[tuple[Stage, dict[str, Edge]]]] = {}
+    stages_of_graph: dict[str, list[tuple[Stage, dict[str, Edge], dict[str, Symbol]]]] = {}
     stages_of_onnx: dict[str, list[tuple[Stage, Onnx, dict[str, Edge | Weight]]]] = {}
     headers: dict[str, dict[str, StoredTensor]] = {}
     for entry_point in bundle.entry_points:
         edge_of_name = {edge.name: edge for edge in entry_point.edges}
+        symbol_of_name = {symbol.name: symbol for symbol in entry_point.symbols}
         for stage in entry_point.stages:
-            stages_of_graph.setdefault(stage.graph, []).append((stage, edge_of_name))
+            stages_of_graph.setdefault(stage.graph, []).append((stage, edge_of_name, symbol_of_name))
 
     def read_headers(file_names: Iterable[str]) -> dict[str, dict[str, StoredTensor]]:
         file_names = tuple(file_names)
@@ -345,8 +347,8 @@ def _check_stages(bundle: Bundle) -> None:
     newer = is_newer_minor(bundle.manifest.version)
     for file_name, graph_stages in stages_of_graph.items():
         graph = read_graph(bundle.read(file_name), file_name, newer=newer).graph
-        for stage, edge_of_name in graph_stages:
-            raise_problems(check_stage(graph, stage, edge_of_name))
+        for stage, edge_of_name, symbol_of_name in graph_stages:
+            raise_problems(check_stage(graph, stage, edge_of_name, symbol_of_name))
             raise_problems(check_weights(graph.weights, read_headers(stage.weights).items(), file_name))
             if stage.onnx is not None:
                 values = _onnx_values(stage, edge_of_name, graph)
