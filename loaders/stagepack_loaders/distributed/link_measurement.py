@@ -23,6 +23,7 @@ _SMALL: Final = (64, 200)
 _LARGE: Final = (8 * 2**20, 12)
 _WARMUP_ROUNDS = 3
 _ROUTES: Final = tuple(Route(source_stage=0, source_rank=rank, target_rank=1 - rank, edges=()) for rank in (0, 1))
+_END_KEY: Final = "measured"
 _END_SECONDS = 5.0
 
 
@@ -50,6 +51,7 @@ def measure_link() -> LinkTimes:
         (small_bytes, _), (large_bytes, _) = _SMALL, _LARGE
         with contextlib.closing(_Ends(store, 0)) as ends:
             small_seconds, large_seconds = (_one_way_seconds(ends, *size) for size in (_SMALL, _LARGE))
+            store.set(_END_KEY, "")
         process.wait(_END_SECONDS)
     except (ConnectionLostError, subprocess.TimeoutExpired) as error:
         raise GroupError(f"the process that transfers were measured with is lost: {error}") from None
@@ -105,12 +107,14 @@ def send_back(port: int) -> None:
     Args:
         port: the port of its store.
     """
-    with contextlib.closing(_Ends(open_store(port=port), 1)) as ends:
+    store = open_store(port=port)
+    with contextlib.closing(_Ends(store, 1)) as ends:
         for byte_count, rounds in (_SMALL, _LARGE):
             memory = allocate(byte_count)
             for _ in range(_WARMUP_ROUNDS + rounds):
                 ends.receive(memory)
                 ends.send(memory)
+        store.get(_END_KEY)  # until then, the other process may still use the connections
 
 
 if __name__ == "__main__":
