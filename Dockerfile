@@ -6,6 +6,7 @@
 #     docker build -t stagepack --build-arg TORCH_INDEX=URL .        # torch from another index, such as that of the CPU builds, which are
 #                                                                    # much smaller; the install page of pytorch.org gives the URL
 #     docker build -t stagepack --build-arg RUNTIME=onnxruntime .    # ONNX Runtime on the CPU, without torch
+#     docker build -t stagepack --build-arg EXTRAS=sign,remote .     # with signatures, and with bundles at a URL
 #
 # Run it with the bundle mounted read-only; arguments are those of `stagepack serve`:
 #
@@ -17,6 +18,8 @@ FROM python:3.12-slim
 ARG RUNTIME=torch
 # The package index that torch is installed from; empty means the default index.
 ARG TORCH_INDEX=
+# Further extras of pyproject.toml, separated by commas; empty means none.
+ARG EXTRAS=
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE constraints.txt ./
@@ -27,7 +30,7 @@ COPY loaders loaders
 RUN if [ "$RUNTIME" = torch ] && [ -n "$TORCH_INDEX" ]; then \
         pip install --no-cache-dir --constraint constraints.txt --no-deps --index-url "$TORCH_INDEX" torch; \
     fi \
-    && pip install --no-cache-dir --constraint constraints.txt ".[$RUNTIME,serve]" \
+    && pip install --no-cache-dir --constraint constraints.txt ".[$RUNTIME,serve${EXTRAS:+,$EXTRAS}]" \
     && useradd --system --uid 10001 stagepack
 
 # By number: Kubernetes cannot tell from a name that a user is not root (`runAsNonRoot: true`).

@@ -87,7 +87,7 @@ class CompiledError(StagepackError):
 
 
 class GroupError(StagepackError):
-    """The processes of a pipeline do not form a group: one has not come, or they have other bundles, or other versions of the software.
+    """The processes of a pipeline do not form a group: one process did not connect in time, or they have different bundles or versions.
 
     Correct the deployment; the message says which process differs or is missing.
     """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         "stagepack export ./llama -o llama.stagepack --dtype bfloat16",
         "stagepack export ./llama -o llama.stagepack --stages 4 --generate 2048",
         "stagepack export ./clip -o clip.stagepack --part text_model",
-        "stagepack export net.py:Net --weights net.safetensors -o net.stagepack",
+        "stagepack export net.py:make --weights net.safetensors -o net.stagepack",
         "stagepack export ./tuned --graph-from old.stagepack -o new.stagepack",
     ],
 )

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     "copy_weights",
     default=True,
     show_default=True,
-    help="Read the weights into memory. With --no-copy the CPU maps the weight files: they take no memory, and servers share them, until "
-    "somebody is about to change a file.",
+    help="With --copy, which is the default, the weights are read into memory. With --no-copy the files are mapped: servers on one machine "
+    "share the page cache, and a file that is opened for writing is copied into memory first.",
 )
 @device_memory_option
 @processes_option

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.docs.benchmark_page import benchmark_tables
+from tools.docs.coverage_figures import coverage_figures
 from tools.docs.error_page import error_reference, rule_reference
 from tools.docs.option_page import command_reference, option_reference
 from tools.docs.source_tree import contract_list, source_tree
@@ -20,6 +21,7 @@ TEXT_FUNCTIONS: dict[str, Callable[[], str]] = {
     "benchmarks": benchmark_tables,
     "commands": command_reference,
     "contracts": contract_list,
+    "coverage": coverage_figures,
     "errors": error_reference,
     "options of serve": functools.partial(option_reference, "serve"),
     "rules": rule_reference,

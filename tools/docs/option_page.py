@@ -39,7 +39,8 @@ def _option_table(command: click.Command) -> str:
     table_rows = ["| option | default | allowed | meaning |", "|---|---|---|---|"]
     for option in command.params:
         if isinstance(option, click.Option):
-            flags = ", ".join(f"`{flag}`" for flag in option.opts)
+            metavariable = f" {option.metavar}".replace("|", "\\|") if option.metavar else ""
+            flags = ", ".join(f"`{flag}{metavariable}`" for flag in (*option.opts, *option.secondary_opts))
             meaning = (option.help or "").replace("|", "\\|")
             required = " Required." if option.required else ""
             cells = (flags, _default_text(option), _allowed_values(option.type), meaning + required)
@@ -62,7 +63,11 @@ def _help_text(command: click.Command) -> str:
 
 
 def _default_text(option: click.Option) -> str:
-    """The default of an option; empty for a switch and for an option without one."""
+    """The default of an option, as its help shows it; empty for a switch that is off, and for an option without a default."""
+    if isinstance(option.show_default, str):
+        return option.show_default
+    if option.secondary_opts:
+        return f"`{(option.opts if option.default else option.secondary_opts)[0]}`"
     if isinstance(option.default, str):
         return f"`{option.default}`"
     is_number = isinstance(option.default, int | float) and not option.is_flag
