@@ -73,5 +73,5 @@ def missing_package_message(error: ModuleNotFoundError, extra: str | None = None
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of stagepack."""
-    return f"pip install 'stagepack[{extra}]'"
+    """Return what installs packages: the extra of stagepack, and the command for it in a checkout."""
+    return f"the extra {extra!r} of stagepack (in a checkout: pip install '.[{extra}]')"

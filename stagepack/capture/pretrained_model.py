@@ -18,6 +18,7 @@ from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
+from stagepack.format.validate import MANIFEST_NAME
 from stagepack.format.weights import ALIGNMENT
 from stagepack.torch_internals import replaced_checkpoint_tensors
 
@@ -143,12 +144,20 @@ def _check_source(source: str) -> None:
     """Refuse paths, for which transformers would ask the hub."""
     if os.path.isdir(source):
         if not os.path.isfile(os.path.join(source, "config.json")):
+            if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
+                raise CaptureError(
+                    f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
+                )
             raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
+    elif source.endswith(".py"):
+        raise CaptureError(
+            f"{source}: expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as {source}:make"
+        )
     elif os.path.exists(source):
         raise CaptureError(f"{source}: expected a Hugging Face folder, found a file")
     elif _looks_like_path(source):
         raise CaptureError(
-            f"{source}: no such file or folder; expected a folder, a hub name, a .pt2 file or file.py:factory"
+            f"{source}: no such file or folder; expected a folder, a hub name, a .pt2 file or FILE.py:FUNCTION"
         )
 
 

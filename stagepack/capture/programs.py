@@ -82,7 +82,8 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
         missing = required_parameters(model.forward)
         if missing:
             raise CaptureError(
-                f"{model_class}: example inputs are missing for {', '.join(missing)}: pass args or kwargs"
+                f"{model_class}: expected example inputs for {', '.join(missing)}, found none: pass --inputs FILE.py:FUNCTION, or let "
+                "the function of SOURCE return (module, inputs) (in Python: args=, kwargs=)"
             )
     calls, modes = TracedCalls(), TracedModes()
     with preserve_module(model), explicit_signature(model, inputs):
@@ -146,7 +147,9 @@ def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:
     """
     if not inputs.args and not inputs.kwargs:
         if program.example_inputs is None:
-            raise CaptureError("the exported program contains no example inputs: pass args or kwargs")
+            raise CaptureError(
+                "the exported program has no example inputs: pass --inputs FILE.py:FUNCTION (in Python: args=, kwargs=)"
+            )
         args, kwargs = program.example_inputs
         inputs = Inputs(args=args, kwargs=kwargs)
     return Capture(program=program, inputs=with_tensors(inputs), method="an exported program")

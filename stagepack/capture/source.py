@@ -45,7 +45,7 @@ def capture_source(
     if isinstance(model, str | os.PathLike):
         if os.fspath(model).endswith(".pt2"):
             return capture_program(load_program(model), inputs)
-        if os.path.isfile(model):
+        if os.path.isfile(model) and not os.fspath(model).endswith(".py"):
             raise CaptureError(f"{model}: expected a .pt2 file or a Hugging Face folder, found another file")
         return capture_pretrained(os.fspath(model), inputs, dtype=dtype)
     raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")

@@ -24,7 +24,7 @@ def call_user_function(reference: str) -> Any:
     """
     module_reference, _, function_name = reference.rpartition(":")
     if not module_reference:
-        raise CaptureError(f"{reference}: expected FILE.py:FUNCTION or package.module:FUNCTION")
+        raise CaptureError(f"{reference}: expected FILE.py:FUNCTION or package.module:FUNCTION, found no function")
     try:
         with torchao_on_demand():
             module = _import(module_reference)

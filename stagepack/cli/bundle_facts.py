@@ -120,7 +120,10 @@ def _print_entry_point(bundle: Bundle, facts: dict[str, Any]) -> None:
         if stage["state"]:
             print_line(f"stage {stage['stage']} has state: {', '.join(stage['state'])}")
         if stage["namespaces"]:
-            print_line(f"stage {stage['stage']} needs --allow-ops {' --allow-ops '.join(stage['namespaces'])}")
+            print_line(
+                f"stage {stage['stage']} runs only with --allow-ops {' --allow-ops '.join(stage['namespaces'])}: "
+                "pass it only if you know and trust the bundle and the library of these operators"
+            )
 
 
 def print_written(bundle: Bundle, out: str, seconds: float) -> None:

@@ -11,6 +11,7 @@ from stagepack.cli.path_options import given_digest, given_trusted_files
 from stagepack.cli.process_options import start_processes
 from stagepack.cli.run_options import default_model_name, runtime_of_each_stage
 from stagepack.cli.trace_option import trace_until_closed
+from stagepack.errors import ValueSizeError
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
 from stagepack_loaders.call_limits import Limits
@@ -107,15 +108,21 @@ class BundleLoading:
                 return None
             models = []
             for name, pipeline in pipelines.items():
-                model = ServedModel(
-                    name,
-                    pipeline.bundle,
-                    pipeline,
-                    self._models.limits,
-                    self._models.metrics,
-                    version=str(version),
-                    check_example=self._options.check_example,
-                )
+                try:
+                    model = ServedModel(
+                        name,
+                        pipeline.bundle,
+                        pipeline,
+                        self._models.limits,
+                        self._models.metrics,
+                        version=str(version),
+                        check_example=self._options.check_example,
+                    )
+                except ValueSizeError as error:
+                    message = (
+                        f"{pipeline.bundle.location}: the example of the bundle exceeds --max-value-bytes: raise it"
+                    )
+                    raise ValueSizeError(f"{message} ({error})") from None
                 closing.callback(model.close, 0)
                 models.append(model)
             add_generators(models)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from stagepack_serving.server.served_models import ServedModels
 
 
+# The first line of the configuration of each model.
+_TRITON_HEADING = b"# Written by stagepack."
+
+
 class VersionPolicy(click.ParamType[int | None]):
     """``latest``, ``latest:N`` or ``all``, as the number of versions; None for all."""
 
@@ -94,8 +98,26 @@ def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> Non
         raise click.UsageError("Missing argument '[NAME=]BUNDLE...', or the option --model-repository.")
     if bundle_paths and options.repository is not None:
         raise click.UsageError("bundles and --model-repository cannot be used together")
+    for path in [*bundle_paths.values(), *([] if options.repository is None else [str(options.repository)])]:
+        if _is_written_for_triton(Path(path)):
+            raise click.UsageError(
+                f"{path}: expected bundles, found a model repository for Triton: start 'tritonserver --model-repository={path}', or "
+                "give the bundle that 'stagepack triton' wrote it from"
+            )
     if options.load_names and (options.repository is None or options.control_mode != "explicit"):
         raise click.UsageError("--load-model requires --model-repository and --model-control explicit")
+
+
+def _is_written_for_triton(folder: Path) -> bool:
+    """Whether a folder is what `stagepack triton` has written, or one of the models in it."""
+    try:
+        return any(
+            path.read_bytes().startswith(_TRITON_HEADING)
+            for pattern in ("config.pbtxt", "*/config.pbtxt")
+            for path in folder.glob(pattern)
+        )
+    except OSError:
+        return False
 
 
 def load_names(options: ServeOptions) -> list[str] | None:

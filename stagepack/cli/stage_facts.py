@@ -90,4 +90,7 @@ def print_stage_graph(facts: dict[str, Any]) -> None:
     ]
     print_table("weights", ["name", "kind", "value"], weight_rows)
     if facts["allow_ops"]:
-        print_line(f"stage {facts['stage']} needs --allow-ops {' --allow-ops '.join(facts['allow_ops'])}")
+        print_line(
+            f"stage {facts['stage']} runs only with --allow-ops {' --allow-ops '.join(facts['allow_ops'])}: "
+            "pass it only if you know and trust the bundle and the library of these operators"
+        )

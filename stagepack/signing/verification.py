@@ -23,6 +23,7 @@ from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
+from stagepack.signing.keys import check_public_key
 from stagepack.signing.signature_file import SignatureFile
 
 _HASHES: Final[dict[str, Callable[[bytes], Any]]] = {
@@ -62,8 +63,9 @@ def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[s
         OptionError: a file has neither a public key nor certificates that can be used.
         RemoteError: the signature of a remote bundle cannot be downloaded.
     """
+    verifiers = _verifiers([os.fspath(path) for path in trusted_files])
     signature = SignatureFile.parse(_read_signature(bundle), bundle.location)
-    trusted_file, signed = _verified_by_one(bundle, signature, [os.fspath(path) for path in trusted_files])
+    trusted_file, signed = _verified_by_one(bundle, signature, verifiers)
     signature.check_validity_periods(bundle.location)
     _compare_manifest(bundle, signed)
     _compare_names(bundle, signed)
@@ -85,13 +87,17 @@ def _read_signature(bundle: Bundle) -> bytes:
     return content
 
 
-def _verified_by_one(
-    bundle: Bundle, signature: SignatureFile, trusted_files: Sequence[str]
-) -> tuple[str, manifest.Manifest]:
-    """Return the file that verifies the signature, and the signed list of files."""
+def _verifiers(trusted_files: Sequence[str]) -> list[tuple[str, verifying.Config]]:
+    """The verifiers for the files of the caller, which are read before the signature, so that what is wrong with them is said first."""
     if not trusted_files:
         raise OptionError("require_signature: expected a public key or certificates, found no file")
-    verifiers = [(path, _verifier(path)) for path in trusted_files]
+    return [(path, _verifier(path)) for path in trusted_files]
+
+
+def _verified_by_one(
+    bundle: Bundle, signature: SignatureFile, verifiers: Sequence[tuple[str, verifying.Config]]
+) -> tuple[str, manifest.Manifest]:
+    """Return the file that verifies the signature, and the signed list of files."""
     reasons = []
     with _temporary_file(signature.encode()) as signature_path:
         for path, verifier in verifiers:
@@ -116,7 +122,10 @@ def _verifier(path: str) -> verifying.Config:
     try:
         if b"-----BEGIN CERTIFICATE-----" in content:
             return verifying.Config().use_certificate_verifier(certificate_chain=[path])
+        check_public_key(path, content)
         return verifying.Config().use_elliptic_key_verifier(public_key=path)
+    except OptionError:
+        raise
     except Exception as error:
         raise OptionError(
             f"{path}: expected a PEM file with a public key of the curve P-256, P-384 or P-521, or with certificates: "

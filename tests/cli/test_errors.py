@@ -228,5 +228,9 @@ def test_serving_without_its_packages_says_which_extra_installs_them(sound: Path
         [sys.executable, "-c", WITHOUT_PACKAGES, json.dumps(lines)], capture_output=True, text=True, check=True
     )
     serve_error, triton_error = json.loads(result.stdout)
-    assert re.fullmatch(r"stagepack: the package '\S+' is not installed: .*'stagepack\[serve\]'.*\n", serve_error)
-    assert re.fullmatch(r"stagepack: the package '\S+' is not installed: .*'stagepack\[triton\]'.*\n", triton_error)
+    assert re.fullmatch(
+        r"stagepack: the package '\S+' is not installed: the extra 'serve' of stagepack .*\n", serve_error
+    )
+    assert re.fullmatch(
+        r"stagepack: the package '\S+' is not installed: the extra 'triton' of stagepack .*\n", triton_error
+    )

@@ -176,7 +176,8 @@ def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_pa
     for line in lacks:
         status, out, err = outcomes[line]
         assert (status, out) == (1, ""), line
-        assert err == "stagepack: the package 'torch' is not installed: pip install 'stagepack[torch]' installs it\n"
+        extra = "the extra 'torch' of stagepack (in a checkout: pip install '.[torch]')"
+        assert err == f"stagepack: the package 'torch' is not installed: {extra} installs it\n"
 
 
 def test_inspecting_imports_no_torch_where_it_is_installed(sound: Path) -> None:
@@ -222,7 +223,8 @@ for line in (
     print(result.stdout)
 result = CliRunner().invoke(main, ["onnx", sys.argv[1]])
 assert result.exit_code == 1
-assert result.stderr == "stagepack: the package 'torch' is not installed: pip install 'stagepack[onnx]' installs it\\n", result.stderr
+extra = "the extra 'onnx' of stagepack (in a checkout: pip install '.[onnx]')"
+assert result.stderr == f"stagepack: the package 'torch' is not installed: {extra} installs it\\n", result.stderr
 assert "torch" not in sys.modules
 """
 

@@ -121,7 +121,7 @@ def test_every_kind_of_source(
         (("tower.py:wrong",), "expected a torch.nn.Module, or a module and its inputs, found int"),
         (("tower.py:raises",), "raised ValueError: no luck"),
         (("tower.py:leaves",), "raised SystemExit: 7"),
-        (("tower.py:make",), "example inputs are missing for x"),
+        (("tower.py:make",), "expected example inputs for x, found none"),
         (("tower.py:make", "--inputs", "tower.py:wrong"), "expected stagepack.Inputs, a tuple or a dict"),
         (("tower.py:make", "--inputs", "tower.py"), "expected FILE.py:FUNCTION"),
         (

@@ -1,5 +1,7 @@
 """Wrong usage ends with status 2 and a hint, before anything is read or imported; help is there for each command."""
 
+from pathlib import Path
+
 import click
 import pytest
 from click.testing import CliRunner
@@ -115,6 +117,20 @@ def test_options_that_exclude_each_other_are_wrong_usage(arguments: list[str], s
     result = CliRunner().invoke(main, ["load", str(sound), *arguments])
     assert result.exit_code == 2
     assert says in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["--model-repository", "models"], ["models/tower"]])
+def test_a_repository_for_triton_is_not_served(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tower").mkdir(parents=True)
+    (tmp_path / "models" / "tower" / "config.pbtxt").write_text("# Written by stagepack.\n")
+    result = CliRunner().invoke(main, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert (
+        f"{arguments[-1]}: expected bundles, found a model repository for Triton: start 'tritonserver" in result.stderr
+    )
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -86,7 +86,10 @@ FAILURES = {
     "returns a class": ("return torch.nn.Linear", "expected a torch.nn.Module, or a module and its inputs, found type"),
     "returns three": ("return torch.nn.Linear(2, 2), (), 3", "found tuple"),
     "inputs are a list": ("return torch.nn.Linear(2, 2), [1]", "a tuple or a dict of example inputs, found list"),
-    "inputs are missing": ("return torch.nn.Linear(2, 2)", "example inputs are missing for input"),
+    "inputs are missing": (
+        "return torch.nn.Linear(2, 2)",
+        "expected example inputs for input, found none: pass --inputs FILE.py:FUNCTION",
+    ),
     "inputs do not fit": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 3),)", "Linear cannot be captured"),
     "too many inputs": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 2), 1, 2)", "Linear"),
     "module on meta": ("return torch.nn.Linear(2, 2, device='meta'), (torch.zeros(1, 2),)", "meta"),
@@ -152,12 +155,24 @@ def test_a_file_that_cannot_be_imported_is_said_in_one_line(text: str, says: str
         ("nowhere.pt2", r"nowhere.pt2: no such file: expected a .pt2 file that torch.export.save wrote"),
         ("./nowhere", "no such file or folder"),
         ("empty", "expected a Hugging Face folder with a config.json"),
-        (":model", "expected FILE.py:FUNCTION or package.module:FUNCTION"),
+        (":model", "expected FILE.py:FUNCTION or package.module:FUNCTION, found no function"),
+        (
+            "nowhere.py",
+            "expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as nowhere.py:make",
+        ),
+        (
+            "there.py",
+            "expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as there.py:make",
+        ),
+        ("a.stagepack", "expected a model, found a bundle: cut it again by 'stagepack recut'"),
         ("no_such_net:", "cannot be imported"),
     ],
 )
 def test_a_source_that_is_not_there_is_said_in_one_line(source: str, says: str, user: Path) -> None:
     (user / "empty").mkdir()
+    (user / "there.py").write_text("")
+    (user / "a.stagepack").mkdir()
+    (user / "a.stagepack" / "manifest.json").write_text("{}")
     result = export(source)
     assert result.exit_code == 1, result.output
     assert result.stderr.count("\n") == 1
@@ -185,10 +200,8 @@ def test_a_hugging_face_folder_without_transformers_says_what_to_install(
     monkeypatch.setitem(sys.modules, "transformers", None)  # as Python itself marks a package that must not be found
     result = export("llama")
     assert result.exit_code == 1, result.output
-    assert (
-        result.stderr
-        == "stagepack: the package 'transformers' is not installed: pip install 'stagepack[hf]' installs it\n"
-    )
+    extra = "the extra 'hf' of stagepack (in a checkout: pip install '.[hf]')"
+    assert result.stderr == f"stagepack: the package 'transformers' is not installed: {extra} installs it\n"
 
 
 def test_an_interrupt_ends_the_command_without_a_traceback(user: Path) -> None:

@@ -19,7 +19,7 @@ from stagepack.format.reader import Bundle
 from tests.distributed.bundles import process_ids
 from tests.remote.http_server import HttpServer
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'stagepack[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = pytest.mark.xdist_group("ray")
 CPUS = 0.5
 IDS = torch.arange(6)

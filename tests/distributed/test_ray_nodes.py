@@ -7,7 +7,7 @@ import pytest
 
 from stagepack.format.reader import Bundle
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'stagepack[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 # Two nodes of Ray on this machine, in a process of its own: `Cluster` and `ray.init` of one process exclude each other.

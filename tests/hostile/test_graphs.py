@@ -214,7 +214,7 @@ ATTACKS = [
         case(
             f"foreign operator {name}",
             operator(name),
-            rf"{name} is of the namespace '{name.split('.')[0]}': allow it with allow_ops=\['",
+            rf"{name} is of the namespace '{name.split('.')[0]}', whose operators run only if you allow it",
             OperatorError,
             Seen.LOAD,
         )

@@ -92,7 +92,7 @@ def test_an_operator_that_does_not_run_by_default_needs_its_name(packet: Any, ed
     rename_operator(editor, name, str(operator_schema(packet.default)))
     for allow_ops in ([], ["aten"], ["aten.add"], [f"{permission}.other"], f"{permission}.default.more"):
         with pytest.raises(
-            OperatorError, match=rf"{name} is not .*\[G11\]: allow it with allow_ops=\['{permission}'\]"
+            OperatorError, match=rf"{name} is not .*\[G11\]: if you trust the bundle, pass --allow-ops {permission}"
         ):
             stagepack.load(editor.path, allow_ops=allow_ops)
     for allow_ops in ([permission], [name], permission):
@@ -100,8 +100,8 @@ def test_an_operator_that_does_not_run_by_default_needs_its_name(packet: Any, ed
             (FormatError, OperatorError), match=rf"(?!.*G11){name}"
         ):  # it is called with arguments of another one
             stagepack.load(editor.path, allow_ops=allow_ops)
-    command_fails("load", str(editor.path), says=rf"--allow-ops {permission}\)")
-    assert f"needs --allow-ops {permission}" in run("inspect", str(editor.path), "--stage", "1").output
+    command_fails("load", str(editor.path), says=rf"--allow-ops {permission} \(in Python")
+    assert f"runs only with --allow-ops {permission}:" in run("inspect", str(editor.path), "--stage", "1").output
 
 
 @pytest.mark.parametrize("name", ["aten.from_file.default", "aten.set_.a_future_overload", "aten.save.default"])

@@ -54,7 +54,7 @@ class LibraryCase(Case):
         if self.missing:
             pytest.skip(
                 f"{', '.join(self.missing)}: not installed: `make test-libraries` installs it, as does "
-                "pip install -c constraints.txt -c tests/libraries/constraints.txt 'stagepack[libraries]'"
+                "pip install -c constraints.txt -c tests/libraries/constraints.txt '.[libraries]'"
             )
 
 

@@ -11,9 +11,7 @@ from stagepack.cli import main
 from tests.conformance.vectors import TINY
 from tests.serve.servers import stagepack_server
 
-pytest.importorskip(
-    "model_signing", reason="signatures are not tested: pip install 'stagepack[sign]' installs model_signing"
-)
+pytest.importorskip("model_signing", reason="signatures are not tested: pip install '.[sign]' installs model_signing")
 
 from tests.signing.signers import make_signer
 

@@ -47,11 +47,13 @@ def test_requests_at_which_a_value_is_too_large(pairs: Path) -> None:
 
 
 def test_bundles_that_are_too_large_at_any_sizes_or_in_their_example(pairs: Path) -> None:
-    for name, limit in (("large", "1MB"), ("pairs", "399")):
+    advice = "the example of the bundle exceeds --max-value-bytes: raise it"
+    for name, limit, says in (("large", "1MB", "allow larger values"), ("pairs", "399", advice)):
         command = [STAGEPACK, "serve", str(pairs / f"{name}.stagepack"), "--max-value-bytes", limit]
         completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         assert completed.returncode == 1
         assert "bytes for a value, found" in completed.stderr
+        assert says in completed.stderr
 
 
 class Products(torch.nn.Module):

@@ -8,9 +8,7 @@ import pytest
 import stagepack
 from stagepack.errors import SignatureError
 
-pytest.importorskip(
-    "model_signing", reason="signatures are not tested: pip install 'stagepack[sign]' installs model_signing"
-)
+pytest.importorskip("model_signing", reason="signatures are not tested: pip install '.[sign]' installs model_signing")
 
 from tests.signing.commands import model_signing, run
 from tests.signing.signers import Authority, Signer, make_authority

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,7 @@ from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.writer import BundleWriter
 from tests.remote.http_server import HttpServer
 
-pytest.importorskip(
-    "model_signing", reason="signatures are not tested: pip install 'stagepack[sign]' installs model_signing"
-)
+pytest.importorskip("model_signing", reason="signatures are not tested: pip install '.[sign]' installs model_signing")
 
 from tests.signing.commands import model_signing, run
 from tests.signing.signers import Authority, Signer, make_signer
@@ -224,6 +223,33 @@ def test_the_signature_of_another_bundle_of_the_signer_is_refused(bundle_path: P
     with pytest.raises(SignatureError) as caught:
         stagepack.load(bundle_path, require_signature=signer.public_key)
     assert caught.value.reason == "changed"
+
+
+@pytest.mark.parametrize("kind", ["Ed25519", "RSA", "secp256k1"])
+def test_keys_of_other_kinds_are_named(kind: str, bundle_path: Path, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+    key: Any
+    if kind == "secp256k1":
+        key = ec.generate_private_key(ec.SECP256K1())
+    else:
+        key = ed25519.Ed25519PrivateKey.generate() if kind == "Ed25519" else rsa.generate_private_key(65537, 2048)
+    formats = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (tmp_path / "k.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, *formats))
+    public_format = serialization.PublicFormat.SubjectPublicKeyInfo
+    (tmp_path / "k.pub").write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM, public_format))
+    says = f"expected an elliptic curve key of P-256, P-384 or P-521, found {kind}: make one with 'openssl genpkey"
+    with pytest.raises(OptionError, match=rf"k\.pem: {says}"):
+        stagepack.sign(bundle_path, key=tmp_path / "k.pem")
+    with pytest.raises(OptionError, match=rf"k\.pub: {says}"):
+        stagepack.load(bundle_path, require_signature=tmp_path / "k.pub")
+
+
+def test_what_is_wrong_with_a_key_is_said_before_the_bundle_is_blamed(bundle_path: Path) -> None:
+    result = run("verify", bundle_path, "--key", "nowhere.pub")
+    assert result.exit_code == 1
+    assert result.stderr == "stagepack: nowhere.pub: cannot be read: No such file or directory\n"
 
 
 @pytest.mark.parametrize("bits", [384, 521])

@@ -82,7 +82,10 @@ def test_regions_are_closed_when_something_inside_raises() -> None:
         (Op(name="operator.attrgetter"), "not allowed in a bundle"),
         (Op(name="torch.load"), "not allowed in a bundle"),
         (Op(name="higher_order.triton_kernel_wrapper_mutation"), "not allowed in a bundle"),
-        (Op(name="mylib.thing.default"), r"namespace 'mylib': allow it with allow_ops=\['mylib'\]"),
+        (
+            Op(name="mylib.thing.default"),
+            r"namespace 'mylib', whose .* and pass --allow-ops mylib \(in Python allow_ops=\['mylib'\]\)",
+        ),
         (Op(name="aten.add.Tensor", schema="aten::add.Tensor(Tensor self) -> Tensor"), "has the schema"),
         (Op(name="aten.add.Tensor", schema="not a schema ("), "has the schema"),
     ],

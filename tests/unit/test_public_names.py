@@ -59,7 +59,9 @@ except ModuleNotFoundError as error:
 """
     message = subprocess.check_output([sys.executable, "-c", program], text=True)
     assert re.fullmatch(
-        rf"the package '{package}\S*' is not installed: pip install 'stagepack\[{extra}\]' installs it\n", message
+        rf"the package '{package}\S*' is not installed: the extra '{extra}' of stagepack \(in a checkout: pip install '\.\[{extra}\]'\) "
+        "installs it\n",
+        message,
     )
 
 

@@ -174,7 +174,7 @@ def prepare_stages(
     if stages_without_onnx:
         raise OperatorError(
             f"{bundle.location}: no ONNX model of stage {', '.join(map(str, stages_without_onnx))}: add ONNX models (stagepack onnx), "
-            "or choose another runtime (runtime='torch')"
+            "or choose another runtime (--runtime torch; in Python runtime='torch')"
         )
     # All at once: a remote bundle downloads several files at a time.
     stages = [bundle.stages[stage_number] for stage_number in placement]

@@ -119,13 +119,16 @@ def _resolve(op: Op, allowed: Collection[str]) -> Callable[..., Any]:
     if namespace in _PYTHON_NAMESPACES:
         return BOUNDED_OPERATORS.get(op.name) or _python_operator(op.name)
     permission = None if is_permitted(op.name, allowed) else needed_permission(op.name)
-    hint = f"allow it with allow_ops=[{permission!r}] (--allow-ops {permission})"
+    flag = f"pass --allow-ops {permission} (in Python allow_ops=[{permission!r}])"
     if permission == namespace:
-        raise OperatorError(f"the operator {op.name} is of the namespace {namespace!r}: {hint}")
+        raise OperatorError(
+            f"the operator {op.name} is of the namespace {namespace!r}, whose operators run only if you allow it: if you know and trust "
+            f"the library that registers them, import it and {flag}"
+        )
     overload = _overload(op)
     if permission is not None:
         reason = REASONS.get(operator_verdict(op.name) or "", "is not judged in this version of stagepack")
-        raise OperatorError(f"the operator {op.name} {reason} [G11]: {hint}")
+        raise OperatorError(f"the operator {op.name} {reason} [G11]: if you trust the bundle, {flag}")
     return guarded_operator(overload)
 
 

@@ -1,0 +1,59 @@
+"""Keys that signatures are made and verified with: model_signing takes elliptic curve keys only, and fails on others without a reason."""
+
+from typing import Any
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+
+from stagepack.errors import OptionError
+
+# P-256, P-384 and P-521, as cryptography names them.
+_CURVES = frozenset({"secp256r1", "secp384r1", "secp521r1"})
+
+
+def check_public_key(path: str, content: bytes) -> None:
+    """Refuse a public key of another kind than elliptic curves. What is no key is left to model_signing.
+
+    Args:
+        path: the file, for messages.
+        content: its bytes.
+
+    Raises:
+        OptionError: the key is of another kind, or of another curve.
+    """
+    try:
+        key = load_pem_public_key(content)
+    except (ValueError, UnsupportedAlgorithm):
+        return
+    _check_kind(path, key)
+
+
+def check_private_key(path: str, content: bytes) -> None:
+    """Refuse an unencrypted private key of another kind than elliptic curves. What is no such key is left to model_signing.
+
+    Args:
+        path: the file, for messages.
+        content: its bytes.
+
+    Raises:
+        OptionError: the key is of another kind, or of another curve.
+    """
+    try:
+        key = load_pem_private_key(content, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
+        return
+    _check_kind(path, key)
+
+
+def _check_kind(path: str, key: Any) -> None:
+    if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
+        if key.curve.name in _CURVES:
+            return
+        kind = key.curve.name
+    else:
+        kind = type(key).__name__.removesuffix("PrivateKey").removesuffix("PublicKey")
+    raise OptionError(
+        f"{path}: expected an elliptic curve key of P-256, P-384 or P-521, found {kind}: make one with "
+        "'openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256'"
+    )
