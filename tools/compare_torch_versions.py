@@ -23,7 +23,7 @@ from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS
 from tests.zoo.test_zoo import namespaces
 
 AS_RECORDED = "as recorded"
-AS_WRITTEN_HERE = "as the bundle that this torch writes"
+AS_WRITTEN_HERE = "equal to the answer of a bundle that the loading torch has exported"
 OTHER = "another answer"
 
 
