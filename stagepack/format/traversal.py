@@ -122,10 +122,19 @@ def output_names(node: Node) -> Iterator[str]:
     return (value.name for value in node.outputs if value is not None)
 
 
-def is_random(graph: Graph, node: Node) -> bool:
-    """Whether a node, or a node in a subgraph that it calls, draws from a random generator."""
-    nested_nodes = (nested for index in subgraph_indices(node) for nested in graph.subgraphs[index].nodes)
-    return graph.ops[node.op].random or any(is_random(graph, nested) for nested in nested_nodes)
+def random_nodes(graph: Graph) -> frozenset[int]:
+    """Return the numbers of the nodes that draw from a random generator, themselves or in a subgraph that they call."""
+    random_subgraphs: set[int] = set()
+
+    def is_random(node: Node) -> bool:
+        calls_random = bool(random_subgraphs) and not random_subgraphs.isdisjoint(subgraph_indices(node))
+        return calls_random or graph.ops[node.op].random
+
+    # A subgraph calls only those before it (SPEC G6).
+    for subgraph_index, subgraph in enumerate(graph.subgraphs):
+        if any(map(is_random, subgraph.nodes)):
+            random_subgraphs.add(subgraph_index)
+    return frozenset(node_number for node_number, node in enumerate(graph.nodes) if is_random(node))
 
 
 def parameter_argument(node: Node, op: Op, parameter: str) -> Argument:
@@ -143,21 +152,29 @@ def parameter_argument(node: Node, op: Op, parameter: str) -> Argument:
         ValueError: `op` has no such parameter.
     """
     position = op.parameters.index(parameter)
-    return node.args[position] if position < len(node.args) else dict(node.kwargs).get(parameter)
+    if position < len(node.args):
+        return node.args[position]
+    return next((argument for keyword, argument in node.kwargs if keyword == parameter), None)
 
 
-def parameter_value_names(node: Node, op: Op, parameter: str) -> Iterator[str]:
-    """Yield the names of the values that a node passes to one parameter of its operator.
+def passed_arguments(node: Node, op: Op) -> Iterator[tuple[str, Argument]]:
+    """Yield each argument that a node passes, with the name of its parameter.
+
+    To look at several parameters, pass over this once: operators and nodes may have as many of them as fit into a file.
 
     Args:
         node: a node.
         op: its operator.
-        parameter: the name of a parameter of `op`.
-
-    Raises:
-        ValueError: `op` has no such parameter.
     """
-    return (leaf.name for leaf in leaf_arguments(parameter_argument(node, op, parameter)) if isinstance(leaf, ValueArg))
+    yield from zip(op.parameters, node.args, strict=False)
+    yield from node.kwargs
+
+
+def argument_value_names(argument: Argument) -> list[str]:
+    """Return the names of the values in an argument, from left to right and with repeats."""
+    value_names: list[str] = []
+    _add_names(argument, value_names)
+    return value_names
 
 
 def sort_module_calls(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:

@@ -5,15 +5,15 @@ through it would leave one stage with a stale copy. For a buffer, a parameter or
 are kept together; for an activation, those up to the last write, since a value read afterwards is final.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stagepack.format.graph import Graph, Node, Weight
+from stagepack.format.graph import Graph, Node, Op, Weight
 from stagepack.format.traversal import (
+    argument_value_names,
     input_names,
     output_names,
-    parameter_argument,
-    parameter_value_names,
+    passed_arguments,
     subgraph_indices,
 )
 
@@ -86,7 +86,7 @@ def alias_classes(graph: Graph) -> AliasClasses:
     Returns:
         The alias classes; weights on one stored tensor are in one class.
     """
-    return _alias_classes_of_nodes(graph, graph.nodes, graph.weights)
+    return _alias_classes_of_nodes(_NodeMemory(graph), graph.nodes, graph.weights)
 
 
 def colocation_groups(
@@ -136,7 +136,7 @@ def impurity_reason(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str])
         defined.update(output_names(node))
     weights = [weight for weight in graph.weights if weight.value in input_labels]
     input_labels |= {weight.value: weight.names[0] for weight in weights}
-    classes = _alias_classes_of_nodes(graph, nodes, weights)
+    classes = _alias_classes_of_nodes(_NodeMemory(graph), nodes, weights)
     labels = {classes.representative(value_name): label for value_name, label in input_labels.items()}
     for root, writers in classes.writers.items():
         if root in labels:
@@ -148,18 +148,19 @@ def impurity_reason(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str])
     return None
 
 
-def _alias_classes_of_nodes(graph: Graph, nodes: Iterable[Node], weights: Iterable[Weight]) -> AliasClasses:
+def _alias_classes_of_nodes(
+    node_memory: "_NodeMemory", nodes: Iterable[Node], weights: Iterable[Weight]
+) -> AliasClasses:
     """The alias classes of consecutive nodes, whose numbers count from the first of them."""
     union_find = _UnionFind()
     first_on_storage: dict[str, str] = {}
     for weight in weights:
         union_find.merge(weight.value, first_on_storage.setdefault(weight.stored, weight.value))
-    memory_writes = _MemoryWrites(graph)
     writes: list[tuple[str, int]] = []
     for node_number, node in enumerate(nodes):
-        for output_name, input_name in _aliased_values(graph, node):
-            union_find.merge(output_name, input_name)
-        writes += ((value_name, node_number) for value_name in memory_writes.written_values(node))
+        for value_name, target_name in node_memory.aliased_values(node):
+            union_find.merge(value_name, target_name)
+        writes += ((value_name, node_number) for value_name in node_memory.written_values(node))
     writers: dict[str, dict[int, None]] = {}
     for value_name, node_number in writes:
         writers.setdefault(union_find.root(value_name), {})[node_number] = None
@@ -167,17 +168,6 @@ def _alias_classes_of_nodes(graph: Graph, nodes: Iterable[Node], weights: Iterab
         representatives=union_find.roots(),
         writers={root: tuple(node_numbers) for root, node_numbers in writers.items()},
     )
-
-
-def _aliased_values(graph: Graph, node: Node) -> Iterable[tuple[str, str]]:
-    """Yield each value that a node defines with each of the inputs that it may be a view of."""
-    op = graph.ops[node.op]
-    for output_index, parameter in op.aliases:
-        # An operator that returns one list names it as result 0; every item may be a view.
-        outputs = node.outputs if node.unpack else node.outputs[output_index : output_index + 1]
-        for output in filter(None, outputs):
-            for input_name in parameter_value_names(node, op, parameter):
-                yield output.name, input_name
 
 
 class _UnionFind:
@@ -205,31 +195,85 @@ class _UnionFind:
         return {value_name: self.root(value_name) for value_name in value_names}
 
 
-class _MemoryWrites:
-    """The values that the nodes of a graph write."""
+@dataclass(frozen=True, slots=True)
+class _OpMemory:
+    """The parameters of an operator by what happens to the memory of their arguments.
+
+    Attributes:
+        viewed_by_first: result 0 may be a view of them.
+        viewed: a result may be a view of them.
+        written: they are written.
+        training: says whether the running statistics are written too; None for an operator without such a parameter.
+    """
+
+    viewed_by_first: frozenset[str]
+    viewed: frozenset[str]
+    written: frozenset[str]
+    training: str | None
+
+
+def _op_memory(op: Op) -> _OpMemory:
+    training = _TRAINING_PARAMETERS.get(op.name)
+    return _OpMemory(
+        viewed_by_first=frozenset(parameter for result_index, parameter in op.aliases if result_index == 0),
+        viewed=frozenset(parameter for _, parameter in op.aliases),
+        written=frozenset(op.mutates),
+        training=training if {training, *_RUNNING_STATISTICS} <= {*op.parameters} else None,
+    )
+
+
+class _NodeMemory:
+    """The values of the nodes of a graph that share memory, and those that the nodes write.
+
+    What holds for an operator or a subgraph is found once, however many nodes call it.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
+        self._op_memory: dict[int, _OpMemory] = {}
         self._subgraph_writes: dict[int, bool] = {}
+
+    def aliased_values(self, node: Node) -> Iterator[tuple[str, str]]:
+        """Yield pairs of values that may share memory, which join all that may: a link to the first for each, not all pairs."""
+        memory = self._memory(node)
+        # An operator that returns one list names it as result 0; every item may be a view.
+        viewed_parameters = memory.viewed if node.unpack else memory.viewed_by_first
+        viewed_names = self._passed_names(node, viewed_parameters)
+        result_names = list(output_names(node)) if viewed_names else []
+        if result_names:
+            yield from ((result_names[0], viewed_name) for viewed_name in viewed_names)
+            yield from ((result_name, viewed_names[0]) for result_name in result_names[1:])
 
     def written_values(self, node: Node) -> list[str]:
         """The values that a node writes: all its inputs when a branch or loop body that it calls writes an input."""
-        op = self._graph.ops[node.op]
-        parameters = list(op.mutates)
-        training = _TRAINING_PARAMETERS.get(op.name)
-        if training is not None and {training, *_RUNNING_STATISTICS} <= {*op.parameters}:
-            parameters += _RUNNING_STATISTICS if parameter_argument(node, op, training) else ()
-        value_names: list[str] = []
-        for parameter in parameters:
-            value_names += parameter_value_names(node, op, parameter)
+        memory = self._memory(node)
+        value_names = self._passed_names(node, memory.written)
+        if memory.training is not None and dict(passed_arguments(node, self._graph.ops[node.op])).get(memory.training):
+            value_names += self._passed_names(node, frozenset(_RUNNING_STATISTICS))
         if self._graph.subgraphs and any(map(self._subgraph_writes_input, subgraph_indices(node))):
             value_names += input_names(node)
         return value_names
 
+    def _memory(self, node: Node) -> _OpMemory:
+        if node.op not in self._op_memory:
+            self._op_memory[node.op] = _op_memory(self._graph.ops[node.op])
+        return self._op_memory[node.op]
+
+    def _passed_names(self, node: Node, parameters: frozenset[str]) -> list[str]:
+        """The names of the values that a node passes to some of the parameters of its operator."""
+        if not parameters:
+            return []
+        return [
+            value_name
+            for parameter, argument in passed_arguments(node, self._graph.ops[node.op])
+            if parameter in parameters
+            for value_name in argument_value_names(argument)
+        ]
+
     def _subgraph_writes_input(self, subgraph_index: int) -> bool:
         if subgraph_index not in self._subgraph_writes:
             subgraph = self._graph.subgraphs[subgraph_index]
-            classes = _alias_classes_of_nodes(self._graph, subgraph.nodes, ())
+            classes = _alias_classes_of_nodes(self, subgraph.nodes, ())
             writes_input = any(classes.is_written(value.name) for value in subgraph.inputs)
             self._subgraph_writes[subgraph_index] = writes_input
         return self._subgraph_writes[subgraph_index]

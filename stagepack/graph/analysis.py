@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stagepack.format.graph import Graph, Value
-from stagepack.format.traversal import input_names, output_names
+from stagepack.format.traversal import input_names, output_names, random_nodes
 from stagepack.graph.aliasing import AliasClasses, ColocationGroup, alias_classes, colocation_groups
 
 
@@ -69,6 +69,11 @@ class GraphAnalysis:
             value_name: node_number for node_number, inputs in enumerate(self.node_inputs) for value_name in inputs
         }
         return last_uses | dict.fromkeys(self.graph.outputs, len(self.graph.nodes))
+
+    @cached_property
+    def random_nodes(self) -> frozenset[int]:
+        """The numbers of the nodes that draw from a random generator, themselves or in a subgraph that they call."""
+        return random_nodes(self.graph)
 
     @cached_property
     def alias_classes(self) -> AliasClasses:

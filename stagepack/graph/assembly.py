@@ -51,6 +51,8 @@ class GraphAssembler:
         self._subgraphs: list[Subgraph] = []
         # By encoding, since 1, 1.0 and True are equal in Python.
         self._subgraph_indices: dict[bytes, int] = {}
+        # The subgraphs that were copied, by the identity of their graph and their index in it. The graph is kept, and so its identity.
+        self._copied_subgraphs: dict[tuple[int, int], tuple[Graph, SubgraphArg]] = {}
 
     def graph(
         self,
@@ -145,7 +147,14 @@ class GraphAssembler:
         """Copy the subgraph that an argument refers to; any other argument stays as it is."""
         if not isinstance(leaf, SubgraphArg):
             return leaf
-        subgraph = source.subgraphs[leaf.index]
+        source_key = id(source), leaf.index
+        if source_key not in self._copied_subgraphs:
+            self._copied_subgraphs[source_key] = source, self._new_subgraph(source, leaf.index)
+        return self._copied_subgraphs[source_key][1]
+
+    def _new_subgraph(self, source: Graph, subgraph_index: int) -> SubgraphArg:
+        """Copy a subgraph with those that it calls; one that is equal to an earlier copy becomes the same one."""
+        subgraph = source.subgraphs[subgraph_index]
         nodes = tuple(self.add_node(source, node) for node in subgraph.nodes)
         result = map_arguments(subgraph.result, lambda inner_leaf: self._copy_subgraph(source, inner_leaf))
         copied = replace(subgraph, nodes=nodes, result=result)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from stagepack.errors import CutError
 from stagepack.format.plan import Plan
-from stagepack.format.traversal import is_random
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition.node_order import NodeOrder
 
@@ -166,13 +165,12 @@ def node_dependencies(analysis: GraphAnalysis) -> Iterator[tuple[int, int, str]]
     Yields:
         A node, a node that it depends on, and the name of the value that it uses of it.
     """
-    graph = analysis.graph
     last_random_node: int | None = None
     for node_number, used_names in enumerate(analysis.node_inputs):
         for value_name in used_names:
             if value_name in analysis.producers:
                 yield node_number, analysis.producers[value_name], value_name
-        if is_random(graph, graph.nodes[node_number]):
+        if node_number in analysis.random_nodes:
             if last_random_node is not None:
                 yield node_number, last_random_node, "random numbers"
             last_random_node = node_number

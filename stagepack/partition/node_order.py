@@ -13,7 +13,6 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from stagepack.format.graph import Graph
-from stagepack.format.traversal import is_random
 from stagepack.graph.analysis import GraphAnalysis
 
 
@@ -104,7 +103,7 @@ def late_state_order(analysis: GraphAnalysis) -> NodeOrder:
             for value_name in (*defined_names, *used_names)
             if classes.is_written(value_name)
         }
-        if touched and not is_random(analysis.graph, analysis.graph.nodes[node_number]):
+        if touched and node_number not in analysis.random_nodes:
             first_use = min(first_uses[value_name] for value_name in (*defined_names, *touched))
             keys[node_number] = first_use if first_use < node_count else node_number
         for value_name in (*used_names, *touched):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Graph, Node, Op, Value, ValueArg
 from stagepack.format.operators import operator_namespace
-from stagepack.format.traversal import input_names, output_names, parameter_value_names
+from stagepack.format.traversal import argument_value_names, input_names, output_names, passed_arguments
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition.costed_graph import CostedGraph
 
@@ -177,6 +177,7 @@ class _MemoryOfNodes:
 
     def __init__(self, analysis: GraphAnalysis) -> None:
         self._analysis = analysis
+        self._written_parameters = [frozenset(op.mutates) for op in analysis.graph.ops]
         self._members: dict[str, set[str]] = defaultdict(set)
         for value_name, root in analysis.alias_classes.representatives.items():
             self._members[root].add(value_name)
@@ -185,7 +186,11 @@ class _MemoryOfNodes:
         """The values that a node defines, and all that may share memory with what it writes."""
         graph, representatives = self._analysis.graph, self._analysis.alias_classes.representatives
         node = graph.nodes[node_number]
-        op = graph.ops[node.op]
-        written = {value_name for parameter in op.mutates for value_name in parameter_value_names(node, op, parameter)}
+        written = {
+            value_name
+            for parameter, argument in passed_arguments(node, graph.ops[node.op])
+            if parameter in self._written_parameters[node.op]
+            for value_name in argument_value_names(argument)
+        }
         shared = (self._members[representatives[value_name]] for value_name in written if value_name in representatives)
         return set(self._analysis.node_outputs[node_number]).union(*shared)

@@ -55,13 +55,23 @@ class GraphParts:
     def __post_init__(self) -> None:
         value_names = [value.name for value in all_values(self.graph)]
         value_names += [weight.value for weight in self.graph.weights]
-        prefixes = (f"given{index}" for index in itertools.count())
-        prefix = next(
-            prefix for prefix in prefixes if not any(value_name.startswith(prefix) for value_name in value_names)
-        )
+        prefix = _free_prefix("given", value_names)
         stacks = [{scope.path: (scope.path, scope.type)} for scope in self.graph.scopes]
         object.__setattr__(self, "input_prefix", prefix)
         object.__setattr__(self, "module_stacks", stacks)
+
+
+def _free_prefix(word: str, value_names: Sequence[str]) -> str:
+    """Return a word with a number that no name starts with."""
+    endings = [value_name.removeprefix(word) for value_name in value_names if value_name.startswith(word)]
+    # Each name takes one number of so many digits at most: this ends when there are more numbers than names.
+    for digit_count in itertools.count(1):
+        taken = {ending[:digit_count] for ending in endings}
+        for index in range(10**digit_count):
+            number = f"{index:0{digit_count}}"
+            if number not in taken:
+                return f"{word}{number}"
+    raise AssertionError
 
 
 class FxBody:
@@ -183,7 +193,10 @@ class FxBody:
     def _create(
         self, kind: str, target: Any, args: tuple[Any, ...] = (), kwargs: Any = None, fx_name: str | None = None
     ) -> FxNode:
-        if self._anonymous and fx_name is not None:
+        if fx_name is None and kind != "placeholder":
+            # fx looks for a free number from the last one on that it gave to a name, and values may take numbers: not of this name.
+            fx_name = f"{self._parts.input_prefix}_{kind}"
+        elif self._anonymous and fx_name is not None:
             fx_name = fx_name.rstrip("0123456789_") or "value"
         # The code reads attributes from `self`, so no value may have that name.
         return self._fx_graph.create_node(kind, target, args, kwargs, "self_" if fx_name == "self" else fx_name)

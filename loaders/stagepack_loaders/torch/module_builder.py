@@ -12,7 +12,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, ValueArg
 from stagepack.format.renaming import rename_node
 from stagepack.format.signature import Parameter, Signature
-from stagepack.format.traversal import input_names, output_names, parameter_argument, sort_module_calls, split_call_path
+from stagepack.format.traversal import input_names, output_names, passed_arguments, sort_module_calls, split_call_path
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf, value_names
 from stagepack_loaders.torch.build import GraphBuilder
 from stagepack_loaders.torch.module_call import ModuleCallBody, call_module
@@ -226,15 +226,20 @@ def _with_weights_by_name(graph: Graph) -> Graph:
     So a module that counts its calls in a buffer reads the buffer at each call, not the result of the previous call.
     """
     weight_names = {weight.value: weight.value for weight in graph.weights}
+    # For each operator, the parameters that it writes and returns.
+    in_place_parameters = [
+        {parameter for result_index, parameter in op.aliases if result_index == 0}.intersection(op.mutates)
+        for op in graph.ops
+    ]
     nodes = []
     for node in graph.nodes:
         renamed = rename_node(node, lambda value_name: weight_names.get(value_name, value_name))
         nodes.append(replace(renamed, outputs=node.outputs))
-        op = graph.ops[node.op]
-        for index, parameter in op.aliases:
-            if parameter not in op.mutates or index >= len(node.outputs) or node.unpack:
-                continue
-            argument, output = parameter_argument(node, op, parameter), node.outputs[index]
-            if output is not None and isinstance(argument, ValueArg) and argument.name in weight_names:
+        output = node.outputs[0] if node.outputs and not node.unpack else None
+        if output is None or not in_place_parameters[node.op]:
+            continue
+        for parameter, argument in passed_arguments(node, graph.ops[node.op]):
+            is_written = parameter in in_place_parameters[node.op]
+            if is_written and isinstance(argument, ValueArg) and argument.name in weight_names:
                 weight_names[output.name] = weight_names[argument.name]
     return replace(graph, nodes=tuple(nodes))

@@ -86,11 +86,12 @@ def shortened_path(path: str, character_count: int) -> str:
     layer = max((index for index, name in enumerate(names) if name.isdigit()), default=0)
     if layer == 0:
         return f"…{path[1 - character_count :]}"
-    for first in range(1, layer + 1):
+    # An end of more names than characters does not fit.
+    for first in range(max(1, len(names) - character_count), layer + 1):
         end = ".".join(names[first:])
         if len(end) < character_count:
             return f"…{end}"
-    return f"…{shortened(end, character_count - 1)}"
+    return f"…{shortened('.'.join(names[layer:]), character_count - 1)}"
 
 
 def shortened(text: str, character_count: int) -> str:

@@ -132,13 +132,11 @@ class _Router:
         self._cell_count = len(cut_facts["stages"]) + 2
         self._row_count = -(-self._cell_count // columns)
         self._steps, self._nets = connections(arrows(cut_facts), self._cell_count)
-        self._lanes = self._channel_lanes()
+        # The cells of each net by row.
+        self._net_rows = {net: net.cells_by_row(columns) for net in self._nets}
+        self._row_lanes = self._channel_lanes()
         self._margin_lanes = packed_lanes(
-            {
-                net: (self._row(net.cells[0]), self._row(net.cells[-1]))
-                for net in self._nets
-                if self._row(net.cells[0]) != self._row(net.cells[-1])
-            }
+            {net: (self._row(net.cells[0]), self._row(net.cells[-1])) for net in self._nets if self._crosses_rows(net)}
         )
         self._row_tops = self._tops()
         self._ports = self._port_positions()
@@ -166,6 +164,9 @@ class _Router:
     def _row(self, cell: int) -> int:
         return cell // self._columns
 
+    def _crosses_rows(self, net: Net) -> bool:
+        return len(self._net_rows[net]) > 1
+
     def _corner(self, cell: int) -> Point:
         row, column = divmod(cell, self._columns)
         return Point(_LEFT + column * (BOX_WIDTH + _GAP), self._row_tops[row])
@@ -174,54 +175,47 @@ class _Router:
     def _right_edge(self) -> float:
         return _LEFT + self._columns * (BOX_WIDTH + _GAP) - _GAP
 
-    def _channel_lanes(self) -> dict[tuple[Net, int], int]:
-        """The lane of each net in each row where it has a cell, counted upwards from the boxes.
+    def _channel_lanes(self) -> list[dict[Net, int]]:
+        """For each row, the lane of each net that has a cell there, counted upwards from the boxes.
 
         A net occupies its lane between columns. Of a column, the left half is for lines to the box and the right half for a label.
         """
-        lanes: dict[tuple[Net, int], int] = {}
-        for row in range(self._row_count):
-            spans = {}
-            for net in self._nets:
-                columns = [cell % self._columns for cell in net.cells if self._row(cell) == row]
-                if columns:
-                    leaves_row = self._row(net.cells[0]) != self._row(net.cells[-1])
-                    spans[net] = (2 * columns[0], 2 * self._columns if leaves_row else 2 * columns[-1])
-            lanes |= {(net, row): lane for net, lane in packed_lanes(spans).items()}
-        return lanes
+        spans: list[dict[Net, tuple[int, int]]] = [{} for _ in range(self._row_count)]
+        for net, cells_of_row in self._net_rows.items():
+            for row, cells in cells_of_row.items():
+                last_column = self._columns if self._crosses_rows(net) else cells[-1] % self._columns
+                spans[row][net] = (2 * (cells[0] % self._columns), 2 * last_column)
+        return [packed_lanes(row_spans) for row_spans in spans]
 
     def _tops(self) -> list[float]:
         """The top of the boxes of each row."""
         tops: list[float] = []
         level: float = _TOP
-        for row in range(self._row_count):
-            lane_count = max((lane + 1 for (_, lane_row), lane in self._lanes.items() if lane_row == row), default=0)
+        for lanes in self._row_lanes:
+            lane_count = max(lanes.values(), default=-1) + 1
             level += _LANE_STEP * lane_count + (_LABEL_HEAD if lane_count else 0)
             tops.append(level)
             level += BOX_HEIGHT + _WRAP_HEIGHT
         return tops
 
     def _lane_level(self, net: Net, row: int) -> float:
-        return self._row_tops[row] - _LABEL_HEAD - _LANE_STEP * self._lanes[net, row]
+        return self._row_tops[row] - _LABEL_HEAD - _LANE_STEP * self._row_lanes[row][net]
 
     def _margin_level(self, net: Net) -> float:
         return self._right_edge + _RIGHT + _MARGIN_STEP * self._margin_lanes[net] - 2
 
     def _port_positions(self) -> dict[tuple[Net, int], float]:
         """Where the line of each net meets each of its cells: in such an order that lines cross as little as possible."""
+        nets_from_left: list[list[Net]] = [[] for _ in range(self._cell_count)]
+        nets_to_right: list[list[Net]] = [[] for _ in range(self._cell_count)]
+        for net in self._nets:
+            for cell in net.cells:
+                is_last = cell == net.cells[-1] and not self._crosses_rows(net)
+                (nets_from_left if is_last else nets_to_right)[cell].append(net)
         ports: dict[tuple[Net, int], float] = {}
-        for cell in range(self._cell_count):
-            row = self._row(cell)
-            from_left: list[Net] = []
-            to_right: list[Net] = []
-            for net in self._nets:
-                if cell in net.cells:
-                    is_last = all(other <= cell for other in net.cells if self._row(other) == row)
-                    leaves_row = self._row(net.cells[0]) != self._row(net.cells[-1])
-                    (from_left if is_last and not leaves_row else to_right).append(net)
-            from_left.sort(key=lambda net: self._lanes[net, row])
-            to_right.sort(key=lambda net: -self._lanes[net, row])
-            nets = from_left + to_right
+        for cell, (from_left, to_right) in enumerate(zip(nets_from_left, nets_to_right, strict=True)):
+            lanes = self._row_lanes[self._row(cell)]
+            nets = sorted(from_left, key=lambda net: lanes[net]) + sorted(to_right, key=lambda net: -lanes[net])
             step = (_PORTS_RIGHT - _PORTS_LEFT) / (len(nets) + 1)
             left = self._corner(cell).x + _PORTS_LEFT
             ports |= {(net, cell): round(left + step * index, 1) for index, net in enumerate(nets, start=1)}
@@ -229,14 +223,15 @@ class _Router:
 
     def _net_lines(self, net: Net) -> Iterator[Line]:
         """Yield the trunk of a net, through all rows where it has cells, and the line between it and each cell."""
-        rows = sorted({self._row(cell) for cell in net.cells})
-        crosses_rows = len(rows) > 1
-        for row in rows:
-            ports = [self._ports[net, cell] for cell in net.cells if self._row(cell) == row]
+        rows = list(self._net_rows[net])
+        crosses_rows = self._crosses_rows(net)
+        trunks: dict[int, tuple[float, float]] = {}  # the left and the right end in each row
+        for row, cells in self._net_rows[net].items():
+            ports = [self._ports[net, cell] for cell in cells]
             level = self._lane_level(net, row)
-            right = self._margin_level(net) if crosses_rows else max(ports)
-            if right > min(ports):
-                points = (Point(min(ports), level), Point(right, level))
+            left, right = trunks[row] = min(ports), self._margin_level(net) if crosses_rows else max(ports)
+            if right > left:
+                points = (Point(left, level), Point(right, level))
                 yield Line(points=points, kind=net.kind, title=net.title, has_head=False)
         if crosses_rows:
             x = self._margin_level(net)
@@ -246,8 +241,8 @@ class _Router:
         for cell in net.cells:
             port, row = self._ports[net, cell], self._row(cell)
             on_lane, at_box = Point(port, self._lane_level(net, row)), Point(port, self._row_tops[row])
-            ports = [self._ports[net, other] for other in net.cells if self._row(other) == row]
-            is_inside = min(ports) < port < (self._margin_level(net) if crosses_rows else max(ports))
+            left, right = trunks[row]
+            is_inside = left < port < right
             if net.receives(cell):
                 yield Line(points=(on_lane, at_box), kind=net.kind, title=titles[cell], has_dot=is_inside)
             else:
