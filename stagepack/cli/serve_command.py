@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.model_loading import ServeOptions, bundle_paths_by_name
-from stagepack.cli.output import count_of, print_json, print_line, progress
+from stagepack.cli.output import PrintableFormatter, count_of, print_json, print_line, progress
 from stagepack.cli.path_options import PathType, digest_option, given_digest, open_argument
 from stagepack.cli.process_options import processes_option
 from stagepack.cli.repository_options import check_sources, load_names, model_control, repository_options
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from stagepack_serving.server.served_model import ServedModel
     from stagepack_serving.server.served_models import ServedModels
     from stagepack_serving.server.server import ServerAddresses
+
+_LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
+# What they log of a request or an error quotes clients and bundles.
+_LOGGING_LIBRARIES: Final = ("asyncio", "grpc", "uvicorn")
 
 
 @subcommand(
@@ -258,7 +262,9 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     from stagepack_serving.server.served_models import ACCESS_LOGGER, ServedModels  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, serve  # noqa: PLC0415 - the same
 
-    _write_log(logging.getLogger("stagepack"), "%(asctime)s %(levelname)s %(message)s", options.log_level.upper())
+    _write_log(logging.getLogger("stagepack"), _LOG_FORMAT, options.log_level.upper())
+    for library_name in _LOGGING_LIBRARIES:
+        _write_log(logging.getLogger(library_name), _LOG_FORMAT, "WARNING")
     _write_log(ACCESS_LOGGER, "%(asctime)s %(message)s", "INFO" if options.access_log else "CRITICAL")
     security = server_security(options)
     models = ServedModels(limits, Metrics())
@@ -291,7 +297,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
 def _write_log(logger: logging.Logger, line_format: str, level: str) -> None:
     """Write the records of a logger to standard error, and nowhere else."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(line_format))
+    handler.setFormatter(PrintableFormatter(line_format))
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False

@@ -1,6 +1,7 @@
 """What a bundle says of itself is shown, and never obeyed: not by a terminal, and not by who reads the JSON."""
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from stagepack.cli import main
+from stagepack.cli.output import PrintableFormatter
 from tests.bundle_editor import BundleEditor, rename_value
 from tests.hostile.attack import command_fails
 
@@ -64,6 +66,28 @@ def test_errors_are_one_printable_line_whatever_they_quote(editor: BundleEditor)
     editor.edit_manifest(lambda fields: fields.update(rename_value(fields, "gelu_2", EVIL)))
     line = command_fails("verify", str(editor.path), says="is not an identifier")
     assert line[:-1].isprintable()
+
+
+def test_a_record_of_the_log_is_one_printable_line() -> None:
+    record = logging.LogRecord("stagepack", logging.ERROR, "", 0, "refused: %s", (EVIL,), None)
+    line = PrintableFormatter("%(levelname)s %(message)s").format(record)
+    assert line.isprintable()
+    assert line.startswith(r"ERROR refused: \x1b[2J\x1b]0;owned\x07")
+    assert line.endswith(" all rules hold")
+
+
+def test_a_traceback_in_the_log_is_printable_and_has_no_line_that_begins_like_a_record() -> None:
+    error = ValueError(EVIL)
+    record = logging.LogRecord("stagepack", logging.ERROR, "", 0, "failed", None, (ValueError, error, None))
+    record.exc_text = EVIL  # as another formatter leaves it
+    for _ in range(2):
+        line, *traceback_lines = PrintableFormatter("%(message)s").format(record).split("\n")
+        assert line == "failed"
+        assert traceback_lines[-1] == "  all rules hold"
+        assert all(
+            traceback_line.startswith("  ") and traceback_line.isprintable() for traceback_line in traceback_lines
+        )
+        record.exc_text = None
 
 
 def test_a_path_of_any_bytes_is_shown(tmp_path: Path) -> None:
