@@ -35,6 +35,7 @@ from stagepack_loaders.torch.meta_values import (
     fact_of,
     is_fitting,
 )
+from stagepack_loaders.torch.meta_work import meta_work
 from stagepack_loaders.torch.operators import check_call
 from stagepack_loaders.torch.subgraph_check import SubgraphFacts, call_subgraphs, subgraph_result
 from stagepack_loaders.torch.torch_attributes import torch_attribute
@@ -67,7 +68,8 @@ def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_na
     """Compare the values of a graph and of its subgraphs with what its operators return and pass to subgraphs.
 
     Not compared are the results of operators of custom namespaces, of `flex_attention`, of those that torch cannot run without data, and of
-    those that take a value whose size depends on data; and inside autocast, which floating-point type a result has.
+    those that take a value whose size depends on data, and of recurrent layers with long sequences; and inside autocast, which
+    floating-point type a result has.
 
     Args:
         graph: the graph, unfolded.
@@ -148,6 +150,7 @@ class _GraphCheck:
             self.operators[node.op],
             tuple([argument_key(argument, facts) for argument in node.args]),
             tuple([(name, argument_key(argument, facts)) for name, argument in node.kwargs]),
+            len(node.outputs),
             is_casting,
             torch.get_default_dtype(),
         )
@@ -177,6 +180,10 @@ class _GraphCheck:
         is_assertion = self.graph.ops[node.op].name.startswith("aten._assert_")  # it compares when the graph runs
         if is_assertion or not is_known:
             return UNKNOWN_RESULT
+        if isinstance(overload, OperatorOverload):
+            work = meta_work(overload, args, kwargs, len(node.outputs))
+            if work.is_excessive:
+                return CallResult(reason=work.reason)
         try:
             returned = operator(*args, **kwargs)
         except NotImplementedError:
