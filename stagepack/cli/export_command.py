@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     "--allow-ops",
     multiple=True,
     metavar="NAME",
-    help="With --graph-from: namespace of custom operators, or operator of ATen that does not run by default, that may run.",
+    help="With --graph-from: namespace of custom operators, or operator of ATen or prims that does not run by default, that may run.",
 )
 @cut_option_flags
 @click.option("--onnx", "with_onnx", is_flag=True, help="Also add ONNX files, as 'stagepack onnx' does.")

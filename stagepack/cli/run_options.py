@@ -157,7 +157,7 @@ def operator_options(function: Callable[..., Any], *, pass_imports: bool = False
         multiple=True,
         metavar="NAME",
         show_default="none",
-        help="Allow the custom operators of this namespace, or this operator of ATen that does not run by default, to run. Repeatable.",
+        help="Allow the custom operators of this namespace, or this operator of ATen or prims that does not run by default, to run. Repeatable.",
     )
     import_option = click.option(
         "--import",
