@@ -223,7 +223,7 @@ class _Options:
     metavar="NAME",
     show_default="none",
     callback=_check_printable,
-    help="Allow the custom operators of this namespace, or this operator of ATen that does not run by default, to run. Repeatable.",
+    help="Allow these operators to run: a namespace of custom ones, or one of ATen or prims that does not run by default. Repeatable.",
 )
 @click.option(
     "--import",

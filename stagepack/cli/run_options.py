@@ -157,7 +157,7 @@ def operator_options(function: Callable[..., Any], *, pass_imports: bool = False
         multiple=True,
         metavar="NAME",
         show_default="none",
-        help="Allow the custom operators of this namespace, or this operator of ATen or prims that does not run by default, to run. Repeatable.",
+        help="Allow these operators to run: a namespace of custom ones, or one of ATen or prims that does not run by default. Repeatable.",
     )
     import_option = click.option(
         "--import",

@@ -32,7 +32,8 @@ NESTING_DEPTH = 64
 # Nesting of messages in an ONNX file. A node in a branch is three messages deeper than the node that has the branch.
 ONNX_DEPTH = 256
 
-# Nodes, arguments, outputs, names, and integers and operations in dimensions that all region calls of one graph unfold to.
+# Nodes, arguments, outputs, names, and integers and operations in dimensions that all region calls of one graph unfold to; nodes that the
+# calls of subgraphs in one graph or subgraph come to.
 UNFOLDED_ITEMS = 2**22
 
 # Characters of the names that all region calls of one graph are filled to.

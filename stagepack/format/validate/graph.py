@@ -60,7 +60,7 @@ def _check(graph: Graph) -> Iterator[BrokenRule]:
     yield from check_graph_weights(graph.weights, defined)
     for subgraph_index, subgraph in enumerate(graph.subgraphs):
         yield from _check_body(graph, subgraph, symbols, set(), subgraph_index, f"subgraph {subgraph_index} ")
-    yield from _check_subgraph_depths(graph)
+    yield from _check_subgraph_calls(graph)
     yield from _check_body(graph, graph, symbols, defined, len(graph.subgraphs), "")
     for output_name in graph.outputs:
         if output_name not in defined:
@@ -125,20 +125,22 @@ def _check_contexts(contexts: tuple[Context, ...]) -> Iterator[BrokenRule]:
             yield "L2", location, f"contexts are nested deeper than {limits.NESTING_DEPTH}"
 
 
-def _check_subgraph_depths(graph: Graph) -> Iterator[BrokenRule]:
-    """Yield the problems of the nesting of subgraphs. G6 reports the indices that do not exist."""
+def _check_subgraph_calls(graph: Graph) -> Iterator[BrokenRule]:
+    """Yield the problems of calls of subgraphs: how deep they are, and how many nodes they come to. G6 reports wrong indices."""
     depths: list[int] = []
-    for subgraph_index, subgraph in enumerate(graph.subgraphs):
-        called = (
-            callee for node in subgraph.nodes for callee in subgraph_indices(node) if 0 <= callee < subgraph_index
-        )
-        depths.append(1 + max((depths[callee] for callee in called), default=0))
+    node_counts: list[int] = []
+    bodies: list[Graph | Subgraph] = [*graph.subgraphs, graph]
+    for subgraph_index, body in enumerate(bodies):
+        location = f"subgraph {subgraph_index}" if isinstance(body, Subgraph) else "nodes"
+        called = [callee for node in body.nodes for callee in subgraph_indices(node) if 0 <= callee < subgraph_index]
+        depths.append(max((depths[callee] for callee in called), default=0) + isinstance(body, Subgraph))
         if depths[-1] > limits.NESTING_DEPTH:
-            yield (
-                "L2",
-                f"subgraph {subgraph_index}",
-                f"calls of subgraphs are nested deeper than {limits.NESTING_DEPTH}",
-            )
+            yield "L2", location, f"calls of subgraphs are nested deeper than {limits.NESTING_DEPTH}"
+        called_nodes = sum(node_counts[callee] for callee in called)
+        if called_nodes > limits.UNFOLDED_ITEMS:
+            yield "L1", location, f"the calls of subgraphs come to more than {limits.UNFOLDED_ITEMS} nodes"
+        # One more than the limit is as good as any number: numbers that double in each subgraph are large.
+        node_counts.append(min(len(body.nodes) + called_nodes, limits.UNFOLDED_ITEMS + 1))
 
 
 def _check_ops(ops: tuple[Op, ...]) -> Iterator[BrokenRule]:
