@@ -1,7 +1,7 @@
 """The weights of a stage: its session has its own copy, so they are read from the weight files when somebody asks for them."""
 
+import contextlib
 import mmap
-import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -107,12 +107,13 @@ class _OpenFiles:
     def __init__(self, bundle: Bundle, file_names: Sequence[str]) -> None:
         self.verify = True
         self._reads: dict[str, tuple[File, int]] = {}
-        weakref.finalize(self, _close_all, self._reads)
+        open_files = contextlib.ExitStack()
+        weakref.finalize(self, open_files.close)
         bundle.fetch(file_names)
         for file_name in file_names:
             entry = bundle.files[file_name]
-            with open_plain_file(bundle.path, entry) as file:
-                self._reads[file_name] = entry, os.dup(file.fileno())
+            file = open_files.enter_context(open_plain_file(bundle.path, entry))
+            self._reads[file_name] = entry, file.fileno()
 
     def read(self) -> dict[str, Array]:
         """Return the bytes of each stored tensor, by name, in new memory.
@@ -133,8 +134,3 @@ class _OpenFiles:
             for stored_name, stored in parse_weight_header(memory, file_name).items():
                 stored_tensors[stored_name] = content[stored.start : stored.end]
         return stored_tensors
-
-
-def _close_all(reads: Mapping[str, tuple[File, int]]) -> None:
-    for _, descriptor in reads.values():
-        os.close(descriptor)
