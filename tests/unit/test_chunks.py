@@ -28,7 +28,8 @@ def test_a_stream_in_any_pieces_has_the_digests_of_the_file(size: int, pieces: l
         source = Path(folder) / "source"
         source.write_bytes(CONTENT)
         while position < size:
-            end = min(position + pieces[position % len(pieces)], size)
+            # The rest is one piece: pieces of a byte alone would be 33 million.
+            end = min(position + pieces[position % len(pieces)], size) if len(parts) < 200 else size
             # From memory and from another file in turn.
             from_file = FileRange(path=source, start=position, size=end - position)
             parts.append(from_file if len(parts) % 2 else memoryview(CONTENT)[position:end])
