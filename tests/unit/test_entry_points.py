@@ -268,7 +268,11 @@ def test_the_model_is_unchanged(tmp_path: Path) -> None:
         ),
         ({"entry_points": {"encode#2": stagepack.Inputs()}}, OptionError, "'encode#2', which is no ASCII identifier"),
         ({"entry_points": {"encode": (1,)}}, OptionError, "expected stagepack.Inputs for 'encode', found tuple"),
-        ({"entry_points": {"encode": stagepack.Inputs()}}, CaptureError, "encode: .*expected example inputs for ids, found none"),
+        (
+            {"entry_points": {"encode": stagepack.Inputs()}},
+            CaptureError,
+            "encode: .*expected example inputs for ids, found none",
+        ),
         ({"entry_points": {"encode": stagepack.Inputs()}, "args": (1,)}, OptionError, "each has its own inputs"),
         ({"args": (1,), "stages": {"encode": 2}}, OptionError, "a dict is for entry_points"),
         (
