@@ -2,9 +2,10 @@
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,32 +84,25 @@ def open_weight_files(
     """
     entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
     bundle.fetch(entry.name for entry in entries)
-    contents, problems = _read_files(bundle, entries, verify=verify, copy=copy, progress=progress, unchanged=unchanged)
+    read_group = functools.partial(
+        _read_group, bundle, verify=verify, copy=copy, progress=progress, unchanged=unchanged
+    )
+    contents, problems = _read_in_groups(entries, read_group)
     if bundle.replace_damaged(problems):
-        contents, problems = _read_files(
-            bundle, entries, verify=verify, copy=copy, progress=progress, unchanged=unchanged
-        )
+        contents, problems = _read_in_groups(entries, read_group)
     raise_digest_problems(problems)
     return {file_name: _weight_file(content, file_name) for file_name, content in contents.items()}
 
 
-def _read_files(
-    bundle: Bundle,
+def _read_in_groups(
     entries: Sequence[File],
-    *,
-    verify: bool,
-    copy: bool,
-    progress: ByteProgress | None,
-    unchanged: ByteProgress | None,
+    read_group: Callable[[Sequence[File]], tuple[dict[str, mmap.mmap], list[Problem]]],
 ) -> tuple[dict[str, mmap.mmap], list[Problem]]:
     """Return the content of each file by name, and the problems of those that differ from the manifest."""
     contents: dict[str, mmap.mmap] = {}
     problems: list[Problem] = []
     for group_start in range(0, len(entries), FILE_GROUP):
-        group = entries[group_start : group_start + FILE_GROUP]
-        group_contents, group_problems = _read_group(
-            bundle, group, verify=verify, copy=copy, progress=progress, unchanged=unchanged
-        )
+        group_contents, group_problems = read_group(entries[group_start : group_start + FILE_GROUP])
         contents |= group_contents
         problems += group_problems
     return contents, problems
@@ -123,7 +117,7 @@ def _read_group(
     progress: ByteProgress | None,
     unchanged: ByteProgress | None,
 ) -> tuple[dict[str, mmap.mmap], list[Problem]]:
-    """As `_read_files`, for files that are all open at the same time."""
+    """As `_read_in_groups`, for files that are all open at the same time."""
     with contextlib.ExitStack() as open_files:
         files = {entry.name: open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in entries}
         contents, reads, mapped_reads = {}, [], []

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from stagepack_serving.server.served_models import ServedModels
 
 
-# The first line of the configuration of each model.
-_TRITON_HEADING = b"# Written by stagepack."
-
-
 class VersionPolicy(click.ParamType[int | None]):
     """``latest``, ``latest:N`` or ``all``, as the number of versions; None for all."""
 
@@ -110,12 +106,10 @@ def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> Non
 
 def _is_written_for_triton(folder: Path) -> bool:
     """Whether a folder is what `stagepack triton` has written, or one of the models in it."""
+    from stagepack_serving.triton.written_models import is_written_by_stagepack  # noqa: PLC0415 - after the arguments are checked
+
     try:
-        return any(
-            path.read_bytes().startswith(_TRITON_HEADING)
-            for pattern in ("config.pbtxt", "*/config.pbtxt")
-            for path in folder.glob(pattern)
-        )
+        return any(map(is_written_by_stagepack, (folder, *folder.iterdir())))
     except OSError:
         return False
 

@@ -1,5 +1,6 @@
 """Keys that signatures are made and verified with: model_signing takes elliptic curve keys only, and fails on others without a reason."""
 
+import functools
 from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -12,8 +13,8 @@ from stagepack.errors import OptionError
 _CURVES = frozenset({"secp256r1", "secp384r1", "secp521r1"})
 
 
-def check_public_key(path: str, content: bytes) -> None:
-    """Refuse a public key of another kind than elliptic curves. What is no key is left to model_signing.
+def check_key(path: str, content: bytes) -> None:
+    """Refuse a key of another kind than elliptic curves. What is no key, or is encrypted, is left to model_signing.
 
     Args:
         path: the file, for messages.
@@ -22,28 +23,12 @@ def check_public_key(path: str, content: bytes) -> None:
     Raises:
         OptionError: the key is of another kind, or of another curve.
     """
-    try:
-        key = load_pem_public_key(content)
-    except (ValueError, UnsupportedAlgorithm):
-        return
-    _check_kind(path, key)
-
-
-def check_private_key(path: str, content: bytes) -> None:
-    """Refuse an unencrypted private key of another kind than elliptic curves. What is no such key is left to model_signing.
-
-    Args:
-        path: the file, for messages.
-        content: its bytes.
-
-    Raises:
-        OptionError: the key is of another kind, or of another curve.
-    """
-    try:
-        key = load_pem_private_key(content, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
-        return
-    _check_kind(path, key)
+    for load_key in (load_pem_public_key, functools.partial(load_pem_private_key, password=None)):
+        try:
+            key = load_key(content)
+        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
+            continue
+        _check_kind(path, key)
 
 
 def _check_kind(path: str, key: Any) -> None:

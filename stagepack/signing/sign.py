@@ -13,7 +13,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.validate import SIGNATURE_NAME
 from stagepack.remote.url import is_url
-from stagepack.signing.keys import check_private_key
+from stagepack.signing.keys import check_key
 
 
 def sign_bundle(
@@ -92,7 +92,7 @@ def _signer(
             Path(path).read_bytes()
         except OSError as error:
             raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
-    check_private_key(os.fspath(key), Path(key).read_bytes())
+    check_key(os.fspath(key), Path(key).read_bytes())
     try:
         if certificate is None:
             return signing.Config().use_elliptic_key_signer(private_key=key)

@@ -23,7 +23,7 @@ from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
-from stagepack.signing.keys import check_public_key
+from stagepack.signing.keys import check_key
 from stagepack.signing.signature_file import SignatureFile
 
 _HASHES: Final[dict[str, Callable[[bytes], Any]]] = {
@@ -122,7 +122,7 @@ def _verifier(path: str) -> verifying.Config:
     try:
         if b"-----BEGIN CERTIFICATE-----" in content:
             return verifying.Config().use_certificate_verifier(certificate_chain=[path])
-        check_public_key(path, content)
+        check_key(path, content)
         return verifying.Config().use_elliptic_key_verifier(public_key=path)
     except OptionError:
         raise

@@ -1,6 +1,5 @@
 """One fx graph under construction. Strings of a bundle do not reach the code that fx generates, except checked identifiers."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
@@ -64,14 +63,11 @@ class GraphParts:
 def _free_prefix(word: str, value_names: Sequence[str]) -> str:
     """Return a word with a number that no name starts with."""
     endings = [value_name.removeprefix(word) for value_name in value_names if value_name.startswith(word)]
-    # Each name takes one number of so many digits at most: this ends when there are more numbers than names.
-    for digit_count in itertools.count(1):
-        taken = {ending[:digit_count] for ending in endings}
-        for index in range(10**digit_count):
-            number = f"{index:0{digit_count}}"
-            if number not in taken:
-                return f"{word}{number}"
-    raise AssertionError
+    digit_count = len(str(len(endings)))
+    # Each name takes at most one number of so many digits, and there are more numbers than names.
+    taken = {ending[:digit_count] for ending in endings}
+    numbers = (f"{index:0{digit_count}}" for index in range(10**digit_count))
+    return word + next(number for number in numbers if number not in taken)
 
 
 class FxBody:

@@ -19,14 +19,12 @@ from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack_serving.triton.ensemble import ensemble_models
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.triton_model import TritonModel
+from stagepack_serving.triton.written_models import CONFIG_MARKER, is_written_by_stagepack
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 # Triton runs a file named model.py or libtriton_python.so in the folder of a model, and a stranger chooses the names in a bundle.
 _FILE_SUFFIXES: Final = (".json", ".msgpack", ".safetensors", ".onnx")
-
-# The first line of every configuration that this module writes.
-_CONFIG_MARKER: Final = "# Written by stagepack.\n"
 
 # The code of a model in the Python backend. The Python of the server must have stagepack installed.
 _MODEL_CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_serving.triton.{module} import TritonPythonModel as TritonPythonModel\n'
@@ -103,7 +101,7 @@ def _find_old_models(root: Path, ensemble_name: str, *, overwrite: bool) -> list
             f"{folders[0]}: exists already: choose another name (--name), or replace all its models (--overwrite)"
         )
     for folder in folders:
-        if not _is_written_by_stagepack(folder):
+        if not is_written_by_stagepack(folder):
             raise OutputExistsError(
                 f"{folder}: was not written by stagepack, and is not overwritten: choose another name (--name)"
             )
@@ -113,11 +111,6 @@ def _find_old_models(root: Path, ensemble_name: str, *, overwrite: bool) -> list
 def _belongs_to(model_name: str, ensemble_name: str) -> bool:
     """Whether a model is the ensemble or one of its parts."""
     return re.fullmatch(r"(_stage_\d+|_results)?", model_name[len(ensemble_name) :]) is not None
-
-
-def _is_written_by_stagepack(folder: Path) -> bool:
-    config = folder / "config.pbtxt"
-    return config.is_file() and config.read_text(encoding="utf-8").startswith(_CONFIG_MARKER)
 
 
 def _rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
@@ -132,8 +125,8 @@ def _rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
 def _write_model(bundle: Bundle, folder: Path, model: TritonModel, *, copy: bool) -> None:
     version_folder = folder / "1"
     version_folder.mkdir(parents=True)
-    config_text = _CONFIG_MARKER + text_format.MessageToString(model.config)
-    (folder / "config.pbtxt").write_text(config_text, encoding="utf-8")
+    config_text = text_format.MessageToString(model.config)
+    (folder / "config.pbtxt").write_bytes(CONFIG_MARKER + config_text.encode())
     if model.python_module is not None:
         code = _MODEL_CODE.format(module=model.python_module)
         (version_folder / "model.py").write_text(code, encoding="utf-8")
