@@ -134,18 +134,20 @@ def mutate_file(
             else:
                 change_one(fields)
 
-    if file_name == "manifest.json":
-        editor.edit_manifest(change)
-    elif file_name.endswith(".msgpack"):
-        editor.edit_graph_file(file_name, change)
-    elif file_name.endswith(".onnx"):
-        fields = message_fields((editor / file_name).read_bytes())
-        change(fields)
-        # What is no message any more stays as it was.
-        with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
-            editor.write_file(file_name, message(fields))
-    else:
-        editor.edit_weight_header(file_name, change)
+    # What is nested too deep to be written stays as it was.
+    with contextlib.suppress(RecursionError, ValueError):
+        if file_name == "manifest.json":
+            editor.edit_manifest(change)
+        elif file_name.endswith(".msgpack"):
+            editor.edit_graph_file(file_name, change)
+        elif file_name.endswith(".onnx"):
+            fields = message_fields((editor / file_name).read_bytes())
+            change(fields)
+            # As does what is no message any more.
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
+                editor.write_file(file_name, message(fields))
+        else:
+            editor.edit_weight_header(file_name, change)
 
 
 def operators_of(bundle: Path) -> list[Any]:

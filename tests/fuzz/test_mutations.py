@@ -3,6 +3,7 @@
 import contextlib
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,17 @@ def test_a_mutated_bundle_loads_or_meets_one_of_our_errors(target: str, sound: P
             raise AssertionError(f"the mutation {target} {seed} is not survived") from error
         for name, content in originals.items():
             (editor / name).write_bytes(content)
+
+
+def test_a_change_that_cannot_be_written_leaves_the_file_as_it_was(sound: Path, tmp_path: Path) -> None:
+    editor = BundleEditor.copy(sound, tmp_path / "m.stagepack")
+
+    def nest(fields: Any) -> None:
+        for _ in range(2000):
+            fields["inputs"] = [fields["inputs"]]
+
+    mutate_file(editor, "stage-1.msgpack", random.Random(0), nest)  # noqa: S311 - the same each time is what is wanted
+    stagepack.open(editor.path).verify()
 
 
 @pytest.mark.parametrize("target", TARGETS)
