@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from stagepack.errors import GroupError, StagepackError, WriteError
+from stagepack.errors import GroupError, WriteError
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.writer import check_output_path
@@ -86,17 +87,18 @@ def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[s
         The results of all, by rank.
 
     Raises:
-        StagepackError: the error of this process.
+        Exception: the error of this process.
         GroupError: another process failed.
         StageLostError: another process is gone.
     """
-    result, error = "", None
+    result = ""
+    error: Exception | None = None
     try:
         result = action()
-    except StagepackError as own_error:
-        error = own_error
     except (OSError, SafetensorError) as own_error:
         error = WriteError(f"cannot be written: {own_error}")
+    except Exception as own_error:  # noqa: BLE001 - the other processes wait for this one, whatever it is
+        error = own_error
     outcomes: list[tuple[str, str | None]] = [("", None)] * training.process_count
     with training.guarded():
         torch.distributed.all_gather_object(outcomes, (result, None if error is None else str(error)), training.group)
@@ -111,7 +113,14 @@ def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[s
 def _write_own_weights(training: "Training", folder: Path) -> str:
     """Write the weights that this process saves; return the name of the file."""
     file_name = f"rank-{training.rank}.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in training.own_weights()}, folder / file_name)
+    weights: dict[str, torch.Tensor] = {}
+    known_storages: set[int] = set()
+    for weight_name, tensor in training.own_weights():
+        # The file has each tensor by itself: one whose memory another one has is copied.
+        storage = tensor.untyped_storage().data_ptr()
+        weights[weight_name] = tensor.clone() if storage in known_storages else tensor.contiguous()
+        known_storages.add(storage)
+    save_file(weights, folder / file_name)
     return file_name
 
 

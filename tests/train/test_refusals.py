@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
-from stagepack.errors import InputError, OptionError
+from stagepack.errors import CaptureError, InputError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
 from stagepack_loaders.train.loss_exchange import fingerprint_of
@@ -131,6 +131,52 @@ def test_an_existing_output_is_kept(training: Training, bundle: Bundle) -> None:
         stagepack.save(training, out=bundle.path)
     saved: Any = stagepack.save(training, out=bundle.path.with_name("same.stagepack"))
     assert saved.stages == bundle.stages
+
+
+def test_checkpoints_that_do_not_fit(training: Training) -> None:
+    """Nothing is changed by a checkpoint that lacks something or has tensors of other shapes, even of one that broadcasts."""
+    optimizer = torch.optim.Adam(training.parameters())
+    state = training.state_dict(optimizer)
+    weight_name, weight = next(iter(state["model"].items()))
+    moment_name = next(key for key in state["optimizer"] if key.endswith("exp_avg"))
+    others: dict[str, dict[str, Any]] = {
+        "expected the entry steps in the checkpoint, found model, optimizer": {
+            key: value for key, value in state.items() if key != "steps"
+        },
+        rf"expected {weight_name} in the entry model .*, found none": state | {"model": {}},
+        rf"model, {weight_name}: expected a tensor of shape .*, found \[\]": state
+        | {"model": state["model"] | {weight_name: torch.tensor(7.0)}},
+        rf"optimizer, {moment_name}: expected a tensor of shape .*, found float": state
+        | {"optimizer": state["optimizer"] | {moment_name: 0.5}},
+    }
+    before = weight.clone()
+    for message, other in others.items():
+        with pytest.raises(InputError, match=message):
+            training.load_state_dict(other, optimizer)
+    assert torch.equal(weight, before)
+    training.load_state_dict(state, optimizer)
+
+
+def test_weights_in_one_memory_are_not_saved(one_process: None, tmp_path: Path) -> None:
+    class Views(torch.nn.Module):
+        rows: torch.Tensor
+        row: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            self.register_buffer("rows", torch.arange(8.0).reshape(2, 4))
+            self.register_buffer("row", self.rows[:1])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.rows.sum() + self.row.sum()
+
+    path = tmp_path / "views.stagepack"
+    stagepack.export(Views(), (torch.ones(2, 4),), out=path)
+    training = stagepack.train(path, lambda result, _: result.mean(), microbatches=1, schedule="looped-bfs")
+    with pytest.raises(CaptureError, match="row shares memory with other weights"):
+        stagepack.save(training, out=tmp_path / "saved.stagepack")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["views.stagepack"]
 
 
 def test_checksums_of_batches() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from stagepack.errors import InputError, OptionError
+from stagepack.errors import OptionError
 from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
 from stagepack_loaders.torch.stage import TorchStage
@@ -18,7 +18,7 @@ from stagepack_loaders.train.boundaries import (
     find_differentiable,
     find_written_memory,
 )
-from stagepack_loaders.train.checkpoint import load_optimizer_state, module_of, optimizer_state
+from stagepack_loaders.train.checkpoint import check_state, load_optimizer_state, module_of, optimizer_state
 from stagepack_loaders.train.data_parallel import TrainingGroups, average_gradients, average_loss
 from stagepack_loaders.train.loss import Loss, MicrobatchLoss
 from stagepack_loaders.train.loss_exchange import LossExchange, fingerprint_of
@@ -210,12 +210,12 @@ class Training:
             optimizer: the optimizer of the parameters of this process.
 
         Raises:
-            InputError: the checkpoint lacks a weight.
+            InputError: the checkpoint lacks a weight or another entry, or a tensor has another shape. Nothing is changed then.
         """
+        expected_state = self.state_dict(optimizer)
+        check_state(state, expected_state)
         with torch.no_grad():
-            for weight_name, weight in self._named_weights():
-                if weight_name not in state["model"]:
-                    raise InputError(f"expected the weight {weight_name} in the checkpoint, found none")
+            for weight_name, weight in expected_state["model"].items():
                 weight.copy_(state["model"][weight_name])
         self.steps = int(state["steps"])
         if optimizer is not None:
