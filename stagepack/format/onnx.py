@@ -51,9 +51,10 @@ SCALAR_TENSOR_DTYPES: Final = MappingProxyType({"symint": "int64", "symfloat": "
 COMPLEX_PART_DTYPES: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
 # Kind of field -> wire types that it may have. A field of the kind "bytes" holds a string, bytes, or a message that no rule is about.
-# A kind with a star may occur several times; numbers and floats of such a kind may be packed.
+# A kind with a star may occur several times; numbers and floats of such a kind may be packed. A "small number" has 32 bits.
 _WIRE_TYPES: Final[Mapping[str, frozenset[int]]] = {
     "number": frozenset({0}),
+    "small number": frozenset({0}),
     "bytes": frozenset({2}),
     "float": frozenset({5}),
     "number*": frozenset({0, 2}),
@@ -75,12 +76,20 @@ _MESSAGE_FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
     | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
     "Node": _scalar_fields({"bytes": [3, 4, 6, 7], "bytes*": [1, 2, 9, 10]}) | {5: "Attribute*"},
     "Attribute": _scalar_fields(
-        {"bytes": [1, 4, 13], "bytes*": [9], "float": [2], "number": [3, 20], "float*": [7], "number*": [8]}
+        {
+            "bytes": [1, 4, 13],
+            "bytes*": [9],
+            "float": [2],
+            "number": [3],
+            "small number": [20],
+            "float*": [7],
+            "number*": [8],
+        }
     )
     | {5: "Tensor", 6: "Graph", 10: "Tensor*", 11: "Graph*"},
     "Tensor": _scalar_fields(
         {
-            "number": [2, 14],
+            "small number": [2, 14],
             "number*": [1, 5, 7, 11],
             "bytes": [8, 9, 12],
             "bytes*": [6, 16],
@@ -91,7 +100,7 @@ _MESSAGE_FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
     | {13: "Entry*"},
     "Value": _scalar_fields({"bytes": [1, 3], "bytes*": [4]}) | {2: "Type"},
     "Type": _scalar_fields({"bytes": [6]}) | {1: "TensorType"},
-    "TensorType": _scalar_fields({"number": [1]}) | {2: "Shape"},
+    "TensorType": _scalar_fields({"small number": [1]}) | {2: "Shape"},
     "Shape": {1: "Dimension*"},
     "Dimension": _scalar_fields({"number": [1], "bytes": [2, 3]}),
     "Entry": _scalar_fields({"bytes": [1, 2]}),
@@ -338,6 +347,10 @@ class _Parser:
                 raise ValueError(f"unknown field {field_number} with wire type {wire_type} in a {message_type}")
             if wire_type == 0:
                 field_content, position = _varint(content, position)
+                if kind == "small number" and field_content >= 2**31:
+                    raise ValueError(
+                        f"field {field_number} of a {message_type}: expected an integer of 0 to 2^31 - 1, found more"
+                    )
             else:
                 length, position = (
                     _varint(content, position) if wire_type == 2 else (8 if wire_type == 1 else 4, position)
