@@ -1,19 +1,24 @@
 """Sign a bundle: write ``model.sig`` into its folder."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from model_signing import hashing, signing
 
-from stagepack.errors import OptionError, OutputExistsError, WriteError
+from stagepack.errors import DigestError, OptionError, OutputExistsError, Problem, WriteError
+from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress
+from stagepack.format.digest import stated_and_actual_digest
+from stagepack.format.file_checks import read_plain_file
 from stagepack.format.file_writing import synchronize
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
-from stagepack.format.validate import SIGNATURE_NAME
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.url import is_url
 from stagepack.signing.keys import check_key
+from stagepack.signing.signature_file import SignatureFile
 
 
 def sign_bundle(
@@ -69,12 +74,24 @@ def sign_bundle(
         with TemporaryFolder(opened.path.resolve()) as temporary:
             new_path = temporary.path / SIGNATURE_NAME
             config.sign(opened.path, new_path)
+            _check_signed_manifest(opened, SignatureFile.parse(new_path.read_bytes(), location))
             synchronize(new_path)
             new_path.replace(signature_path)
             synchronize(opened.path)
     except OSError as error:
         raise WriteError(f"{signature_path}: could not be written: {error.strerror or error}") from error
     return opened
+
+
+def _check_signed_manifest(bundle: Bundle, signature: SignatureFile) -> None:
+    """Check that the signature is over the manifest that was opened and verified: model_signing reads the files again."""
+    content = read_plain_file(bundle.path, MANIFEST_NAME, limits.MANIFEST_BYTES) or b""
+    is_opened_one = set(stated_and_actual_digest(content)) == {bundle.digest}
+    if not is_opened_one or signature.signed_digests().get(MANIFEST_NAME) != hashlib.sha256(content).hexdigest():
+        message = (
+            "was changed after the bundle was opened, so that it is not signed: open it again, and repeat the call"
+        )
+        raise DigestError([Problem(rule="D3", where=MANIFEST_NAME, message=message)])
 
 
 def _signer(

@@ -47,6 +47,19 @@ class _Envelope(msgspec.Struct, frozen=True, rename="camel"):
     signatures: Annotated[tuple[_DsseSignature, ...], _MOST_ITEMS]
 
 
+class _SignedFile(msgspec.Struct, frozen=True):
+    name: str
+    digest: str
+
+
+class _SignedFiles(msgspec.Struct, frozen=True):
+    resources: tuple[_SignedFile, ...]
+
+
+class _Statement(msgspec.Struct, frozen=True):
+    predicate: _SignedFiles
+
+
 class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
     """The fields of the file that are used.
 
@@ -81,6 +94,11 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
     def encode(self) -> bytes:
         """Return the file with the known fields only, each once."""
         return msgspec.json.encode(self)
+
+    def signed_digests(self) -> dict[str, str]:
+        """Return the digest of each file that is signed, in hexadecimal, by file name. The signature must be one of `sign_bundle`."""
+        statement = msgspec.json.decode(base64.b64decode(self.dsse_envelope.payload), type=_Statement)
+        return {signed_file.name: signed_file.digest for signed_file in statement.predicate.resources}
 
     def certificates(self) -> list[x509.Certificate]:
         """Return the certificate of the signer, and after it those of the authorities that issued it; empty for a key.

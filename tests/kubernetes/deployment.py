@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,12 @@ def templates(worker_set: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """The pod templates of the leader and of the workers."""
     group = worker_set["spec"]["leaderWorkerTemplate"]
     return group["leaderTemplate"], group["workerTemplate"]
+
+
+def expand(argument: str, variables: Mapping[str, str]) -> str:
+    """Replace references as Kubernetes does: ``$(NAME)`` by the variable, ``$$`` by ``$``; others stay."""
+
+    def replace(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replace, argument)

@@ -19,7 +19,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from stagepack_serving.kubernetes.yaml_text import to_yaml
 from tests.distributed.bundles import export_counting
-from tests.kubernetes.deployment import container_of, templates, validator, write_deployment
+from tests.kubernetes.deployment import container_of, expand, templates, validator, write_deployment
 
 OPTIONS = [
     [],
@@ -38,6 +38,14 @@ def test_the_objects_are_valid_by_their_published_schemas(layers: Bundle, tmp_pa
     assert [described["kind"] for described in objects] == ["LeaderWorkerSet", "Service", "NetworkPolicy"]
     for described in objects:
         validator(described["kind"]).validate(described)
+
+
+@pytest.mark.parametrize("folder", ["$(HOME)", "$$(HOME)", "price$$", "a$b$"])
+def test_kubernetes_replaces_nothing_in_texts(layers: Bundle, tmp_path: Path, folder: str) -> None:
+    worker_set, _, _ = write_deployment(layers, tmp_path, "--path", f"/bundles/{folder}")
+    command = container_of(templates(worker_set)[0])["command"]
+    expanded_command = [expand(argument, {"HOME": "/root"}) for argument in command]
+    assert any(argument.endswith(f"=/bundles/{folder}") for argument in expanded_command)
 
 
 def test_the_schema_finds_what_is_wrong(layers: Bundle, tmp_path: Path) -> None:

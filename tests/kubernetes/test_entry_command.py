@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,11 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from tests.kubernetes.deployment import container_of, templates, write_deployment
+from tests.kubernetes.deployment import container_of, expand, templates, write_deployment
 from tests.serve.servers import http_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
 IDS = torch.arange(6)
-
-
-def expand(argument: str, variables: Mapping[str, str]) -> str:
-    """Replace references as Kubernetes does: ``$(NAME)`` by the variable, ``$$(NAME)`` by ``$(NAME)``; others stay."""
-
-    def replace(match: re.Match[str]) -> str:
-        if match[0].startswith("$$"):
-            return match[0][1:]
-        return variables.get(match[1], match[0])
-
-    return re.sub(r"\$?\$\(([^)]*)\)", replace, argument)
 
 
 def start_pod(container: dict[str, Any], index: int, group_size: int) -> "subprocess.Popen[str]":

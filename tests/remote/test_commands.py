@@ -1,6 +1,7 @@
 """The commands take the URL of a bundle."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,40 @@ def test_pull(server: HttpServer, served: Path, tmp_path: Path) -> None:
     assert run("verify", out).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
     assert "exists" in run("pull", f"{server.url}/large.stagepack", "-o", out).output
+
+
+def test_what_lies_in_the_folder_of_a_download_is_not_believed(
+    server: HttpServer, served: Path, tmp_path: Path
+) -> None:
+    out, victim = tmp_path / "pulled.stagepack", tmp_path / "victim"
+    victim.write_text("precious")
+    (served / "tiny.stagepack" / "model.sig").write_text("a signature")
+    digest = stagepack.open(served / "tiny.stagepack").digest
+    folder = tmp_path / ".pulled.stagepack.download"
+    bundle_folder = folder / "bundles" / digest
+    bundle_folder.mkdir(parents=True)
+    content = (served / "tiny.stagepack" / "stage-1.safetensors").read_bytes()
+    (bundle_folder / "stage-1.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (bundle_folder / "model.sig").symlink_to(victim)
+    assert run("pull", f"{server.url}/tiny.stagepack", "-o", out).exit_code == 0
+    assert run("verify", out).exit_code == 0
+    assert (out / "model.sig").read_text() == "a signature"
+    assert victim.read_text() == "precious"
+    (served / "tiny.stagepack" / "model.sig").unlink()
+    shutil.rmtree(out)
+    bundle_folder.mkdir(parents=True)
+    (bundle_folder / "model.sig").write_text("an old one")
+    assert run("pull", f"{server.url}/tiny.stagepack", "-o", out).exit_code == 0
+    assert not (out / "model.sig").exists()
+
+
+def test_the_folder_of_a_download_is_no_link(server: HttpServer, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".pulled.stagepack.download").symlink_to(tmp_path / "elsewhere")
+    result = run("pull", f"{server.url}/tiny.stagepack", "-o", tmp_path / "pulled.stagepack")
+    assert result.exit_code == 1
+    assert "expected the folder of a download of this user" in result.output
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 # The stagepack command, with a cache for each process, as on machines of their own.

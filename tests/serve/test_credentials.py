@@ -1,6 +1,8 @@
 """Files of certificates, keys and tokens that a server refuses, before it loads or listens."""
 
+import errno
 import os
+import ssl
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +195,23 @@ def test_a_certificate_that_changes_before_its_key(tmp_path: Path, caplog: pytes
     caplog.clear()
     watched.check()
     assert "is not that of the certificate" not in caplog.text
+
+
+def test_a_key_that_is_missing_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was read, and is being replaced when OpenSSL reads it."""
+    mine = make_certificate(tmp_path, "mine")
+    tls = ServerTls(mine.certificate_file, mine.key_file)
+    watched = WatchedFiles([mine.certificate_file, mine.key_file], tls.reload)
+    os.utime(mine.certificate_file, (1, 1))
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", missing_file)
+    watched.check()
+    assert "cannot be read: No such file or directory; the server goes on with what it read before" in caplog.text
+
+
+def missing_file(*_: Any, **__: Any) -> None:
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -333,6 +333,15 @@ def test_a_bundle_that_is_not_in_order_is_not_signed(bundle_path: Path, signer: 
     assert sorted(path.name for path in bundle_path.parent.iterdir()) == ["tiny.stagepack"]
 
 
+def test_another_manifest_than_the_opened_one_is_not_signed(bundle_path: Path, signer: Signer) -> None:
+    bundle = stagepack.open(bundle_path)
+    rewrite_manifest(bundle_path)
+    with pytest.raises(DigestError, match=r"manifest.json: was changed after the bundle was opened, so that it is not"):
+        stagepack.sign(bundle, key=signer.key)
+    assert not (bundle_path / "model.sig").exists()
+    assert sorted(path.name for path in bundle_path.parent.iterdir()) == ["tiny.stagepack"]
+
+
 def test_a_signature_is_replaced_only_on_request(bundle_path: Path, signer: Signer, stranger: Signer) -> None:
     assert run("sign", bundle_path, "--key", signer.key).exit_code == 0
     with pytest.raises(OutputExistsError, match="is signed already"):

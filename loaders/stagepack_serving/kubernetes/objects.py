@@ -65,8 +65,8 @@ def entry_command(options: DeploymentOptions) -> list[str]:
 
 
 def _literal(argument: str) -> str:
-    """An argument in which Kubernetes replaces nothing."""
-    return argument.replace("$(", "$$(")
+    """An argument in which Kubernetes replaces nothing: it takes ``$$`` for ``$``, and ``$(NAME)`` for a variable."""
+    return argument.replace("$", "$$")
 
 
 def _worker_set(bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[PodSize]) -> dict[str, Any]:

@@ -109,6 +109,8 @@ def _read_pair(
         if error.reason == "KEY_VALUES_MISMATCH":
             raise CredentialError(f"{key}: the TLS key is not that of the certificate {certificate}") from None
         raise CredentialError(f"{certificate}, {key}: TLS cannot use them: {_reason(error)}") from None
+    except OSError as error:  # one of them was removed after it was read
+        raise CredentialError(f"{certificate}, {key}: cannot be read: {error.strerror or error}") from None
     return key_pem, certificate_pem
 
 
