@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import stagepack
-from stagepack.errors import InputError, OptionError, UnsupportedError
+from stagepack.errors import InputError, OptionError, StageFailedError, UnsupportedError
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
+from stagepack_loaders.generation.sampling import TokenSampler
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_loop import TokenLoop
 
@@ -126,3 +127,36 @@ def test_a_cache_that_is_too_small_is_named() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"settings? "):
         GenerationSettings().override(settings)
+
+
+def choose_token(logits: list[float], **settings: Any) -> int:
+    sampler = TokenSampler(GenerationSettings().override(settings), numpy.zeros((1, 1), bool))
+    return int(sampler.choose(numpy.array([[0, 1]]), numpy.array([logits], numpy.float32))[0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-320, 1e-38, 1e-3])
+@pytest.mark.parametrize("logits", [[1, 2, 9, 3], [-1, -2, -0.5, -3], [-3e38, 0, 3e38, 1]])
+def test_a_small_temperature_takes_the_likeliest_token(logits: list[float], temperature: float) -> None:
+    assert choose_token(logits, do_sample=True, temperature=temperature, top_p=0.9, min_p=0.1) == 2
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("penalty", "token"), [(1e-320, 0), (1e-40, 0), (1e38, 2), (0.0, 0)])
+def test_extreme_penalties_choose_a_token(penalty: float, token: int, do_sample: bool) -> None:
+    assert choose_token([3, -1, 2.5, -100], repetition_penalty=penalty, do_sample=do_sample, top_k=1) == token
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(
+    ("logits", "suppressed"),
+    [([1, numpy.nan, 2], []), ([1, numpy.inf, 2], []), ([-numpy.inf] * 3, []), ([1, 2, 3], [0, 1, 2])],
+)
+def test_logits_without_a_likeliest_token_are_named(logits: Any, suppressed: list[int], do_sample: bool) -> None:
+    with pytest.raises(StageFailedError, match="expected a finite largest value among the tokens"):
+        choose_token(logits, do_sample=do_sample, suppress_tokens=suppressed)
+
+
+@pytest.mark.parametrize("setting_name", ["suppress_tokens", "begin_suppress_tokens"])
+def test_suppressed_tokens_outside_the_vocabulary_are_ignored(setting_name: str) -> None:
+    sampler = TokenSampler(GenerationSettings().override({setting_name: [99, -2, 3, 2**62]}), numpy.zeros((1, 2), bool))
+    assert sampler.choose(numpy.array([[0, 1]]), numpy.array([[1.0, 2.0, 9.0, 10.0]])) == [2]

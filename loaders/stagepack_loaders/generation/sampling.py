@@ -6,12 +6,17 @@ transformers' own; without it, they are numpy's.
 
 import importlib
 import importlib.util
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import numpy
 
+from stagepack.errors import StageFailedError
 from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.settings import GenerationSettings
+
+_LARGEST_FLOAT: Final = float(numpy.finfo(numpy.float32).max)
+_LEAST_FLOAT: Final = float(numpy.finfo(numpy.float32).tiny)
 
 
 class TokenSampler:
@@ -37,18 +42,24 @@ class TokenSampler:
 
         Returns:
             The tokens, [batch].
+
+        Raises:
+            StageFailedError: a text has no token with a finite logit that may be chosen, or logits that are NaN or infinite.
         """
         settings = self._settings
         scores = logits.astype(numpy.float32)
-        if settings.repetition_penalty != 1.0:
-            scores = self._penalize_repetition(tokens, scores)
-        scores[:, list(settings.suppress_tokens)] = -numpy.inf
+        _suppress(scores, settings.suppress_tokens)
         if tokens.shape[1] == self._is_padding.shape[1]:
-            scores[:, list(settings.begin_suppress_tokens)] = -numpy.inf
-        if self._draw is None:
-            likeliest: Array = scores.argmax(1)
-            return likeliest
-        return self._draw(_softmax(self._limit(scores)))
+            _suppress(scores, settings.begin_suppress_tokens)
+        _require_finite_largest(scores)
+        # A small temperature or penalty leads to differences that are infinite; their tokens are not drawn.
+        with numpy.errstate(over="ignore"):
+            if settings.repetition_penalty != 1.0:
+                scores = self._penalize_repetition(tokens, scores)
+            if self._draw is None:
+                likeliest: Array = scores.argmax(1)
+                return likeliest
+            return self._draw(_softmax(self._limit(scores)))
 
     def _penalize_repetition(self, tokens: Array, scores: Array) -> Array:
         """Make the tokens so far less likely, but for padding and those that have no logits."""
@@ -57,14 +68,16 @@ class TokenSampler:
         columns[:, : self._is_padding.shape[1]][self._is_padding] = vocabulary_size
         wider_scores = numpy.pad(scores, ((0, 0), (0, 1)))
         used = numpy.take_along_axis(wider_scores, columns, 1)
-        penalty = numpy.float32(self._settings.repetition_penalty)
-        numpy.put_along_axis(wider_scores, columns, numpy.where(used < 0, used * penalty, used / penalty), 1)
+        penalty = numpy.float32(max(self._settings.repetition_penalty, _LEAST_FLOAT))
+        penalized = numpy.where(used < 0, used * penalty, used / penalty).clip(-_LARGEST_FLOAT, _LARGEST_FLOAT)
+        penalized = numpy.where(numpy.isfinite(used), penalized, used)
+        numpy.put_along_axis(wider_scores, columns, penalized, 1)
         return wider_scores[:, :vocabulary_size]
 
     def _limit(self, scores: Array) -> Array:
         """Leave out the tokens that must not be drawn."""
         settings = self._settings
-        scores = scores / numpy.float32(settings.temperature)
+        scores = _divide(scores, settings.temperature)
         if 0 < settings.top_k < scores.shape[1]:
             lowest = numpy.partition(scores, -settings.top_k, 1)[:, -settings.top_k, None]
             scores = numpy.where(scores < lowest, -numpy.inf, scores)
@@ -112,6 +125,35 @@ def _drawing(seed: int | None) -> Drawing:
         return drawn[:, 0]
 
     return draw_in_torch
+
+
+def _suppress(scores: Array, tokens: Sequence[int]) -> None:
+    """Rule out tokens, in place. As in transformers, numbers outside the vocabulary are ignored."""
+    scores[:, [token for token in tokens if 0 <= token < scores.shape[1]]] = -numpy.inf
+
+
+def _require_finite_largest(scores: Array) -> None:
+    """Check that each text has a likeliest token.
+
+    Raises:
+        StageFailedError: the largest score of a text is not finite.
+    """
+    largest_scores = scores.max(1)
+    if (is_invalid := ~numpy.isfinite(largest_scores)).any():
+        row = int(is_invalid.argmax())
+        raise StageFailedError(
+            f"the logits of the next token of text {row}: expected a finite largest value among the tokens that are not suppressed, found"
+            f" {largest_scores[row]}. Check the weights of the model, its dtype, and its generation_config.json"
+        )
+
+
+def _divide(scores: Array, temperature: float) -> Array:
+    """Divide scores by a temperature. Only their differences matter, so quotients that overflow are those of the differences."""
+    divisor = numpy.float32(max(temperature, _LEAST_FLOAT))
+    quotients: Array = scores / divisor
+    if not numpy.isfinite(quotients.max(1)).all():
+        quotients = (scores - scores.max(1, keepdims=True)) / divisor
+    return quotients
 
 
 def _softmax(scores: Array) -> Array:

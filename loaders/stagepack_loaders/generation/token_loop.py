@@ -109,6 +109,9 @@ class TokenLoop:
 
         Returns:
             The tokens, [batch]; the padding token for a text that has ended.
+
+        Raises:
+            StageFailedError: see `TokenSampler.choose`.
         """
         has_ended = numpy.array([reason is not None for reason in self.finish_reasons])
         chosen = self._sampler.choose(self.tokens, logits)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.decoders import ENCODER_NAME, DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.generation.settings import read_settings
@@ -176,7 +176,10 @@ class Generator:
             while not is_finished:
                 outputs = await self._decoder.call(loop.next_inputs(), sequence)
                 # In a thread: to draw one of many tokens takes longer than other requests should wait.
-                part = await asyncio.to_thread(take, outputs[self._logits_output])
+                try:
+                    part = await asyncio.to_thread(take, outputs[self._logits_output])
+                except StageFailedError as error:
+                    raise RequestError(RequestStatus.MODEL_FAILED, f"{self._decoder.name}: {error}") from error
                 is_finished = part.finish_reason is not None
                 yield part
 
