@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -126,3 +128,22 @@ def test_a_template_answers_again_after_one_that_did_not_survive() -> None:
             return [*texts, await chat_template.render([{"content": "b"}])]
 
     assert asyncio.run(run()) == ["ok", "ok"]
+
+
+def test_conversations_that_wait_for_a_template_hold_up_nothing_else() -> None:
+    async def run() -> tuple[float, str]:
+        slow_template = "{% if messages %}{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}{% endif %}ok"
+        with contextlib.closing(ChatTemplate(slow_template, {})) as chat_template:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
+            renders = [asyncio.create_task(chat_template.render([{"content": "a"}])) for _ in range(30)]
+            await asyncio.sleep(0.2)
+            start_time = time.monotonic()
+            await asyncio.to_thread(time.monotonic)
+            waiting_seconds = time.monotonic() - start_time
+            for render_task in renders:
+                render_task.cancel()
+            return waiting_seconds, await asyncio.wait_for(chat_template.render([]), 10)
+
+    waiting_seconds, text = asyncio.run(run())
+    assert waiting_seconds < 0.5
+    assert text == "ok"

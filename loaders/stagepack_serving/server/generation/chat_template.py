@@ -6,6 +6,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from stagepack_loaders.python_process import module_command, module_environment
@@ -31,7 +32,8 @@ class ChatTemplate:
         self._template = template
         self._special_tokens = dict(special_tokens)
         self._process: subprocess.Popen[bytes] | None = None
-        self._turn = threading.Lock()
+        # Of its own: conversations that wait for it take no threads of other models, and are dropped when their clients go away.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stagepack-chat-template")
 
     async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Write a conversation as a text, which ends where the answer of the assistant begins.
@@ -47,7 +49,7 @@ class ChatTemplate:
         """
         variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
         request = json.dumps({"template": self._template, "variables": variables}).encode() + b"\n"
-        answer_line = await asyncio.to_thread(self._exchange, request)
+        answer_line = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, request)
         if not answer_line:
             message = f"the chat template of the bundle took more than {_MAX_SECONDS:g} s, or too much memory"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
@@ -60,30 +62,29 @@ class ChatTemplate:
         return text
 
     def close(self) -> None:
-        """End the process."""
-        with self._turn:
-            self._end_process()
+        """End the process, after the conversation that it fills in."""
+        self._thread.shutdown(cancel_futures=True)
+        self._end_process()
 
     def _exchange(self, line: bytes) -> bytes:
         """Send a line to the process, and return its answer; empty if it does not survive it."""
-        with self._turn:
-            self._process = process = self._process or _start_process()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            timer = threading.Timer(_MAX_SECONDS, process.kill)
-            timer.start()
-            answer_line = b""
-            try:
-                with contextlib.suppress(OSError):
-                    process.stdin.write(line)
-                    process.stdin.flush()
-                    answer_line = process.stdout.readline()
-            finally:
-                timer.cancel()
-                if not answer_line.endswith(b"\n"):
-                    answer_line = b""
-                    self._end_process()
-            return answer_line
+        self._process = process = self._process or _start_process()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(_MAX_SECONDS, process.kill)
+        timer.start()
+        answer_line = b""
+        try:
+            with contextlib.suppress(OSError):
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer_line = process.stdout.readline()
+        finally:
+            timer.cancel()
+            if not answer_line.endswith(b"\n"):
+                answer_line = b""
+                self._end_process()
+        return answer_line
 
     def _end_process(self) -> None:
         if self._process is not None:
