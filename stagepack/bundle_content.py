@@ -1,19 +1,38 @@
 """What a bundle stores, for another bundle that is made of it: tensors, the recorded example, files such as ``config.json``."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from stagepack.bundle_writing import INDEX_FILE_NAME, EntryPointContent
 from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.file_writing import FileRange
+from stagepack.format.file_writing import FileRange, FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
-from stagepack.format.writer import TensorSource
+from stagepack.format.writer import Pieces, TensorSource, check_output_path
 from stagepack.partition.cut import Cut, CutStage
+
+
+def check_output(bundle: Bundle, out: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Refuse an output path that a bundle made of this one cannot be written to, before any work is done.
+
+    Args:
+        bundle: the bundle that the new one is made of.
+        out: the folder of the new bundle; it may be that of `bundle`.
+        overwrite: whether `out` may be an existing bundle.
+
+    Raises:
+        OutputExistsError, WriteError: see `check_output_path`.
+        DigestError: `out` is the folder of `bundle`, and has files that the manifest does not list (D4).
+    """
+    check_output_path(out, overwrite=overwrite)
+    if os.path.realpath(out) == os.path.realpath(bundle.path):
+        bundle.check_replaceable()
 
 
 def further_files(bundle: Bundle) -> dict[str, bytes]:
@@ -38,16 +57,19 @@ class StoredEntryPoint:
         bundle: the bundle, at this entry point.
         graphs: the graphs of its stages.
         locations: the file and the position of each stored tensor, by name.
+        versions: the version of each file that was compared with its digest, by file name; only these files are copied.
     """
 
     bundle: Bundle
     graphs: tuple[Graph, ...]
     locations: Mapping[str, tuple[Path, StoredTensor]]
+    versions: Mapping[str, FileVersion]
 
     @property
     def weights(self) -> TensorSource:
         """The stored tensors of its weights."""
-        return stored_tensors(self.locations, [weight for graph in self.graphs for weight in graph.weights])
+        weights = [weight for graph in self.graphs for weight in graph.weights]
+        return stored_tensors(self.locations, self.versions, weights)
 
     def content(self, **changes: Any) -> EntryPointContent:
         """Return what `write_bundle` writes for the same entry point, with the same cut.
@@ -72,13 +94,17 @@ class StoredEntryPoint:
             ),
             plan=entry_point.plan,
             seed=entry_point.seed,
-            record_example=lambda _: recorded_example(self.bundle),
+            record_example=lambda _: recorded_example(self.bundle, self.versions),
         )
         return replace(unchanged, **changes)
 
 
-def read_entry_point(bundle: Bundle) -> StoredEntryPoint:
+def read_entry_point(bundle: Bundle, versions: Mapping[str, FileVersion] = MappingProxyType({})) -> StoredEntryPoint:
     """Read the graphs of the selected entry point, and the headers of its weight files.
+
+    Args:
+        bundle: the bundle, at this entry point.
+        versions: from `Bundle.check_digests`, for weights that are copied; none if only graphs and headers are used.
 
     Raises:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
@@ -87,22 +113,32 @@ def read_entry_point(bundle: Bundle) -> StoredEntryPoint:
     locations: dict[str, tuple[Path, StoredTensor]] = {}
     for stage_number, graph in enumerate(graphs):
         locations |= bundle.tensors(stage_number, graph)
-    return StoredEntryPoint(bundle=bundle, graphs=graphs, locations=locations)
+    return StoredEntryPoint(bundle=bundle, graphs=graphs, locations=locations, versions=versions)
 
 
-def recorded_example(bundle: Bundle) -> TensorSource:
-    """Return the tensors of the recorded example; none if the bundle has none."""
+def recorded_example(bundle: Bundle, versions: Mapping[str, FileVersion]) -> TensorSource:
+    """Return the tensors of the recorded example; none if the bundle has none.
+
+    Args:
+        bundle: the bundle.
+        versions: from `Bundle.check_digests`.
+    """
     if bundle.example is None:
-        return stored_tensors({})
+        return stored_tensors({}, versions)
     header = read_weight_header(bundle.example)
-    return stored_tensors({tensor: (bundle.example, stored) for tensor, stored in header.items()})
+    return stored_tensors({tensor: (bundle.example, stored) for tensor, stored in header.items()}, versions)
 
 
-def stored_tensors(locations: Mapping[str, tuple[Path, StoredTensor]], weights: Sequence[Weight] = ()) -> TensorSource:
+def stored_tensors(
+    locations: Mapping[str, tuple[Path, StoredTensor]],
+    versions: Mapping[str, FileVersion],
+    weights: Sequence[Weight] = (),
+) -> TensorSource:
     """Return the tensors of weight files, and the weights of zeros, which no file stores.
 
     Args:
         locations: the file and the position of each stored tensor, by name.
+        versions: the version of each file that was compared with its digest, by file name; another one is not copied.
         weights: weights of which those of zeros are added.
     """
     specs = {
@@ -112,7 +148,12 @@ def stored_tensors(locations: Mapping[str, tuple[Path, StoredTensor]], weights: 
     for weight in weights:
         if weight.zeros:
             specs[weight.stored] = TensorSpec(name=weight.stored, dtype=weight.dtype, shape=weight.shape)
-    return TensorSource(specs=specs, read=lambda tensor: [file_range(*locations[tensor])])
+
+    def read(tensor: str) -> Pieces:
+        path, stored = locations[tensor]
+        return [FileRange(path=path, start=stored.start, size=stored.end - stored.start, version=versions[path.name])]
+
+    return TensorSource(specs=specs, read=read)
 
 
 def merged_tensors(sources: Sequence[TensorSource]) -> TensorSource:
@@ -123,8 +164,3 @@ def merged_tensors(sources: Sequence[TensorSource]) -> TensorSource:
             source_of_tensor.setdefault(tensor, source)
     specs = {tensor: source.specs[tensor] for tensor, source in source_of_tensor.items()}
     return TensorSource(specs=specs, read=lambda tensor: source_of_tensor[tensor].read(tensor))
-
-
-def file_range(path: Path, stored: StoredTensor) -> FileRange:
-    """Return the bytes of a stored tensor."""
-    return FileRange(path=path, start=stored.start, size=stored.end - stored.start)

@@ -7,13 +7,12 @@ would have.
 import os
 from collections.abc import Sequence
 
-from stagepack.bundle_content import StoredEntryPoint, further_files, merged_tensors, read_entry_point
+from stagepack.bundle_content import StoredEntryPoint, check_output, further_files, merged_tensors, read_entry_point
 from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import check_graph, raise_problems
-from stagepack.format.writer import check_output_path
 from stagepack.graph.joining import join_stages
 from stagepack.opening import BundleSource, opened
 from stagepack.partition.costs import graph_costs
@@ -66,10 +65,11 @@ def recut(
 
     Raises:
         NotABundleError, VersionError: there is no bundle that this version of stagepack reads.
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format; or `out` is the bundle itself, and has files that the
+            manifest does not list, which would be lost.
         CutError: the model cannot be cut as requested.
         OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
-        WriteError: the bundle cannot be written.
+        WriteError: the bundle cannot be written, or the files of the old one were changed meanwhile.
 
     Examples:
         >>> stagepack.recut("m.stagepack", out="m8.stagepack", stages=8)
@@ -106,12 +106,12 @@ def recut_with_options(
         EntryPointError: the bundle has several entry points, and none is selected.
         DigestError, FormatError, CutError, OutputExistsError, WriteError: see `recut`.
     """
-    check_output_path(out, overwrite=overwrite)
+    check_output(bundle, out, overwrite=overwrite)
     selected_name = bundle.entry_point.name
-    bundle.check_digests(bundle.files)
+    versions = bundle.check_digests(bundle.files)
     contents, sources = [], []
     for entry_point in bundle.entry_points:
-        stored = read_entry_point(bundle.select(entry_point.name))
+        stored = read_entry_point(bundle.select(entry_point.name), versions)
         if entry_point.name == selected_name:
             partition = _cut(stored, cut_options)
             contents.append(stored.content(cut=partition.cut, plan=partition.plan))

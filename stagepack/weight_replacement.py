@@ -12,17 +12,18 @@ from pathlib import Path
 import msgspec
 import torch
 
-from stagepack.bundle_content import further_files, merged_tensors, read_entry_point, recorded_example
+from stagepack.bundle_content import check_output, further_files, merged_tensors, read_entry_point, recorded_example
 from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint, without_prefix
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.source_argument import FORWARD
 from stagepack.errors import CaptureError, WriteError
+from stagepack.format.file_writing import FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
-from stagepack.format.writer import BundleWriter, Pieces, TensorSource, check_output_path
+from stagepack.format.writer import BundleWriter, Pieces, TensorSource
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import open_bundle
 
@@ -67,14 +68,15 @@ def replace_weights(
 
     Raises:
         CaptureError: the source cannot be read, or has other weights than the graphs; the message lists what differs.
-        DigestError, FormatError: the bundle is damaged.
+        DigestError, FormatError: the bundle is damaged; or `out` is its folder, and has files that the manifest does not list, which would
+            be lost.
         OperatorError: a stage cannot run here, or needs a namespace that is not allowed.
         OutputExistsError, WriteError: see `stagepack.export`.
     """
-    check_output_path(out, overwrite=overwrite)
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    check_output(opened, out, overwrite=overwrite)
     progress("check the bundle")
-    opened.check_digests(opened.files)
+    versions = opened.check_digests(opened.files)
     progress("read the checkpoint")
     weights = _weights_by_name(opened)
     new_weights = _open_source(source, weights)
@@ -85,14 +87,14 @@ def replace_weights(
         raise WriteError(f"{out}: cannot write there: {error.strerror}") from None
     with temporary:
         progress("write")
-        filled = _write_filled(opened, new_weights.files, replacements, temporary.path / "filled")
+        filled = _write_filled(opened, versions, new_weights.files, replacements, temporary.path / "filled")
         progress("run the example")
         answers = {
             entry_point.name: _answers(filled.select(entry_point.name), opened.select(entry_point.name), allow_ops)
             for entry_point in opened.entry_points
             if entry_point.example is not None
         }
-        _write_finished(filled, opened, answers, out, overwrite=overwrite)
+        _write_finished(filled, opened, versions, answers, out, overwrite=overwrite)
     return Bundle(out)
 
 
@@ -197,10 +199,16 @@ def _pieces(tensor: CheckpointTensor) -> Pieces:
 
 
 def _write_filled(
-    bundle: Bundle, files: Mapping[str, bytes], replacements: Mapping[str, CheckpointTensor], path: Path
+    bundle: Bundle,
+    versions: Mapping[str, FileVersion],
+    files: Mapping[str, bytes],
+    replacements: Mapping[str, CheckpointTensor],
+    path: Path,
 ) -> Bundle:
     """Write the bundle with the new weights and without examples."""
-    stored_entry_points = [read_entry_point(bundle.select(entry_point.name)) for entry_point in bundle.entry_points]
+    stored_entry_points = [
+        read_entry_point(bundle.select(entry_point.name), versions) for entry_point in bundle.entry_points
+    ]
     old_tensors = merged_tensors([stored.weights for stored in stored_entry_points])
 
     def read(stored_name: str) -> Pieces:
@@ -242,6 +250,7 @@ def _answers(filled: Bundle, bundle: Bundle, allow_ops: Collection[str]) -> dict
 def _write_finished(
     filled: Bundle,
     bundle: Bundle,
+    versions: Mapping[str, FileVersion],
     answers: Mapping[str, Mapping[str, torch.Tensor]],
     out: str | os.PathLike[str],
     *,
@@ -253,7 +262,7 @@ def _write_finished(
             writer.link_file(filled.path / file_name, entry)
         for entry_point in bundle.entry_points:
             if entry_point.example is not None:
-                example = recorded_example(bundle.select(entry_point.name))
+                example = recorded_example(bundle.select(entry_point.name), versions)
                 read = partial(_read_example_tensor, example, answers[entry_point.name])
                 writer.write_tensors(entry_point.example, example.specs.values(), read)
         entry_points = [

@@ -18,9 +18,10 @@ from stagepack.format.file_checks import (
     read_plain_file,
 )
 from stagepack.format.file_source import FileSource, FileStream
+from stagepack.format.file_writing import FileVersion
 from stagepack.format.manifest import File
 from stagepack.format.manifest_reader import read_manifest
-from stagepack.format.validate import SIGNATURE_NAME, format_names
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_weight_header
 
 
@@ -121,18 +122,43 @@ class BundleFiles:
             return self.source.read_signature()
         return read_plain_file(self.path, SIGNATURE_NAME, limits.SIGNATURE_BYTES)
 
-    def check_digests(self, file_names: Iterable[str], progress: ByteProgress | None = None) -> None:
+    def check_digests(self, file_names: Iterable[str], progress: ByteProgress | None = None) -> dict[str, FileVersion]:
         """Compare files with their digests, in as many threads as there are processors.
 
         Args:
             file_names: the names of files that the manifest lists.
             progress: called by the threads with the number of bytes that were compared.
 
+        Returns:
+            The version of each file, by name: a file that still has it has the bytes that were compared.
+
         Raises:
             FileNotListedError: the manifest does not list a file.
             DigestError: files are missing or differ from those that the manifest lists.
         """
-        raise_digest_problems(self.digest_problems([self._entry(file_name) for file_name in file_names], progress))
+        versions: dict[str, FileVersion] = {}
+        entries = [self._entry(file_name) for file_name in file_names]
+        raise_digest_problems(self.digest_problems(entries, progress, versions))
+        return versions
+
+    def unlisted_files(self) -> list[str]:
+        """Return the names of the files and folders in the folder of the bundle that the manifest does not list (D4), in order."""
+        try:
+            found_names = os.listdir(self.path)
+        except FileNotFoundError:  # all files are missing: `check_digests` says so
+            return []
+        return sorted(set(found_names) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
+
+    def check_replaceable(self) -> None:
+        """Refuse to replace the folder of the bundle by a changed bundle if other files in it would be lost.
+
+        Raises:
+            DigestError: the folder has files that the manifest does not list (D4).
+        """
+        message = "the file is not listed in the manifest, and would be lost: move it out of the folder of the bundle"
+        raise_digest_problems(
+            [Problem(rule="D4", where=file_name[:200], message=message) for file_name in self.unlisted_files()]
+        )
 
     def fetch(self, file_names: Iterable[str]) -> None:
         """Download files of a remote bundle, several at a time, unless its folder in the cache has them. A local bundle has all files.
@@ -149,12 +175,18 @@ class BundleFiles:
         if self.source is not None:
             self.source.fetch([self._entry(file_name) for file_name in file_names])
 
-    def digest_problems(self, entries: Sequence[File], progress: ByteProgress | None) -> list[Problem]:
+    def digest_problems(
+        self,
+        entries: Sequence[File],
+        progress: ByteProgress | None,
+        versions: dict[str, FileVersion] | None = None,
+    ) -> list[Problem]:
         """Compare files with their digests; those of a remote bundle that were damaged in the cache are downloaded again, once.
 
         Args:
             entries: the files.
             progress: called by several threads with the number of bytes that were compared.
+            versions: gets the version that each file had before it was read, by file name.
 
         Returns:
             The problems of the files that differ.
@@ -163,9 +195,9 @@ class BundleFiles:
             RemoteError, DigestError, WriteError: see `fetch`.
         """
         self.fetch(entry.name for entry in entries)
-        problems = check_digests(self.path, entries, progress)
+        problems = check_digests(self.path, entries, progress, versions)
         if self.replace_damaged(problems):
-            problems = check_digests(self.path, entries, progress)
+            problems = check_digests(self.path, entries, progress, versions)
         return problems
 
     def replace_damaged(self, problems: Iterable[Problem]) -> bool:

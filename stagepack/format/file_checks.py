@@ -12,6 +12,7 @@ from typing import Final
 from stagepack.errors import DigestError, LimitError, Problem, StagepackError
 from stagepack.format.chunk_reading import FileRead, read_chunks
 from stagepack.format.chunks import ByteProgress
+from stagepack.format.file_writing import FileVersion, file_version
 from stagepack.format.manifest import File
 
 # Files that are open at the same time. Processes may often have no more than 1,024, or 256.
@@ -164,13 +165,19 @@ def _read_up_to(file: io.FileIO, byte_count: int) -> bytes:
         return buffered.read(byte_count)
 
 
-def check_digests(folder: Path, entries: Iterable[File], progress: ByteProgress | None = None) -> list[Problem]:
+def check_digests(
+    folder: Path,
+    entries: Iterable[File],
+    progress: ByteProgress | None = None,
+    versions: dict[str, FileVersion] | None = None,
+) -> list[Problem]:
     """Compare the size and the content of files with the manifest (D1 and D2). Reads the files in threads, by chunk.
 
     Args:
         folder: the folder of the bundle.
         entries: the manifest entries of the files.
         progress: called by the threads with the number of bytes that were compared.
+        versions: gets the version that each file had before it was read, by file name.
 
     Returns:
         The problems in the order of the files; of each file the first one.
@@ -189,6 +196,8 @@ def check_digests(folder: Path, entries: Iterable[File], progress: ByteProgress 
                 except DigestError as error:
                     problem_of_file[entry.name] = error.problems[0]
                 else:
+                    if versions is not None:
+                        versions[entry.name] = file_version(file.fileno())
                     reads.append(FileRead(entry, file.fileno()))
             for problem in read_chunks(reads, compare=True, progress=progress):
                 problem_of_file[problem.where] = problem

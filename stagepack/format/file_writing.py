@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, chunk_digest, file_entry
 from stagepack.format.manifest import File
@@ -17,14 +17,37 @@ from stagepack.format.threads import usable_cpu_count
 _MOST_THREADS: Final = 8
 
 
-# Differs when a file was replaced or written: see `file_version`.
-FileVersion = tuple[int, int, int, int]
+class FileVersion(NamedTuple):
+    """What differs when a file was replaced or written; see `file_version`.
+
+    Attributes:
+        device: the device of the file system.
+        inode: the number of the file there.
+        size: in bytes.
+        content_time: when the content last changed, in nanoseconds; programs can set it.
+        status_time: when the content, the permissions or the number of links last changed, in nanoseconds; programs cannot set it.
+    """
+
+    device: int
+    inode: int
+    size: int
+    content_time: int
+    status_time: int
+
+    def is_same_but_links(self, version: "FileVersion") -> bool:
+        """Whether the file is the same one, though it may have got another link since."""
+        return version._replace(status_time=self.status_time) == self
 
 
 def file_version(descriptor: int) -> FileVersion:
-    """Return the inode, the size and the time of the last change of an open file."""
+    """Return the version of an open file."""
     status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return FileVersion(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def changed_file_error(path: Path) -> OSError:
+    """The error for a file that is not the one any more that was opened or verified."""
+    return OSError(f"{path}: was changed while it was read: repeat the call when it is complete")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,15 +216,21 @@ def _write_chunk(descriptor: int, start: int, chunk: list[Piece], buffers: _Buff
 
 
 def _read_range(piece: FileRange, buffer: memoryview) -> None:
-    descriptor = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+    # Nobody waits for the writer of a pipe. A link is followed: those of the cache of Hugging Face lead to the file of this version.
+    descriptor = os.open(piece.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        _check_version(piece, descriptor)
         position = piece.start
         while buffer:
             count = os.preadv(descriptor, [buffer], position)
             if not count:
                 raise OSError(f"{piece.path}: ends before byte {piece.start + piece.size}")
             position, buffer = position + count, buffer[count:]
-        if piece.version not in (None, file_version(descriptor)):
-            raise OSError(f"{piece.path}: was changed while it was read: repeat the call when it is complete")
+        _check_version(piece, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_version(piece: FileRange, descriptor: int) -> None:
+    if piece.version not in (None, file_version(descriptor)):
+        raise changed_file_error(piece.path)

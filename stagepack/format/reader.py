@@ -25,8 +25,6 @@ from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, pa
 from stagepack.format.shapes import Symbol
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
-    MANIFEST_NAME,
-    SIGNATURE_NAME,
     check_onnx,
     check_stage,
     check_weights,
@@ -303,10 +301,9 @@ class Bundle(BundleFiles):
             FormatError: a rule is broken.
         """
         problems = self.digest_problems(self.manifest.files, progress)
-        unlisted = sorted(set(os.listdir(self.path)) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
         problems += [
             Problem(rule="D4", where=file_name[:200], message="the file is not listed in the manifest")
-            for file_name in unlisted
+            for file_name in self.unlisted_files()
         ]
         raise_digest_problems(problems)
         _check_stages(self)

@@ -17,11 +17,21 @@ from typing import Final, Self
 
 import msgspec
 
-from stagepack.errors import ExportWarning, OutputExistsError, WriteError
+from stagepack.errors import DigestError, ExportWarning, OutputExistsError, Problem, StagepackError, WriteError
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.codec import encode_manifest
-from stagepack.format.file_writing import Piece, synchronize, write_pieces
+from stagepack.format.file_checks import open_without_following
+from stagepack.format.file_writing import (
+    FileRange,
+    FileVersion,
+    Piece,
+    changed_file_error,
+    file_version,
+    synchronize,
+    write_pieces,
+)
 from stagepack.format.manifest import File, Manifest
+from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.threads import map_in_threads
@@ -150,23 +160,32 @@ class BundleWriter:
         self._file_entries.append(write_pieces(path, pieces, progress))
         self._unsynchronized.append(path)
 
-    def link_file(self, path: Path, entry: File) -> None:
-        """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Its digest is not computed again.
+    def link_file(self, path: Path, entry: File, version: FileVersion | None = None) -> None:
+        """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Only a copy is hashed again.
 
         Args:
             path: the file.
             entry: its entry in the manifest of the other bundle.
+            version: the file must still be this one, from `Bundle.check_digests`; None if nobody else writes it.
 
         Raises:
-            OSError: the file cannot be copied; the ``with`` statement converts it to a `WriteError`.
+            DigestError: the copy differs from the entry.
+            OSError: the file is not of this version, or cannot be copied; the ``with`` statement converts it to a `WriteError`.
         """
         new_path = self._temporary_folder / entry.name
         try:
             os.link(path, new_path)
         # The other bundle is on another file system, or the file system has no hard links.
         except OSError:
-            shutil.copyfile(path, new_path)
-            self._unsynchronized.append(new_path)
+            self.write_file(entry.name, [FileRange(path=path, start=0, size=entry.size, version=version)])
+            if self._file_entries[-1] != entry:
+                message = "the file was changed after it was compared with its digest"
+                raise DigestError([Problem(rule="D2", where=entry.name, message=message)]) from None
+            return
+        if version is not None:
+            with open_without_following(new_path) as file:
+                if not version.is_same_but_links(file_version(file.fileno())):
+                    raise changed_file_error(path)
         self._file_entries.append(entry)
 
     def write_tensors(
@@ -198,14 +217,16 @@ class BundleWriter:
 
         self.write_file(file_name, pieces(), progress)
 
-    def finish(self, manifest: Manifest) -> None:
+    def finish(self, manifest: Manifest, *, replaced_digest: str | None = None) -> None:
         """Write the manifest and rename the temporary folder to the output.
 
         Args:
             manifest: the manifest. Its `files` and `sha256` are replaced.
+            replaced_digest: replace only the bundle with this digest; None for any bundle.
 
         Raises:
             OutputExistsError: the output was created by someone else in the meantime.
+            WriteError: the output is not the bundle with `replaced_digest` any more.
             FormatError: the manifest breaks rules.
             OSError: the file system refuses; the ``with`` statement converts it to a `WriteError`.
         """
@@ -215,6 +236,8 @@ class BundleWriter:
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
         map_in_threads(synchronize, [*self._unsynchronized, self._temporary_folder])
         check_output_path(self._out, overwrite=self._overwrite)
+        if replaced_digest is not None:
+            _check_digest(self._out, replaced_digest)
         was_signed = os.path.lexists(self._out / SIGNATURE_NAME)
         try:
             # Without `overwrite`, an output that appears at this moment is not replaced: the system refuses to rename over it.
@@ -233,6 +256,23 @@ class BundleWriter:
         if was_signed:
             message = f"{self._out}: the bundle was signed, and is not any more, because it has changed: sign it again (stagepack sign)"
             warnings.warn(ExportWarning(message), stacklevel=2)
+
+
+def _check_digest(path: Path, digest: str) -> None:
+    """Refuse to replace another bundle than the one that was changed.
+
+    Raises:
+        WriteError: the bundle has another digest, or there is none any more.
+    """
+    try:
+        found_digest = read_manifest(path).sha256
+    except StagepackError as error:
+        raise WriteError(f"{path}: the bundle that is changed was removed or damaged meanwhile: {error}") from None
+    if found_digest != digest:
+        raise WriteError(
+            f"{path}: expected the bundle {digest}, found {found_digest}, which was written meanwhile: it is kept, nothing was changed: "
+            "repeat the call"
+        )
 
 
 def _is_bundle(path: Path) -> bool:

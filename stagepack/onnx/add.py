@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stagepack.errors import OptionError, WriteError
+from stagepack.format.file_writing import FileVersion
 from stagepack.format.manifest import Onnx
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
@@ -66,11 +67,12 @@ def add_onnx(
         OptionError: the bundle is at a URL, or a tolerance is negative.
         EntryPointError: the bundle has several entry points, and none is selected.
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format; or the folder has files that the manifest does not
+            list, which would be lost.
         OperatorError: an operator is missing here, not allowed, or has another schema.
         InputError: the example does not fit the bundle.
         StageFailedError: a stage fails on the example in torch.
-        WriteError: a file cannot be written, for example because the disk is full.
+        WriteError: a file cannot be written, for example because the disk is full; or the bundle was changed meanwhile.
 
     Example:
         >>> added = stagepack.add_onnx("model.stagepack")
@@ -86,7 +88,8 @@ def add_onnx(
         raise OptionError(
             f"{opened.location}: ONNX models are written into the bundle: download it first (stagepack pull), and give its folder"
         )
-    opened.check_digests(opened.files)
+    opened.check_replaceable()
+    versions = opened.check_digests(opened.files)
     conversions = {}
     for stage_number in range(len(opened.stages)):
         progress(f"convert stage {stage_number}")
@@ -94,10 +97,11 @@ def add_onnx(
     refused = {stage_number: reason for stage_number, reason in conversions.items() if isinstance(reason, str)}
     converted = {stage_number: files for stage_number, files in conversions.items() if isinstance(files, OnnxFiles)}
     progress("run the example")
-    checks = _check_converted(opened, converted, allow_ops, tolerance)
+    checks = _check_converted(opened, converted, versions, allow_ops, tolerance)
     matching = {stage_number: files for stage_number, files in converted.items() if checks[stage_number].within}
     differing = {stage_number: checks[stage_number].reason for stage_number in converted.keys() - matching.keys()}
-    _write_bundle(opened, matching, _resolved_path(opened), overwrite=True)
+    opened.check_replaceable()
+    _write_bundle(opened, matching, versions, _resolved_path(opened), replaced_digest=opened.digest)
     return AddedOnnx(
         bundle=Bundle(opened.path).select(opened.entry_point.name),
         torch_only=dict(sorted((refused | differing).items())),
@@ -106,11 +110,15 @@ def add_onnx(
 
 
 def _check_converted(
-    bundle: Bundle, converted: Mapping[int, OnnxFiles], allow_ops: Collection[str], tolerance: Tolerance | None
+    bundle: Bundle,
+    converted: Mapping[int, OnnxFiles],
+    versions: Mapping[str, FileVersion],
+    allow_ops: Collection[str],
+    tolerance: Tolerance | None,
 ) -> list[StageCheck]:
     """Write a temporary bundle with the ONNX models, and compare the answers of all stages."""
     with _folder_beside(_resolved_path(bundle)) as folder:
-        _write_bundle(bundle, converted, folder / "checked", overwrite=False)
+        _write_bundle(bundle, converted, versions, folder / "checked")
         checked_bundle = Bundle(folder / "checked").select(bundle.entry_point.name)
         return list(check_stages(checked_bundle, allow_ops, tolerance))
 
@@ -135,14 +143,32 @@ def _folder_beside(path: Path) -> Iterator[Path]:
         yield folder.path
 
 
-def _write_bundle(bundle: Bundle, converted: Mapping[int, OnnxFiles], out: Path, *, overwrite: bool) -> None:
-    """Write a bundle with the ONNX models of these stages and no others."""
+def _write_bundle(
+    bundle: Bundle,
+    converted: Mapping[int, OnnxFiles],
+    versions: Mapping[str, FileVersion],
+    out: Path,
+    *,
+    replaced_digest: str | None = None,
+) -> None:
+    """Write a bundle with the ONNX models of these stages and no others.
+
+    Args:
+        bundle: the bundle whose other files are linked.
+        converted: the ONNX models, by stage number.
+        versions: the versions of the files of the bundle that were compared with their digests.
+        out: the folder to write.
+        replaced_digest: the digest of the bundle at `out`, which is replaced; None if there must be none.
+
+    Raises:
+        WriteError: the bundle was changed meanwhile, or a file cannot be written.
+    """
     replaced_files = {file_name for stage in bundle.stages for file_name in stage.onnx_files}
     stages = [msgspec.structs.replace(stage, onnx=None) for stage in bundle.stages]
-    with BundleWriter(out, overwrite=overwrite) as writer:
+    with BundleWriter(out, overwrite=replaced_digest is not None) as writer:
         for file in bundle.manifest.files:
             if file.name not in replaced_files:
-                writer.link_file(bundle.path / file.name, file)
+                writer.link_file(bundle.path / file.name, file, versions[file.name])
         for stage_number, files in converted.items():
             stage = stages[stage_number]
             writer.write_file(model_file(stage), [files.model])
@@ -155,4 +181,5 @@ def _write_bundle(bundle: Bundle, converted: Mapping[int, OnnxFiles], out: Path,
             converted_entry_point if entry_point.name == converted_entry_point.name else entry_point
             for entry_point in bundle.entry_points
         )
-        writer.finish(msgspec.structs.replace(bundle.manifest, entry_points=entry_points))
+        manifest = msgspec.structs.replace(bundle.manifest, entry_points=entry_points)
+        writer.finish(manifest, replaced_digest=replaced_digest)
