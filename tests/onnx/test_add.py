@@ -235,12 +235,12 @@ def test_a_difference_of_rounding_is_allowed_by_float64(tmp_path: Path, monkeypa
     assert checked.rounding is not None
     assert 1e-4 < checked.difference <= 8 * checked.rounding < 1
     # By the tolerance alone it would be refused, as it was before.
-    refused = stagepack.add_onnx(bundle, rtol=1e-3, atol=1e-4).torch_only[1]
+    refused = stagepack.add_onnx(bundle.path, rtol=1e-3, atol=1e-4).torch_only[1]
     assert re.search(r"^its answer differs by \S+ in the output linear\S*, beyond rtol 0.001 and atol 0.0001$", refused)
-    assert stagepack.add_onnx(bundle, atol=1.0).torch_only == {}
+    assert stagepack.add_onnx(bundle.path, atol=1.0).torch_only == {}
     # An answer that is wrong by a thousandth of the largest value is no rounding.
     monkeypatch.setattr(check, "to_array", lambda value, *_: torch.from_numpy(numpy.asarray(value) + 100.0))
-    refused = stagepack.add_onnx(bundle).torch_only[1]
+    refused = stagepack.add_onnx(bundle.path).torch_only[1]
     assert re.search(r"torch itself differs by \S+ from float64, of which 8 times is allowed", refused)
 
 
