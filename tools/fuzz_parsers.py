@@ -100,6 +100,7 @@ def fuzz(parser_name: str, options: argparse.Namespace) -> None:
         f"-seed={options.seed}",
         # Of any time: on a busy machine, a process waits for processors.
         f"-timeout={10 * SECONDS}",
+        f"-report_slow_units={10 * SECONDS}",  # `FindingRecorder` counts the time of the processor
         f"-rss_limit_mb={MEMORY_MIB}",
         f"-max_len={MAX_BYTES}",
         f"-artifact_prefix={folder / 'findings'}/",
