@@ -17,6 +17,8 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInsta
 
 import stagepack
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
+from stagepack.format.path_exchange import exchange_paths
+from stagepack_serving.triton import repository
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
 from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
@@ -92,11 +94,15 @@ def test_other_models_of_the_repository_stay(bundles: Mapping[str, Path], tmp_pa
         )
 
 
-@pytest.mark.parametrize("failing", range(1, 9))
+@pytest.mark.parametrize(
+    ("can_exchange", "failing"), [*((False, index) for index in range(1, 9)), (True, 1), (True, 2)]
+)
 def test_what_cannot_be_renamed_leaves_all_as_it_was(
-    bundles: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Any
+    bundles: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, failing: Any
 ) -> None:
-    """Five models make room for three: one of the eight renames fails."""
+    """Five models make room for three: one of the renames fails, which are eight, or two where folders can be exchanged."""
+    if not can_exchange:
+        monkeypatch.setattr(repository, "exchange_paths", lambda *_: False)
     write(bundles["skips"], tmp_path, model_name="one")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     rename, rename_count = Path.rename, itertools.count(1)
@@ -110,6 +116,30 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(
     with pytest.raises(WriteError, match="busy"):
         write_repository(stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="one"), overwrite=True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_writer_that_is_killed_leaves_each_model_old_or_new(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    bundle, options = stagepack.open(bundles["half"]), RepositoryOptions(model_name="one")
+    model_names = write_repository(bundle, tmp_path, options)
+    for model_name in model_names:
+        with (tmp_path / model_name / "config.pbtxt").open("a") as file:
+            file.write("# old\n")
+    exchange_count = itertools.count(1)
+
+    def exchange_once(first: Path, second: Path) -> bool:
+        if next(exchange_count) == 2:
+            os._exit(9)
+        return exchange_paths(first, second)
+
+    if not (process_id := os.fork()):
+        repository.exchange_paths = exchange_once  # type: ignore[attr-defined]
+        write_repository(bundle, tmp_path, options, overwrite=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 9
+    are_old = [(tmp_path / name / "config.pbtxt").read_text().endswith("# old\n") for name in model_names]
+    assert are_old == [False, True, True]
+    write_repository(bundle, tmp_path, options, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == sorted(model_names)
 
 
 def test_a_repository_in_the_bundle(bundles: Mapping[str, Path]) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 from google.protobuf import text_format
 
 from stagepack.errors import InputError, OutputExistsError, WriteError
+from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack_serving.triton.ensemble import ensemble_models
@@ -36,7 +37,7 @@ def write_repository(
     """Write the models of a bundle into a model repository.
 
     Each model is a folder with its configuration, the manifest, and the files of its stage. All models appear together: an error leaves
-    the repository as it was.
+    the repository as it was. If the process is killed while it replaces models, some may be the old ones: repeat the call.
 
     Args:
         bundle: the bundle.
@@ -70,10 +71,7 @@ def write_repository(
         with TemporaryFolder(root.resolve() / options.model_name) as temporary:
             for model in models:
                 _write_model(bundle, temporary.path / "new" / model.config.name, model, copy=options.copy)
-            (temporary.path / "old").mkdir()
-            moves = [(folder, temporary.path / "old" / folder.name) for folder in old_folders]
-            moves += [(temporary.path / "new" / model.config.name, root / model.config.name) for model in models]
-            _rename_all(moves)
+            _put_in_place(temporary.path, root, [model.config.name for model in models], old_folders)
     except OSError as error:
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
     return [model.config.name for model in models]
@@ -113,12 +111,29 @@ def _belongs_to(model_name: str, ensemble_name: str) -> bool:
     return re.fullmatch(r"(_stage_\d+|_results)?", model_name[len(ensemble_name) :]) is not None
 
 
-def _rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
-    """Rename all sources to their targets, or none."""
+def _put_in_place(temporary: Path, root: Path, model_names: Sequence[str], old_folders: Sequence[Path]) -> None:
+    """Put the models of the folder ``new`` into the repository, and those that they replace into the folder ``old``; or change nothing.
+
+    Where the system can exchange two folders, a process that is killed meanwhile leaves each model as it was, or the new one.
+    """
+    (temporary / "old").mkdir()
     with contextlib.ExitStack() as undo:
-        for source, target in moves:
+
+        def move(source: Path, target: Path) -> None:
             source.rename(target)
             undo.callback(target.rename, source)
+
+        for model_name in model_names:
+            source, target = temporary / "new" / model_name, root / model_name
+            if target in old_folders and exchange_paths(source, target):
+                undo.callback(exchange_paths, source, target)
+                continue
+            if target in old_folders:
+                move(target, temporary / "old" / model_name)
+            move(source, target)
+        for folder in old_folders:
+            if folder.name not in model_names:
+                move(folder, temporary / "old" / folder.name)
         undo.pop_all()
 
 
