@@ -6,17 +6,21 @@ import gzip
 import http.client
 import json
 import socket
+import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import ml_dtypes
 import msgspec
 import numpy
 import pytest
 import torch
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
 
 import stagepack
@@ -220,6 +224,40 @@ def test_who_does_not_read_is_let_go(tmp_path: Path) -> None:
                 assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
         assert server.stop() == 0
         assert server.answers() == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
+
+
+def test_a_stream_whose_answers_are_not_read_is_ended(tmp_path: Path) -> None:
+    stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
+    with (
+        stagepack_server([tmp_path / "wide.stagepack"], "--deadline-s", "2") as server,
+        contextlib.closing(Client("grpc", server)) as client,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc}", options=[("grpc.max_receive_message_length", -1)]) as channel,
+    ):
+        assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
+        bytes_before = server.memory()
+        is_done = threading.Event()
+        responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(wide_requests(20, is_done))
+        time.sleep(6)
+        # Without an end, the server keeps the answers of all requests, 40 MB each.
+        end = time.monotonic() + 60
+        while server.memory() > bytes_before + 400_000_000 and time.monotonic() < end:
+            time.sleep(1)
+        assert server.memory() < bytes_before + 400_000_000
+        with pytest.raises(grpc.RpcError) as caught:
+            list(responses)
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert caught.value.details() == "the client did not read an answer before the deadline"
+        is_done.set()
+        assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
+
+
+def wide_requests(request_count: int, is_done: threading.Event) -> Iterator[pb.ModelInferRequest]:
+    """Requests for the model with wide answers; after them the stream stays open."""
+    for index in range(request_count):
+        request = pb.ModelInferRequest(model_name="wide", id=str(index), raw_input_contents=[b"\0\0\x80?"])
+        request.inputs.add(name="x", datatype="FP32", shape=[1])
+        yield request
+    is_done.wait()
 
 
 def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles: Mapping[str, Path]) -> None:

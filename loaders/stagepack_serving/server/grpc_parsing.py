@@ -1,8 +1,9 @@
 """Parsing of gRPC messages with an answer to bytes that are no message."""
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
 
 import grpc
@@ -60,25 +61,38 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
         if handler.unary_stream is not None:
 
-            async def answer_request_by_stream(contents: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            async def answer_request_by_stream(contents: AsyncIterator[bytes], context: Any) -> None:
                 await self._open_calls.add(context)
                 request = await parse(await self._first(contents, context), context)
-                async for response in handler.unary_stream(request, context):
-                    yield response
+                await self._send_all(handler.unary_stream(request, context), context)
 
             return grpc.stream_stream_rpc_method_handler(answer_request_by_stream, None, handler.response_serializer)
 
-        async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> None:
             await self._open_calls.add(context)
 
             async def requests() -> AsyncIterator[Any]:
                 async for content in contents:
                     yield await parse(content, context)
 
-            async for response in handler.stream_stream(requests(), context):
-                yield response
+            await self._send_all(handler.stream_stream(requests(), context), context)
 
         return grpc.stream_stream_rpc_method_handler(answer_stream, None, handler.response_serializer)
+
+    async def _send_all(self, responses: AsyncGenerator[Any], context: Any) -> None:
+        """Send the responses of a stream; end the call if the client does not read one before the deadline."""
+        # By themselves: with the first response, they would wait for a client that does not read, and the status after them.
+        await context.send_initial_metadata(())
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                try:
+                    async with asyncio.timeout(self._message_seconds):
+                        # Returns when the buffers of the connection have the response.
+                        await context.write(response)
+                except TimeoutError:
+                    context.set_code(RequestStatus.TOO_LATE.grpc_code)
+                    context.set_details("the client did not read an answer before the deadline")
+                    return
 
     async def _first(self, contents: AsyncIterator[bytes], context: Any) -> bytes:
         """The only message of a call; aborts the call if it does not come."""
