@@ -25,7 +25,8 @@ class FileVersion(NamedTuple):
         inode: the number of the file there.
         size: in bytes.
         content_time: when the content last changed, in nanoseconds; programs can set it.
-        status_time: when the content, the permissions or the number of links last changed, in nanoseconds; programs cannot set it.
+        status_time: when the content, the permissions or the number of links last changed, in nanoseconds; programs cannot set it. Last:
+            the only field that another link changes.
     """
 
     device: int
@@ -36,7 +37,7 @@ class FileVersion(NamedTuple):
 
     def is_same_but_links(self, version: "FileVersion") -> bool:
         """Whether the file is the same one, though it may have got another link since."""
-        return version._replace(status_time=self.status_time) == self
+        return version[:-1] == self[:-1]
 
 
 def file_version(descriptor: int) -> FileVersion:
