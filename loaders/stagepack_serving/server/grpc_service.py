@@ -107,6 +107,9 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
             await reading
         finally:
             reading.cancel()
+            # Now, and not when the garbage collector comes: they may be large.
+            while not responses.empty():
+                responses.get_nowait()
 
     async def _answer_stream(
         self,
