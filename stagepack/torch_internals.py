@@ -8,6 +8,7 @@ compiler and the ONNX exporter, take seconds: the functions that need them impor
 # Long because it is the one file that may use private names.
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -393,7 +394,17 @@ def traced_node(tracer: Any, tensor: torch.Tensor) -> FxNode | None:
     return None if slot is None else slot.proxy.node
 
 
-# The ONNX exporter of torch says in its errors which operators it cannot convert, but not in which modules.
+# The ONNX exporter of torch. It says in its errors which operators it cannot convert, but not in which modules.
+
+
+@contextlib.contextmanager
+def onnx_functions_read_once() -> Iterator[None]:
+    """Let torch's ONNX exporter read its table of functions once, and not for each program: it takes half a second every time."""
+    from torch.onnx._internal.exporter import _registration  # noqa: PLC0415 - takes seconds
+
+    registry = _registration.ONNXRegistry
+    with mock.patch.object(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib))):
+        yield
 
 
 def operators_without_onnx_form(program: ExportedProgram) -> Iterator[tuple[str, FxNode]]:

@@ -18,6 +18,7 @@ from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
 from stagepack.onnx.finish import OnnxFiles
 from stagepack.opening import open_bundle
+from stagepack.torch_internals import onnx_functions_read_once
 from stagepack_loaders.comparison import Tolerance
 
 
@@ -91,9 +92,10 @@ def add_onnx(
     opened.check_replaceable()
     versions = opened.check_digests(opened.files)
     conversions = {}
-    for stage_number in range(len(opened.stages)):
-        progress(f"convert stage {stage_number}")
-        conversions[stage_number] = convert_stage(opened, stage_number, allow_ops)
+    with onnx_functions_read_once():
+        for stage_number in range(len(opened.stages)):
+            progress(f"convert stage {stage_number}")
+            conversions[stage_number] = convert_stage(opened, stage_number, allow_ops)
     refused = {stage_number: reason for stage_number, reason in conversions.items() if isinstance(reason, str)}
     converted = {stage_number: files for stage_number, files in conversions.items() if isinstance(files, OnnxFiles)}
     progress("run the example")

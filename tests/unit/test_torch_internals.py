@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import sympy
@@ -282,6 +283,20 @@ def test_operators_without_an_onnx_form_are_named() -> None:
         found = list(torch_internals.operators_without_onnx_form(program))
         assert [name for name, _ in found] == ["internals_test.twice.default"]
         assert [path for path, _ in found[0][1].meta["nn_module_stack"].values()][-1] == "inner"
+
+
+def test_the_functions_of_the_onnx_exporter_are_read_once() -> None:
+    program = captured(lambda x: x + 1, torch.ones(2))
+    with canary("each stage that is converted into ONNX takes half a second more"):
+        from torch.onnx._internal.exporter._torchlib import _torchlib_registry as functions
+
+        with mock.patch.object(functions, "get_torchlib_ops", wraps=functions.get_torchlib_ops) as read:
+            with torch_internals.onnx_functions_read_once():
+                for _ in range(2):
+                    torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+            assert read.call_count == 1
+            torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+            assert read.call_count == 2
 
 
 def _entries_until(event: threading.Event, folder: Path) -> set[str]:
