@@ -18,7 +18,7 @@ from stagepack.format.writer import Pieces, TensorSource, check_output_path
 from stagepack.partition.cut import Cut, CutStage
 
 
-def check_output(bundle: Bundle, out: str | os.PathLike[str], *, overwrite: bool) -> None:
+def check_output(bundle: Bundle, out: str | os.PathLike[str], *, overwrite: bool) -> str | None:
     """Refuse an output path that a bundle made of this one cannot be written to, before any work is done.
 
     Args:
@@ -26,13 +26,18 @@ def check_output(bundle: Bundle, out: str | os.PathLike[str], *, overwrite: bool
         out: the folder of the new bundle; it may be that of `bundle`.
         overwrite: whether `out` may be an existing bundle.
 
+    Returns:
+        The digest of `bundle` if `out` is its folder, where only it may be replaced; otherwise None.
+
     Raises:
         OutputExistsError, WriteError: see `check_output_path`.
         DigestError: `out` is the folder of `bundle`, and has files that the manifest does not list (D4).
     """
     check_output_path(out, overwrite=overwrite)
-    if os.path.realpath(out) == os.path.realpath(bundle.path):
-        bundle.check_replaceable()
+    if os.path.realpath(out) != os.path.realpath(bundle.path):
+        return None
+    bundle.check_replaceable()
+    return bundle.digest
 
 
 def further_files(bundle: Bundle) -> dict[str, bytes]:

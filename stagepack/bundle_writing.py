@@ -82,6 +82,7 @@ def write_bundle(
     origin: ModelOrigin,
     *,
     overwrite: bool,
+    replaced_digest: str | None = None,
 ) -> None:
     """Write a bundle, completely or not at all.
 
@@ -91,6 +92,7 @@ def write_bundle(
         weights: the stored tensors of the stages' weights.
         origin: the fields of the manifest that describe the whole model.
         overwrite: replace a bundle that exists at `out`.
+        replaced_digest: replace only the bundle with this digest; None for any bundle.
 
     Raises:
         FormatError: a cut breaks rules of the format; nothing is written.
@@ -134,7 +136,7 @@ def write_bundle(
         index_files = _checkpoint_index(list(stages.values()), file_of_tensor, weights)
         for file_name, content in {**origin.files, **index_files}.items():
             writer.write_file(file_name, [content])
-        writer.finish(_manifest(written_entry_points, origin))
+        writer.finish(_manifest(written_entry_points, origin), replaced_digest=replaced_digest)
 
 
 def _manifest(entry_points: Sequence[EntryPoint], origin: ModelOrigin) -> Manifest:

@@ -69,7 +69,7 @@ def recut(
             manifest does not list, which would be lost.
         CutError: the model cannot be cut as requested.
         OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
-        WriteError: the bundle cannot be written, or the files of the old one were changed meanwhile.
+        WriteError: the bundle cannot be written, or the old one was changed meanwhile.
 
     Examples:
         >>> stagepack.recut("m.stagepack", out="m8.stagepack", stages=8)
@@ -106,7 +106,7 @@ def recut_with_options(
         EntryPointError: the bundle has several entry points, and none is selected.
         DigestError, FormatError, CutError, OutputExistsError, WriteError: see `recut`.
     """
-    check_output(bundle, out, overwrite=overwrite)
+    replaced_digest = check_output(bundle, out, overwrite=overwrite)
     selected_name = bundle.entry_point.name
     versions = bundle.check_digests(bundle.files)
     contents, sources = [], []
@@ -120,7 +120,7 @@ def recut_with_options(
         sources.append(stored.weights)
     manifest = bundle.manifest
     origin = ModelOrigin(producer=manifest.producer, device=manifest.device, files=further_files(bundle))
-    write_bundle(out, contents, merged_tensors(sources), origin, overwrite=overwrite)
+    write_bundle(out, contents, merged_tensors(sources), origin, overwrite=overwrite, replaced_digest=replaced_digest)
     return Bundle(out)
 
 

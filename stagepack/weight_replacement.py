@@ -21,6 +21,7 @@ from stagepack.capture.source_argument import FORWARD
 from stagepack.errors import CaptureError, WriteError
 from stagepack.format.file_writing import FileVersion
 from stagepack.format.graph import Graph, Weight
+from stagepack.format.manifest import Manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.writer import BundleWriter, Pieces, TensorSource
@@ -74,7 +75,7 @@ def replace_weights(
         OutputExistsError, WriteError: see `stagepack.export`.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
-    check_output(opened, out, overwrite=overwrite)
+    replaced_digest = check_output(opened, out, overwrite=overwrite)
     progress("check the bundle")
     versions = opened.check_digests(opened.files)
     progress("read the checkpoint")
@@ -94,7 +95,9 @@ def replace_weights(
             for entry_point in opened.entry_points
             if entry_point.example is not None
         }
-        _write_finished(filled, opened, versions, answers, out, overwrite=overwrite)
+        with BundleWriter(out, overwrite=overwrite) as writer:
+            manifest = _write_finished(writer, filled, opened, versions, answers)
+            writer.finish(manifest, replaced_digest=replaced_digest)
     return Bundle(out)
 
 
@@ -248,28 +251,25 @@ def _answers(filled: Bundle, bundle: Bundle, allow_ops: Collection[str]) -> dict
 
 
 def _write_finished(
+    writer: BundleWriter,
     filled: Bundle,
     bundle: Bundle,
     versions: Mapping[str, FileVersion],
     answers: Mapping[str, Mapping[str, torch.Tensor]],
-    out: str | os.PathLike[str],
-    *,
-    overwrite: bool,
-) -> None:
-    """Write the bundle again with the recorded answers; its other files are linked."""
-    with BundleWriter(out, overwrite=overwrite) as writer:
-        for file_name, entry in filled.files.items():
-            writer.link_file(filled.path / file_name, entry)
-        for entry_point in bundle.entry_points:
-            if entry_point.example is not None:
-                example = recorded_example(bundle.select(entry_point.name), versions)
-                read = partial(_read_example_tensor, example, answers[entry_point.name])
-                writer.write_tensors(entry_point.example, example.specs.values(), read)
-        entry_points = [
-            msgspec.structs.replace(written, example=entry_point.example)
-            for written, entry_point in zip(filled.entry_points, bundle.entry_points, strict=True)
-        ]
-        writer.finish(msgspec.structs.replace(filled.manifest, entry_points=tuple(entry_points)))
+) -> Manifest:
+    """Write the files of the bundle again with the recorded answers; its other files are linked. Return the manifest."""
+    for file_name, entry in filled.files.items():
+        writer.link_file(filled.path / file_name, entry)
+    for entry_point in bundle.entry_points:
+        if entry_point.example is not None:
+            example = recorded_example(bundle.select(entry_point.name), versions)
+            read = partial(_read_example_tensor, example, answers[entry_point.name])
+            writer.write_tensors(entry_point.example, example.specs.values(), read)
+    entry_points = [
+        msgspec.structs.replace(written, example=entry_point.example)
+        for written, entry_point in zip(filled.entry_points, bundle.entry_points, strict=True)
+    ]
+    return msgspec.structs.replace(filled.manifest, entry_points=tuple(entry_points))
 
 
 def _read_example_tensor(example: TensorSource, answers: Mapping[str, torch.Tensor], stored_name: str) -> Pieces:

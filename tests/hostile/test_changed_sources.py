@@ -137,6 +137,36 @@ def test_only_the_bundle_that_was_changed_is_replaced(editor: BundleEditor) -> N
     assert newer.digest != bundle.digest
 
 
+def recut_in_place(path: Path) -> None:
+    stagepack.recut(path, out=path, stages=1, overwrite=True)
+
+
+def replace_weights_in_place(path: Path) -> None:
+    checkpoint = path.with_name("new.safetensors")
+    save_file({"embed.weight": tiny()[0].embed.weight.data + 2}, checkpoint)
+    replace_weights(path, checkpoint, out=path, needed_names=["embed.weight"], overwrite=True)
+    checkpoint.unlink()
+
+
+@pytest.mark.parametrize(
+    ("in_place", "last_step"),
+    [
+        (recut_in_place, "stagepack.bundle_writing._manifest"),
+        (replace_weights_in_place, "stagepack.weight_replacement._write_finished"),
+    ],
+)
+def test_a_bundle_that_was_written_while_the_old_one_is_changed_in_place_is_kept(
+    in_place: Callable[[Path], None], last_step: str, editor: BundleEditor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_after_call(monkeypatch, last_step, write_newer, editor.path)
+    before = Bundle(editor.path).digest
+    with pytest.raises(WriteError, match=r"written meanwhile: it is kept, nothing was changed: repeat the call"):
+        in_place(editor.path)
+    newer = Bundle(editor.path)
+    newer.verify()
+    assert newer.digest != before
+
+
 @pytest.mark.parametrize("has_links", [True, False])
 @pytest.mark.parametrize("has_version", [True, False])
 def test_a_file_that_changed_is_not_added(
