@@ -29,6 +29,8 @@ import torch
 
 import stagepack
 import stagepack.cli
+from stagepack.onnx.conversion import convert_stage
+from stagepack.torch_internals import onnx_functions_read_once
 from stagepack_loaders.example import read_example
 from tests.bundle_editor import BundleEditor
 from tests.fuzz.actions import ACTIONS, Case, Outcome, run_apart
@@ -79,20 +81,29 @@ def main() -> None:
     parser.add_argument("--bundles", type=Path, default=Path("build/fuzz/bundles"), help="where the bundles are kept")
     parser.add_argument("--models", nargs="+", default=MODELS, help="of the zoo, or frozen-NAME")
     parser.add_argument(
-        "--without", nargs="+", choices=ACTIONS, default=(), help="actions to leave out: onnx takes 10 s, compile 50 s"
+        "--without", nargs="+", choices=ACTIONS, default=(), help="actions to leave out: for a bundle in order, onnx takes up to 10 s, compile 50 s"
     )
     options = parser.parse_args()
     actions = {action_name: action for action_name, action in ACTIONS.items() if action_name not in options.without}
     torch.set_num_threads(1)
     write_bundles(options.bundles, options.models)
     import_commands()
+    with onnx_functions_read_once():
+        convert_stage(
+            stagepack.open(FROZEN / "tower.stagepack"), 0, ()
+        )  # so that forked processes need not read the functions
+        sys.exit(run(options, actions))
+
+
+def run(options: argparse.Namespace, actions: Mapping[str, Callable[[Case, Path], None]]) -> int:
+    """Run a case or the campaign; return the exit status."""
     originals = {model: original(options.bundles / f"{model}.stagepack") for model in options.models}
     if options.only:
         model, seed = options.only.rsplit(":", 1)
         for action, outcome in run_case(originals[model], int(seed), actions, keep=Path("build/fuzz/case")):
             print(f"{action:18} {outcome.kind:10} {outcome.detail}")
-        return
-    sys.exit(run_campaign(originals, actions, range(options.seed, options.seed + options.cases), options.seconds))
+        return 0
+    return run_campaign(originals, actions, range(options.seed, options.seed + options.cases), options.seconds)
 
 
 def import_commands() -> None:
