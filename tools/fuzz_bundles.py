@@ -81,7 +81,11 @@ def main() -> None:
     parser.add_argument("--bundles", type=Path, default=Path("build/fuzz/bundles"), help="where the bundles are kept")
     parser.add_argument("--models", nargs="+", default=MODELS, help="of the zoo, or frozen-NAME")
     parser.add_argument(
-        "--without", nargs="+", choices=ACTIONS, default=(), help="actions to leave out: for a bundle in order, onnx takes up to 10 s, compile 50 s"
+        "--without",
+        nargs="+",
+        choices=ACTIONS,
+        default=(),
+        help="actions to leave out: onnx takes up to 10 s, compile 50 s",
     )
     options = parser.parse_args()
     actions = {action_name: action for action_name, action in ACTIONS.items() if action_name not in options.without}
