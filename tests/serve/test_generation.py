@@ -15,10 +15,20 @@ from typing import Any
 import numpy
 import openai
 import pytest
+import safetensors.torch
+import torch
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.generating_model import POSITIONS, VOCABULARY, continue_tokens, export_decoder, tokenizer
+from stagepack.weight_replacement import replace_weights
+from tests.serve.generating_model import (
+    POSITIONS,
+    VOCABULARY,
+    Decoder,
+    continue_tokens,
+    export_decoder,
+    tokenizer,
+)
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
 from tests.serve.test_serve import metrics
 
@@ -33,8 +43,18 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(writer: Path) -> Iterator[Server]:
-    with stagepack_server([writer], "--max-sequences", "3") as server:
+def diverged(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same decoder after a training that diverged: its logits are NaN."""
+    folder = tmp_path_factory.mktemp("diverged")
+    weights = Decoder().state_dict()
+    weights["head.weight"].fill_(torch.nan)
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    return replace_weights(writer, folder / "model.safetensors", out=folder / "diverged.stagepack").path
+
+
+@pytest.fixture(scope="module")
+def server(writer: Path, diverged: Path) -> Iterator[Server]:
+    with stagepack_server([writer, diverged], "--max-sequences", "3") as server:
         yield server
 
 
@@ -166,7 +186,7 @@ def test_grpc_streams_a_response_for_each_token(server: Server, ends_empty: bool
 
 
 def test_openai_completes_a_text(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["writer"]
+    assert [model.id for model in client.models.list()] == ["writer", "diverged"]
     assert client.models.retrieve("writer").owned_by == "stagepack"
     whole = client.completions.create(model="writer", prompt=PROMPT, max_tokens=20, temperature=0)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected_text(PROMPT, 20), "length")
@@ -276,6 +296,21 @@ def test_a_deadline_ends_a_stream_with_an_error(server: Server) -> None:
         last_line = answer.read().decode().split("data: ")[-1]
     assert answer.status in (200, 504)  # 504 if no token came in time
     assert json.loads(last_line) == {"error": "writer: no answer before the deadline"}
+
+
+def test_logits_that_are_not_numbers_are_an_error_of_the_model(server: Server) -> None:
+    says = "diverged: the logits"
+    path, body = GENERATE.replace("writer", "diverged"), {"text_input": "a", "temperature": 1}
+    for route in (path, f"{path}_stream"):
+        status, answer, _ = post(server.http, route, json.dumps(body))
+        assert (status, says in answer["error"]) == (500, True), answer
+    with (
+        contextlib.closing(grpc_client(server.grpc)) as client,
+        pytest.raises(InferenceServerException, match=says) as raised,
+    ):
+        client.infer("diverged", [text_input("a")])
+    assert raised.value.status() == "StatusCode.INTERNAL"
+    assert metrics(server)["stagepack_sequences", "diverged"] == 0
 
 
 def test_the_decoder_itself_still_answers_sequences(server: Server) -> None:
