@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.msgpack import encode
 
 from stagepack.bundle_content import read_entry_point
 from stagepack.bundle_writing import INDEX_FILE_NAME
@@ -117,7 +118,7 @@ def _signature_differences(first: Bundle, second: Bundle) -> Iterator[str]:
         ("symbols", "the dynamic sizes"),
         ("guards", "the conditions on sizes"),
     ):
-        if getattr(first.entry_point, field) != getattr(second.entry_point, field):
+        if not _is_same(getattr(first.entry_point, field), getattr(second.entry_point, field)):
             yield f"{title}: differs"
     if first.manifest.device != second.manifest.device:
         yield "the device: differs"
@@ -128,13 +129,18 @@ def _graph_differences(first: Graph, second: Graph) -> Iterator[str]:
     if len(first.nodes) != len(second.nodes):
         yield f"nodes: {len(first.nodes)} and {len(second.nodes)}"
     pairs = itertools.zip_longest(_node_facts(first), _node_facts(second))
-    position = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    position = next((index for index, (a, b) in enumerate(pairs) if not _is_same(a, b)), None)
     if position is not None:
         shown = " and ".join(_shown_node(graph, position) for graph in (first, second))
         yield f"node {position} is the first that differs: {shown}"
     for field in ("inputs", "outputs", "subgraphs", "calls"):
-        if getattr(first, field) != getattr(second, field):
+        if not _is_same(getattr(first, field), getattr(second, field)):
             yield f"{field}: differ"
+
+
+def _is_same(a: object, b: object) -> bool:
+    """Whether two parts of graphs are stored alike. In Python -0.0 equals 0.0, True equals 1, and NaN does not equal itself."""
+    return encode(a) == encode(b)
 
 
 def _node_facts(graph: Graph) -> Iterator[tuple[Any, ...]]:
@@ -196,10 +202,10 @@ def _is_same_content(first: _Model, second: _Model, first_weight: Weight, second
         return all(not any(piece) for pieces in stored for piece in pieces)
     (first_path, a), (second_path, b) = first.locations[first_weight.stored], second.locations[second_weight.stored]
     first_entry, second_entry = first.bundle.files[first_path.name], second.bundle.files[second_path.name]
-    if first_entry.blake3 == second_entry.blake3 and a == b:
-        return True
     if a.end - a.start != b.end - b.start or first_weight.offset != second_weight.offset:
         return False
+    if first_entry.blake3 == second_entry.blake3 and a == b:
+        return True
     return all(x == y for x, y in zip(_content(first, first_weight), _content(second, second_weight), strict=True))
 
 

@@ -13,6 +13,7 @@ from stagepack.format.file_writing import FileRange, FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
+from stagepack.format.validate import NamedWeights
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import Pieces, TensorSource, check_output_path
 from stagepack.partition.cut import Cut, CutStage
@@ -104,20 +105,26 @@ class StoredEntryPoint:
         return replace(unchanged, **changes)
 
 
-def read_entry_point(bundle: Bundle, versions: Mapping[str, FileVersion] = MappingProxyType({})) -> StoredEntryPoint:
+def read_entry_point(
+    bundle: Bundle,
+    versions: Mapping[str, FileVersion] = MappingProxyType({}),
+    named_weights: NamedWeights | None = None,
+) -> StoredEntryPoint:
     """Read the graphs of the selected entry point, and the headers of its weight files.
 
     Args:
         bundle: the bundle, at this entry point.
         versions: from `Bundle.check_digests`, for weights that are copied; none if only graphs and headers are used.
+        named_weights: the weights of the entry points that are read with this one; None for an entry point alone.
 
     Raises:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
     """
     graphs = tuple(bundle.graph(stage_number) for stage_number in range(len(bundle.stages)))
     locations: dict[str, tuple[Path, StoredTensor]] = {}
+    named_weights = named_weights or NamedWeights()
     for stage_number, graph in enumerate(graphs):
-        locations |= bundle.tensors(stage_number, graph)
+        locations |= bundle.tensors(stage_number, graph, named_weights=named_weights)
     return StoredEntryPoint(bundle=bundle, graphs=graphs, locations=locations, versions=versions)
 
 

@@ -12,7 +12,7 @@ from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import check_graph, raise_problems
+from stagepack.format.validate import NamedWeights, check_graph, raise_problems
 from stagepack.graph.joining import join_stages
 from stagepack.opening import BundleSource, opened
 from stagepack.partition.costs import graph_costs
@@ -110,8 +110,9 @@ def recut_with_options(
     selected_name = bundle.entry_point.name
     versions = bundle.check_digests(bundle.files)
     contents, sources = [], []
+    named_weights = NamedWeights()
     for entry_point in bundle.entry_points:
-        stored = read_entry_point(bundle.select(entry_point.name), versions)
+        stored = read_entry_point(bundle.select(entry_point.name), versions, named_weights)
         if entry_point.name == selected_name:
             partition = _cut(stored, cut_options)
             contents.append(stored.content(cut=partition.cut, plan=partition.plan))

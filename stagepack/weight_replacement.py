@@ -24,6 +24,7 @@ from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
+from stagepack.format.validate import NamedWeights
 from stagepack.format.writer import BundleWriter, Pieces, TensorSource
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import open_bundle
@@ -209,8 +210,10 @@ def _write_filled(
     path: Path,
 ) -> Bundle:
     """Write the bundle with the new weights and without examples."""
+    named_weights = NamedWeights()
     stored_entry_points = [
-        read_entry_point(bundle.select(entry_point.name), versions) for entry_point in bundle.entry_points
+        read_entry_point(bundle.select(entry_point.name), versions, named_weights)
+        for entry_point in bundle.entry_points
     ]
     old_tensors = merged_tensors([stored.weights for stored in stored_entry_points])
 

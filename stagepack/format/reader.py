@@ -25,6 +25,7 @@ from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, pa
 from stagepack.format.shapes import Symbol
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
+    NamedWeights,
     check_onnx,
     check_stage,
     check_weights,
@@ -264,7 +265,11 @@ class Bundle(BundleFiles):
         return OnnxFile(content, model)
 
     def tensors(
-        self, stage_number: int, graph: Graph, stream: FileStream | None = None
+        self,
+        stage_number: int,
+        graph: Graph,
+        stream: FileStream | None = None,
+        named_weights: NamedWeights | None = None,
     ) -> dict[str, tuple[Path, StoredTensor]]:
         """Locate the bytes of a stage's weights. Reads the headers of its weight files, not their data.
 
@@ -272,6 +277,8 @@ class Bundle(BundleFiles):
             stage_number: the number of the stage, from 0.
             graph: the graph of this stage, whose weights are compared with the headers.
             stream: reads the weight files while they are downloaded; None to download them first.
+            named_weights: the weights of the stages that are read with this one, which it is compared with and added to; None for a
+                stage alone.
 
         Returns:
             The file and the byte range of each stored tensor, by name; see `Weight.stored`.
@@ -279,11 +286,12 @@ class Bundle(BundleFiles):
         Raises:
             IndexError: the bundle has no stage of this number.
             DigestError: a file is missing or has another size.
-            FormatError: a header breaks a rule, or a weight of the graph does not fit its stored tensor (W7).
+            FormatError: a header breaks a rule, or a weight of the graph does not fit its stored tensor (W7), or
+                differs from one of the same name in another stage (W8).
         """
         stage = self.stage(stage_number)
         headers = self.read_headers(stage.weights, stream)
-        raise_problems(check_weights(graph.weights, headers, stage.graph))
+        raise_problems(check_weights(graph.weights, headers, stage.graph, named_weights or NamedWeights()))
         return {
             tensor_name: (self.path / file_name, tensor)
             for file_name, tensors in headers
@@ -330,6 +338,7 @@ def _check_stages(bundle: Bundle) -> None:
     stages_of_graph: dict[str, list[tuple[Stage, dict[str, Edge], dict[str, Symbol]]]] = {}
     stages_of_onnx: dict[str, list[tuple[Stage, Onnx, dict[str, Edge | Weight]]]] = {}
     headers: dict[str, dict[str, StoredTensor]] = {}
+    named_weights = NamedWeights()
     for entry_point in bundle.entry_points:
         edge_of_name = {edge.name: edge for edge in entry_point.edges}
         symbol_of_name = {symbol.name: symbol for symbol in entry_point.symbols}
@@ -346,7 +355,7 @@ def _check_stages(bundle: Bundle) -> None:
         graph = read_graph(bundle.read(file_name), file_name, newer=newer).graph
         for stage, edge_of_name, symbol_of_name in graph_stages:
             raise_problems(check_stage(graph, stage, edge_of_name, symbol_of_name))
-            raise_problems(check_weights(graph.weights, read_headers(stage.weights).items(), file_name))
+            raise_problems(check_weights(graph.weights, read_headers(stage.weights).items(), file_name, named_weights))
             if stage.onnx is not None:
                 values = _onnx_values(stage, edge_of_name, graph)
                 stages_of_onnx.setdefault(stage.onnx.model, []).append((stage, stage.onnx, values))

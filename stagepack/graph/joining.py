@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from stagepack.errors import CutError
-from stagepack.format.graph import Graph, Value
+from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.plan import run_members
 from stagepack.format.tree import value_names
@@ -25,7 +25,8 @@ def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
         The graph of the whole model, in the form of `canonical_graph`.
 
     Raises:
-        CutError: the manifest does not record the positions of the nodes in the whole model.
+        CutError: the manifest does not record the positions of the nodes in the whole model, or stages have different weights of one
+            value name.
     """
     sources: dict[int, tuple[Graph, int]] = {}
     for entry, graph in zip(entry_point.stages, stages, strict=True):
@@ -45,7 +46,10 @@ def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
         for edge in entry_point.edges
         if edge.producer is None
     ]
-    weights = {weight.value: weight for graph in stages for weight in graph.weights}
+    weights: dict[str, Weight] = {}
+    for weight in (weight for graph in stages for weight in graph.weights):
+        if weights.setdefault(weight.value, weight) != weight:
+            raise CutError(f"two weights are the value {weight.value[:80]} in different stages: export the model again")
     outputs = dict.fromkeys(value_names(entry_point.signature.result))
     calls = {call.path: call for graph in stages for call in graph.calls}
     joined = assembler.finish(nodes, inputs, tuple(weights.values()), tuple(outputs))

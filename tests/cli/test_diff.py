@@ -11,6 +11,7 @@ import stagepack
 from stagepack.bundle_comparison import compare_bundles
 from stagepack.cli import main
 from stagepack.format.reader import Bundle
+from tests.bundle_editor import BundleEditor
 
 
 def net(width: int = 8) -> torch.nn.Sequential:
@@ -70,3 +71,31 @@ def test_another_model(tmp_path: Path) -> None:
     assert found.weights["3.weight"] == "only in B"
     assert any(line.startswith("nodes: ") for line in found.graph)
     assert any("is the first that differs: aten." in line for line in found.graph)
+
+
+class Constants(torch.nn.Module):
+    """Constants that equality in Python does not tell apart, or that do not equal themselves."""
+
+    def __init__(self, zero: float, first: int) -> None:
+        super().__init__()
+        self.zero = zero
+        memory = torch.arange(6.0)
+        self.register_buffer("whole", memory)
+        self.register_buffer("part", memory[first : first + 3])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use the constants and both buffers."""
+        return x.masked_fill(x > 1, torch.nan) / self.zero + self.whole.sum() + self.part.sum()
+
+
+@pytest.mark.parametrize(
+    ("zero", "first", "differs"), [(0.0, 0, ""), (-0.0, 0, "graph"), (0.0, 2, "weights")], ids=["nan", "zero", "view"]
+)
+def test_what_python_takes_for_equal(
+    zero: float, first: int, differs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, model in (("a", Constants(0.0, 0)), ("b", Constants(zero, first))):
+        stagepack.export(model, (torch.ones(4),), out=tmp_path / name)
+    BundleEditor(tmp_path / "b").edit_manifest(lambda manifest: manifest["producer"].update(torch="2.0.0"))
+    status, found = facts(capsys, tmp_path / "a", tmp_path / "b")
+    assert (status, {field for field in ("graph", "weights", "plan") if found[field]}) == (1, {differs} - {""})

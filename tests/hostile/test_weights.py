@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 import stagepack
+from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import FormatError, LimitError, StagepackError, UnsupportedError
 from stagepack_loaders.example import replay_example
 from stagepack_loaders.torch.stage import TorchStage
@@ -311,6 +312,42 @@ def test_names_that_a_weight_file_cannot_hold_are_refused_at_export(name: str, t
     with pytest.raises(UnsupportedError, match="cannot be stored under this name: rename it in the model"):
         stagepack.export(model, (torch.ones(3, 2),), out=tmp_path / "m.stagepack")
     assert list(tmp_path.iterdir()) == []
+
+
+def name_like_the_first(editor: BundleEditor) -> None:
+    """Let a weight of stage 1 have the name of one of stage 0, in a file of its own."""
+
+    def rename(tensors: dict[str, Any]) -> None:
+        renamed = {"0.bias" if name == "1.bias" else name: fields for name, fields in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+
+    editor.edit_graph(1, lambda graph: graph["weights"][1].update(names=["0.bias"]))
+    editor.edit_weight_header(FILE, rename)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: stagepack.open(path).verify(),
+        stagepack.load,
+        lambda path: stagepack.load(path, stream=True),
+        lambda path: stagepack.load(path, device_memory=2**20),
+        lambda path: stagepack.recut(path, stages=1, out=path.parent / "again.stagepack"),
+        lambda path: compare_bundles(stagepack.open(path), stagepack.open(path.parent / "m.stagepack")),
+    ],
+    ids=["verify", "load", "stream", "device memory", "recut", "diff"],
+)
+def test_two_weights_of_one_name_are_refused(read: Callable[[Path], object], tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    original = stagepack.export(model, (torch.ones(2, 4),), out=tmp_path / "m.stagepack", stages=2).path
+    editor = BundleEditor.copy(original, tmp_path / "changed.stagepack")
+    name_like_the_first(editor)
+    with pytest.raises(FormatError, match=r"the weight '0.bias' differs .*W8"):
+        read(editor.path)
+    # Alone, each stage has what is in its own file.
+    hidden = model[0](torch.ones(2, 4))
+    assert stagepack.load_stage(editor.path, 1)(hidden)[0].equal(model[1](hidden))
 
 
 @torch.library.custom_op("hostile_texts::spell", mutates_args=())

@@ -12,6 +12,7 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
+from stagepack.format.validate import NamedWeights
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.aliasing import AliasClasses, alias_classes
 from stagepack_loaders.base import PrepareOptions
@@ -270,7 +271,8 @@ class _StageUses:
 def _read_uses(bundle: Bundle, stage_number: int, device: torch.device, options: PrepareOptions) -> _StageUses:
     parts = read_parts(bundle, stage_number, options)
     uses = weight_uses(parts.folded, parts.graph)
-    stored_tensors = bundle.tensors(stage_number, parts.graph)
+    named_weights = options.shared.get(NamedWeights, NamedWeights)
+    stored_tensors = bundle.tensors(stage_number, parts.graph, named_weights=named_weights)
     sources = [_sources(use, parts.graph, stored_tensors, bundle) for use in uses]
     classes = alias_classes(parts.graph)
     code = build_code(bundle, stage_number, parts, device, options)

@@ -12,6 +12,7 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
+from stagepack.format.validate import NamedWeights
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
@@ -90,6 +91,7 @@ def prepare_stages(
         DeviceError: a graph names a device that this machine does not have.
     """
     cache = options.shared.get(WeightCache, WeightCache)
+    named_weights = options.shared.get(NamedWeights, NamedWeights)
     bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
     parts_of_stage = {stage_number: read_parts(bundle, stage_number, options) for stage_number in placement}
     codes = {
@@ -103,7 +105,7 @@ def prepare_stages(
             bundle=bundle,
             stage_number=stage_number,
             code=stage_code,
-            stored_tensors=bundle.tensors(stage_number, stage_code.graph),
+            stored_tensors=bundle.tensors(stage_number, stage_code.graph, named_weights=named_weights),
             device=placement[stage_number],
             cache=cache,
             copy=options.copy,

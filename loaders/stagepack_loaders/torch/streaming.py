@@ -12,6 +12,7 @@ import torch
 from stagepack.format.file_source import FileStream
 from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
+from stagepack.format.validate import NamedWeights
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.arriving_files import ArrivingFiles
@@ -166,6 +167,7 @@ def prepare_streamed_stages(
         DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
     """
     arrivals = options.shared.get(Arrivals, lambda: Arrivals(bundle, options))
+    named_weights = options.shared.get(NamedWeights, NamedWeights)
     bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
     parts_of_stage = {stage_number: read_parts(bundle, stage_number, options) for stage_number in placement}
     codes = {
@@ -185,7 +187,7 @@ def prepare_streamed_stages(
             stage_number=stage_number,
             code=gate_code(code, parts, device, uses) if options.stream else code,
             uses=uses,
-            stored_tensors=bundle.tensors(stage_number, parts.graph, stream),
+            stored_tensors=bundle.tensors(stage_number, parts.graph, stream, named_weights),
             device=device,
             arrivals=arrivals,
             stream=stream,

@@ -15,4 +15,5 @@ from stagepack.format.validate.onnx import check_onnx as check_onnx
 from stagepack.format.validate.problems import format_names as format_names
 from stagepack.format.validate.problems import raise_problems as raise_problems
 from stagepack.format.validate.stage import check_stage as check_stage
+from stagepack.format.validate.weights import NamedWeights as NamedWeights
 from stagepack.format.validate.weights import check_weights as check_weights

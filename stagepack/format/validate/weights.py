@@ -1,6 +1,8 @@
-"""The agreement of a stage's graph with the headers of its weight files (SPEC W7)."""
+"""The agreement of a stage's graph with the headers of its weight files, and with the weights of other stages (SPEC W7, W8)."""
 
 from collections.abc import Iterable, Iterator, Mapping
+
+from msgspec.structs import replace
 
 from stagepack.errors import Problem
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
@@ -8,28 +10,61 @@ from stagepack.format.graph import Weight
 from stagepack.format.weights import StoredTensor
 
 
+class NamedWeights:
+    """The weights of the stages that were checked so far, by their names."""
+
+    def __init__(self) -> None:
+        """Start with no stage."""
+        self._weights: dict[str, tuple[Weight, str | None]] = {}
+
+    def differing_name(self, weight: Weight, file_name: str | None) -> str | None:
+        """Add a weight.
+
+        Args:
+            weight: the weight; the name of its value is not compared.
+            file_name: the weight file that holds it; None for zeros.
+
+        Returns:
+            A name that another weight of an earlier stage has, or the same one in another file; None if there is none.
+        """
+        stored_weight = (replace(weight, value=""), file_name)
+        differing = (name for name in weight.names if self._weights.setdefault(name, stored_weight) != stored_weight)
+        return next(differing, None)
+
+
 def check_weights(
-    weights: Iterable[Weight], headers: Iterable[tuple[str, Mapping[str, StoredTensor]]], graph_name: str
+    weights: Iterable[Weight],
+    headers: Iterable[tuple[str, Mapping[str, StoredTensor]]],
+    graph_name: str,
+    named_weights: NamedWeights,
 ) -> Iterator[Problem]:
-    """Yield the W7 problems of a stage.
+    """Yield the problems of the weights of a stage.
 
     Args:
         weights: the weights of the stage's graph.
         headers: the name of each weight file of the stage, and its tensors by name.
         graph_name: the name of the graph file, for messages.
+        named_weights: the weights of the stages that this one is compared with.
 
     Yields:
-        One problem for each tensor that two files hold, and for each weight that does not fit its stored tensor.
+        One problem for each tensor that two files hold, for each weight that does not fit its stored tensor (W7), and for each that has
+        the name of another one (W8).
     """
     stored: dict[str, StoredTensor] = {}
+    files: dict[str, str] = {}
     for file_name, tensors in headers:
         for tensor_name in sorted(stored.keys() & tensors.keys()):
             yield Problem(rule="W7", where=file_name, message=f"{tensor_name[:80]!r} is in another file too")
         stored.update(tensors)
+        files.update(dict.fromkeys(tensors, file_name))
     for weight in weights:
         message = _mismatch(weight, stored.get(weight.stored))
         if message is not None:
             yield Problem(rule="W7", where=graph_name, message=message)
+        differing_name = named_weights.differing_name(weight, files.get(weight.stored))
+        if differing_name is not None:
+            message = f"the weight {differing_name[:80]!r} differs from the one of this name in another stage, or is in another file"
+            yield Problem(rule="W8", where=graph_name, message=message)
 
 
 def _mismatch(weight: Weight, tensor: StoredTensor | None) -> str | None:
