@@ -3,7 +3,8 @@
 It works on every object with `shape` and `dtype`, such as torch tensors and numpy arrays.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +125,7 @@ def check_values(
                 origins.setdefault(dim, location)
             elif isinstance(dim, Expr):
                 unchecked.append((location, dim, size))
-    # An expression that determines the size of a symbol may let earlier and later expressions be checked.
-    previous_count = len(unchecked) + 1
-    while len(unchecked) < previous_count:
-        previous_count = len(unchecked)
-        unchecked = [entry for entry in unchecked if not _check_expression(*entry, sizes, origins)]
+    _check_expressions(unchecked, sizes, origins)
     for symbol in symbols:
         if symbol.name in sizes and not size_in_range(symbol, sizes[symbol.name]):
             allowed = f"{format_range(symbol)} ({symbol.name!r})"
@@ -207,28 +204,51 @@ def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[tup
     ]
 
 
-def _check_expression(location: str, dim: Expr, size: int, sizes: dict[str, int], origins: dict[str, str]) -> bool:
-    """Check the size of a dimension that is arithmetic, and solve it for the last symbol whose size is still unknown.
+def _check_expressions(
+    expressions: Sequence[tuple[str, Expr, int]], sizes: dict[str, int], origins: dict[str, str]
+) -> None:
+    """Check the sizes of dimensions that are arithmetic, and solve each for the last symbol whose size is still unknown.
 
-    Returns whether it could be checked. An expression over sizes that depend on the data cannot; assertions in the graph check these.
+    A symbol that is solved may let earlier and later expressions be checked. An expression over sizes that depend on the data cannot be;
+    assertions in the graph check these.
+
+    Args:
+        expressions: the location, the expression and the size of each dimension.
+        sizes: the sizes of symbols so far, to which those are added that the expressions determine.
+        origins: the location that determines the size of each symbol, likewise.
+
+    Raises:
+        InputError: a size differs from its expression.
     """
-    unknown = {symbol_name for symbol_name in symbol_names(dim) if symbol_name not in sizes}
-    try:
-        if len(unknown) == 1 and (solution := _solve(dim, size, sizes)) is not None:
-            symbol_name, sizes[symbol_name] = solution
-            origins[symbol_name] = location
-        expected_size = evaluate_dim(dim, sizes)
-    except (KeyError, ArithmeticError):
-        return False
-    if expected_size != size:
-        raise InputError(f"{location}: expected {format_dim(dim)} = {expected_size}, found {size}")
-    return True
+    waiting: defaultdict[str, list[int]] = defaultdict(list)
+    unknown_counts = []
+    for index, (_, dim, _) in enumerate(expressions):
+        unknown = {symbol_name for symbol_name in symbol_names(dim) if symbol_name not in sizes}
+        unknown_counts.append(len(unknown))
+        for symbol_name in unknown:
+            waiting[symbol_name].append(index)
+    ready = deque(index for index, unknown_count in enumerate(unknown_counts) if unknown_count <= 1)
+    while ready:
+        location, dim, size = expressions[ready.popleft()]
+        try:
+            if (solution := _solve(dim, size, sizes)) is not None:
+                symbol_name, sizes[symbol_name] = solution
+                origins[symbol_name] = location
+                for index in waiting.pop(symbol_name):
+                    unknown_counts[index] -= 1
+                    if unknown_counts[index] <= 1:
+                        ready.append(index)
+            expected_size = evaluate_dim(dim, sizes)
+        except (KeyError, ArithmeticError):
+            continue
+        if expected_size != size:
+            raise InputError(f"{location}: expected {format_dim(dim)} = {expected_size}, found {size}")
 
 
 def _solve(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
     """Solve a sum or a product for its only unknown symbol: the name and size of the symbol, or None for other expressions."""
     if isinstance(dim, str):
-        return dim, size
+        return None if dim in sizes else (dim, size)
     if not isinstance(dim, Expr) or dim.op not in ("add", "mul"):
         return None
     known_args = [arg for arg in dim.args if all(symbol_name in sizes for symbol_name in symbol_names(arg))]

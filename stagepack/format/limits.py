@@ -45,6 +45,9 @@ EXPR_TERMS = 1024
 # Conditions on the sizes of one entry point.
 GUARDS = 1024
 
+# Of the device of a stage, relative to the other devices.
+SLOWEST_SPEED, FASTEST_SPEED = 1e-6, 1e6
+
 NAME_CHARACTERS = 1024
 
 # Characters of the schema of an operator. The longest of torch 2.13 has 605.

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagepack.format.folded import FoldedGraph, RegionCall
-from stagepack.format.graph import Graph, Node
+from stagepack.format.folded import FoldedGraph, RegionCall, trivially_folded
+from stagepack.format.graph import Graph, Node, Value, Weight
+from stagepack.format.shapes import Dim
 from stagepack.format.template import fill_template
-from stagepack.format.traversal import input_names, output_names
+from stagepack.format.traversal import all_values, input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
 
 
@@ -82,28 +83,21 @@ def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem],
     """Describe a folded graph as calls of functions.
 
     Args:
-        folded: the folded graph.
+        folded: the folded graph, of `folded_functions`.
         graph: the same graph, unfolded.
 
     Returns:
         The items of the graph in order, and a function for each region.
     """
-    bodies = _Bodies(folded)
-    graph_items = list(bodies.items(folded.nodes, 0))
-    call_sites: list[list[RegionCallSite]] = [[] for _ in folded.regions]
-    pending = [item for item in graph_items if isinstance(item, RegionCallSite)]
-    for call in pending:
-        call_sites[call.region].append(call)
-        items = bodies.items(folded.regions[call.region].nodes, call.start, call.hole_texts)
-        pending += (item for item in items if isinstance(item, RegionCallSite))
+    calls_of_graph = _Calls(folded)
     last_uses = GraphAnalysis(graph).last_uses
     functions = []
-    for region, length, calls in zip(folded.regions, bodies.lengths, call_sites, strict=True):
+    for region, length, calls in zip(folded.regions, calls_of_graph.lengths, calls_of_graph.of_region, strict=True):
         first_call = min(calls)
         outputs = {output for call in calls for output in _outputs(graph, last_uses, call.start, length)}
         functions.append(
             RegionFunction(
-                items=tuple(bodies.items(region.nodes, first_call.start, first_call.hole_texts)),
+                items=tuple(calls_of_graph.bodies.items(region.nodes, first_call.start, first_call.hole_texts)),
                 first_call=first_call,
                 call_count=len(calls),
                 length=length,
@@ -111,7 +105,83 @@ def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem],
                 outputs=tuple(sorted(outputs)),
             )
         )
-    return graph_items, functions
+    return calls_of_graph.graph_items, functions
+
+
+def folded_functions(folded: FoldedGraph, graph: Graph) -> FoldedGraph:
+    """Return a folded graph if each of its regions is one function, which all its calls can run; otherwise the graph without regions.
+
+    A region is text: names of two values may be equal at one of its calls and differ at another one, or stand for values of other shapes.
+
+    Args:
+        folded: the folded graph.
+        graph: the same graph, unfolded.
+    """
+    if not folded.regions:
+        return folded
+    calls = _Calls(folded)
+    types = value_types(graph)
+    for region_calls, length in zip(calls.of_region, calls.lengths, strict=True):
+        patterns = {_call_pattern(graph, types, call.start, length) for call in region_calls}
+        if len(patterns) > 1:
+            return trivially_folded(graph)
+    return folded
+
+
+def _call_pattern(
+    graph: Graph, types: Mapping[str, Value | Weight], start_node: int, length: int
+) -> tuple[object, ...]:
+    """What must be alike at all calls of a function: which names are equal, and the types of the values that it takes."""
+    numbers: dict[str, int] = {}
+    pattern = tuple(
+        numbers.setdefault(value_name, len(numbers))
+        for node in graph.nodes[start_node : start_node + length]
+        for value_name in (*input_names(node), *output_names(node))
+    )
+    inputs = [
+        types[input_names(graph.nodes[start_node + offset])[value_index]]
+        for offset, value_index in _inputs(graph, start_node, length)
+    ]
+    shapes = tuple((value.dtype, *[dim if isinstance(dim, int) else None for dim in value.shape]) for value in inputs)
+    return (pattern, shapes, tuple(size_sources(inputs).items()))
+
+
+def value_types(graph: Graph) -> dict[str, Value | Weight]:
+    """Return the entries of the values and weights of a graph by their names."""
+    types: dict[str, Value | Weight] = {value.name: value for value in all_values(graph)}
+    return types | {weight.value: weight for weight in graph.weights}
+
+
+def size_sources(inputs: Sequence[Value | Weight]) -> dict[int, tuple[int, int]]:
+    """Return the symbolic integers among inputs that are sizes of tensors among them: input -> (input, dimension)."""
+    sources: dict[Dim, tuple[int, int]] = {}
+    values = [(index, value) for index, value in enumerate(inputs) if isinstance(value, Value)]
+    for index, value in values:
+        for dim, size in enumerate(value.shape):
+            sources.setdefault(size, (index, dim))
+    return {index: sources[value.expr] for index, value in values if value.expr is not None and value.expr in sources}
+
+
+class _Calls:
+    """The calls of the regions of a folded graph.
+
+    Attributes:
+        graph_items: the items of the graph in order.
+        bodies: the bodies of the graph.
+        lengths: the number of nodes of each region.
+        of_region: the calls of each region.
+    """
+
+    def __init__(self, folded: FoldedGraph) -> None:
+        self.bodies = _Bodies(folded)
+        self.lengths = self.bodies.lengths
+        self.graph_items = list(self.bodies.items(folded.nodes, 0))
+        self.of_region: list[list[RegionCallSite]] = [[] for _ in folded.regions]
+        pending = [item for item in self.graph_items if isinstance(item, RegionCallSite)]
+        for call in pending:
+            self.of_region[call.region].append(call)
+            items = self.bodies.items(folded.regions[call.region].nodes, call.start, call.hole_texts)
+            pending += (item for item in items if isinstance(item, RegionCallSite))
 
 
 class _Bodies:

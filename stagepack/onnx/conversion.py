@@ -18,8 +18,9 @@ from stagepack.onnx.finish import OnnxFiles, finish_model
 from stagepack.onnx.functional_stage import StageWrites, stage_writes
 from stagepack.onnx.stage_place import StagePlace
 from stagepack.onnx.trace import trace_stage
+from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.prepare import read_parts
 from stagepack_loaders.torch.weights import WeightCache
 
 _CPU = torch.device("cpu")
@@ -43,11 +44,10 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
         FormatError: a file breaks a rule of the format.
         OperatorError: an operator is missing here, not allowed, or has another schema.
     """
-    graph = bundle.graph(stage_number)
+    _, graph, targets = read_parts(bundle, stage_number, PrepareOptions(allow_ops=allow_ops))
     writes = stage_writes(graph)
     if reason := _inexpressible(bundle, stage_number, graph, writes):
         return reason
-    targets = resolve_operators(graph.ops, allow_ops, bundle.stages[stage_number].graph)
     module = build_graph_module(trivially_folded(graph), graph, targets, _CPU)
     stored_tensors = bundle.tensors(stage_number, graph)
     cache = WeightCache()

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagepack.errors import CutError
+from stagepack.format import limits
 from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.plan import Plan
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.device_profile import DeviceProfile, find_profile
 from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
-
-_SLOWEST_SPEED, _FASTEST_SPEED = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class CutOptions:
             raise CutError("memory and speeds select among the cuts into a number of stages: pass stages=N too")
         if self.shared not in ("replicate", "transmit"):
             raise CutError(f"shared: expected 'replicate' or 'transmit', found {self.shared!r}")
-        if not all(_SLOWEST_SPEED <= speed <= _FASTEST_SPEED for speed in self.speeds):
+        if not all(limits.SLOWEST_SPEED <= speed <= limits.FASTEST_SPEED for speed in self.speeds):
             raise CutError(f"speeds: expected numbers from 0.000001 to 1000000, found {list(self.speeds)}")
 
     @property

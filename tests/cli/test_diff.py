@@ -76,6 +76,9 @@ def test_another_model(tmp_path: Path) -> None:
 class Constants(torch.nn.Module):
     """Constants that equality in Python does not tell apart, or that do not equal themselves."""
 
+    whole: torch.Tensor
+    part: torch.Tensor
+
     def __init__(self, zero: float, first: int) -> None:
         super().__init__()
         self.zero = zero

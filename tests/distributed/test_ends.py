@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import stagepack
+from stagepack.distributed import connect
 from stagepack.errors import DeviceError, GroupError, NotABundleError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.call_limits import Limits
@@ -113,7 +114,9 @@ def test_processes_that_still_start_end_with_the_one_that_started_them(layers: B
 def test_restarts_read_the_bundle_of_a_relative_path(
     layers: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(layers.path.parent)
+    folder = tmp_path / os.fsdecode(b"not utf-8 \xff")
+    shutil.copytree(layers.path, folder / layers.path.name)
+    monkeypatch.chdir(folder)
     with stagepack.load(layers.path.name, processes=1, max_restarts=1) as pipeline:
         monkeypatch.chdir(tmp_path)
         os.kill(process_ids(pipeline)[1], signal.SIGKILL)
@@ -228,3 +231,16 @@ def test_a_closed_pipeline_says_so(layers: Bundle) -> None:
     with pytest.raises(StageLostError, match="the pipeline is closed"):
         pipeline(IDS)
     assert_gone(numbers)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("WORLD_SIZE", "two"), ("WORLD_SIZE", ""), ("RANK", "2"), ("MASTER_PORT", "99999999"), ("MASTER_PORT", "-1")],
+)
+def test_a_launcher_that_sets_no_numbers_is_named(
+    variable: str, text: str, layers: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, text if name == variable else value)
+    with pytest.raises(OptionError, match=rf"variable {variable}.*expected an integer from \d+ to \d+, found '{text}'"):
+        connect(layers)

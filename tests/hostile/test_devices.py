@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +54,19 @@ def test_a_stage_that_is_not_there_is_refused_with_the_range(number: int, sound:
             command, str(sound), "--stage", str(number), says=f"--stage: expected a stage from 0 to 2, found {number}"
         )
     assert run("load", str(sound), "--stage", "one").exit_code == 2
+
+
+def test_a_graph_makes_no_tensors_without_data(tmp_path: Path) -> None:
+    class Offset(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.ones(4, device="cpu")
+
+    editor = BundleEditor(stagepack.export(Offset(), (torch.ones(2, 4),), out=tmp_path / "m.stagepack").path)
+
+    def name_meta(graph: dict[str, Any]) -> None:
+        [node] = [node for node in graph["nodes"] if "ones" in graph["ops"][node["op"]]["name"]]
+        node["kwargs"] = [[name, ["device", "meta"] if name == "device" else item] for name, item in node["kwargs"]]
+
+    editor.edit_graph(0, name_meta)
+    with pytest.raises(DeviceError, match="the graph makes tensors on the device meta"):
+        stagepack.load(editor.path)

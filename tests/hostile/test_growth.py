@@ -10,8 +10,10 @@ import torch
 
 from stagepack.cli.report.pipeline_drawing import pipeline_picture, shortened_path
 from stagepack.cli.report.pipeline_nets import Net, packed_lanes
+from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Op, Scope, Subgraph, SubgraphArg, Value, ValueArg
+from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import subgraph_indices
 from stagepack.format.validate import check_graph
 from stagepack.graph.aliasing import alias_classes
@@ -144,6 +146,19 @@ def test_operators_with_many_parameters_are_read_once() -> None:
         nodes = [Node(op=0, args=(ValueArg("x"),), outputs=(value(f"v{index}"),)) for index in range(count)]
         graph = Graph(inputs=(value("x"),), nodes=tuple(nodes), outputs=("x",), ops=(op,), scopes=(Scope(path=""),))
         return lambda: alias_classes(graph)
+
+    assert_linear(work, 100)
+
+
+def test_sizes_that_follow_from_each_other_are_found_in_linear_time() -> None:
+    def work(count: int) -> Callable[[], object]:
+        # Each size follows from the next one only.
+        dims: list[Dim] = [Expr(op="mul", args=(f"s{index}", f"s{index + 1}")) for index in range(count)]
+        dims.append(f"s{count}")
+        values = [Value(name=f"v{index}", dtype="symint", expr=dim) for index, dim in enumerate(dims)]
+        bound = {value.name: BoundArgument(value.name, 1) for value in values}
+        assert check_values(values, bound, ()) == dict.fromkeys((f"s{index}" for index in range(count + 1)), 1)
+        return lambda: check_values(values, bound, ())
 
     assert_linear(work, 100)
 

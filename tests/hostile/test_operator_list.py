@@ -262,6 +262,10 @@ def test_attention_refuses_shapes_that_do_not_fit(name: str) -> None:
         ("operator.mod", "%999999999999d", 1, TypeError),
         ("operator.mod", -7, 3, 2),
         ("operator.add", (1,), (2,), TypeError),
+        ("operator.add", 2**63, 1, OverflowError),
+        ("operator.add", 2**62, 2**62, 2**63),
+        ("operator.sub", -(2**63), 1, OverflowError),
+        ("operator.sub", 0, 2**63, -(2**63)),
     ],
 )
 def test_integers_are_bounded(name: str, a: Any, b: Any, result: Any) -> None:
@@ -270,3 +274,22 @@ def test_integers_are_bounded(name: str, a: Any, b: Any, result: Any) -> None:
             BOUNDED_OPERATORS[name](a, b)
     else:
         assert BOUNDED_OPERATORS[name](a, b) == result
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", [name for name in sorted(ARGUMENT_CHECKS) if "div" in name])
+def test_no_integer_is_the_quotient_of_the_smallest_one_and_minus_one(name: str, dtype: torch.dtype) -> None:
+    divide = guarded_operator(find_operator(name))
+    smallest = torch.iinfo(dtype).min
+    options: dict[str, Any] = {} if name.startswith("prims") else {"rounding_mode": "trunc"}
+
+    def call(dividends: list[int], divisors: list[int]) -> list[int]:
+        dividend, divisor = torch.tensor(dividends, dtype=dtype), torch.tensor(divisors, dtype=dtype)
+        out = {"out": torch.empty_like(dividend)} if name.endswith(".out_mode") else {}
+        result: list[int] = divide(dividend, divisors[0] if "Scalar" in name else divisor, **options, **out).tolist()
+        return result
+
+    with pytest.raises(ValueError, match=f"found {smallest} / -1"):
+        call([8, smallest], [-1, -1])
+    assert call([smallest, -9], [2, 2]) == [smallest // 2, -4]
+    assert call([smallest + 1, 7], [-1, -1]) == [-(smallest + 1), -7]

@@ -13,10 +13,11 @@ import torch
 from onnx import TensorProto
 
 import stagepack
-from stagepack.errors import OptionError
+from stagepack.errors import OperatorError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import read_weight_header
 from stagepack.onnx import check
+from tests.bundle_editor import BundleEditor
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
 
 pytestmark = pytest.mark.xdist_group("added")  # one process, so that the bundle is made once
@@ -195,6 +196,14 @@ def test_an_operator_without_onnx_form_is_named_and_leaves_its_stage_in_torch(tm
     pipe = stagepack.load(bundle, runtime=["onnxruntime", "torch", "onnxruntime"], allow_ops=["tests"])
     with torch.no_grad():
         assert torch.allclose(pipe(x), net(x), atol=1e-5)
+
+
+def test_a_graph_whose_calls_do_not_fit_is_refused(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    editor = BundleEditor(stagepack.export(net, (torch.ones(2, 4),), out=tmp_path / "m.stagepack").path)
+    editor.edit_graph(0, lambda graph: graph["nodes"][1].pop("args"))
+    with pytest.raises(OperatorError, match=r"the operator aten.relu.default takes self; a node passes 0 arguments"):
+        stagepack.add_onnx(editor.path)
 
 
 class Cancelling(torch.nn.Module):

@@ -1,16 +1,19 @@
 """A graph becomes fx: names and texts of a bundle never become code of their own, regions open and close."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.dtypes import ITEM_SIZE
-from stagepack.format.folded import trivially_folded
+from stagepack.format.folded import FoldedGraph, Region, RegionCall, trivially_folded
 from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Value, ValueArg
 from stagepack.format.shapes import Expr, evaluate_dim
+from stagepack.format.unfold import unfold_graph
 from stagepack.format.validate import check_graph
+from stagepack.graph.region_functions import folded_functions
 from stagepack.linearize import linearize_program
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.operators import resolve_operators
@@ -111,3 +114,33 @@ def test_sizes_cannot_grow_without_bound() -> None:
 def test_every_dtype_of_the_format_is_torchs() -> None:
     for name, size in ITEM_SIZE.items():
         assert torch_attribute(name, torch.dtype).itemsize == size
+
+
+def folded_calls(hole_texts: Sequence[tuple[str, ...]], *, inputs: Sequence[Value]) -> FoldedGraph:
+    """A graph that calls one region, which adds two values, once for each of the texts."""
+    node = Node(
+        op=0, args=(ValueArg("{0}"), ValueArg("{1}")), outputs=(Value(name="{2}", dtype="float32", shape=(2,)),)
+    )
+    return FoldedGraph(
+        inputs=tuple(inputs),
+        nodes=tuple(RegionCall(0, texts) for texts in hole_texts),
+        outputs=tuple(texts[2] for texts in hole_texts),
+        ops=(ADD,),
+        regions=(Region(nodes=(node,), scopes=(Scope(path=""),)),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("second", "is_kept"), [(("y", "x", "b"), True), (("x", "x", "b"), False), (("wide", "x", "b"), False)]
+)
+def test_a_region_whose_calls_differ_is_no_function(second: tuple[str, ...], is_kept: bool) -> None:
+    values = {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([10.0, 20.0]), "wide": torch.tensor(100.0)}
+    inputs = [Value(name=name, dtype="float32", shape=tuple(tensor.shape)) for name, tensor in values.items()]
+    folded = folded_calls([("x", "y", "a"), second], inputs=inputs)
+    graph = unfold_graph(folded)
+    functions = folded_functions(folded, graph)
+    assert bool(functions.regions) == is_kept
+    module = build_graph_module(functions, graph, resolve_operators(graph.ops, (), ""), CPU)
+    first, other = module(*values.values())
+    assert first.equal(values["x"] + values["y"])
+    assert other.equal(values[second[0]] + values[second[1]])

@@ -236,6 +236,16 @@ class _Generator:
             values *= self._chance.choice([1, 3, 20, 1000, 1e9, 1e18] if is_index else [1, 10, 100])
             if self._chance.random() < 0.5:
                 values = values.abs()
+            if (
+                dtype != torch.bool and self._chance.random() < 0.1
+            ):  # for example the smallest integer, and -1 to divide it by
+                extremes = [torch.iinfo(dtype).min, torch.iinfo(dtype).max, -1, 0]
+                count = self._chance.choice([1, 4])
+                return _guarded(
+                    torch.tensor(self._chance.choices(extremes[:count], k=values.numel()))
+                    .to(dtype)
+                    .reshape(list(shape))
+                )
         elif self._chance.random() < 0.2 and values.numel():
             values.view(-1)[self._chance.randrange(values.numel())] = self._chance.choice(_FLOATS)
         return _guarded(values.to(dtype))

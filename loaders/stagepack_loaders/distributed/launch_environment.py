@@ -2,6 +2,8 @@
 
 import os
 
+from stagepack.errors import OptionError
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -17,12 +19,12 @@ def is_launched_group() -> bool:
 
 def launched_rank() -> int:
     """The number of this process among those that the launcher has started."""
-    return int(os.environ["RANK"])
+    return _integer("RANK", 0, launched_size() - 1)
 
 
 def launched_size() -> int:
     """How many processes the launcher has started, on all machines."""
-    return int(os.environ["WORLD_SIZE"])
+    return _integer("WORLD_SIZE", 1, 2**31 - 1)
 
 
 def launched_address() -> str:
@@ -32,7 +34,7 @@ def launched_address() -> str:
 
 def launched_port() -> int:
     """The port of the store of the group, on the machine of process 0."""
-    return int(os.environ["MASTER_PORT"])
+    return _integer("MASTER_PORT", 1, 2**16 - 1)
 
 
 def has_store_of_launcher() -> bool:
@@ -47,4 +49,19 @@ def is_torchrun() -> bool:
 
 def restart_count() -> int:
     """How often the launcher has started the processes again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return _integer("TORCHELASTIC_RESTART_COUNT", 0, 2**31 - 1, "0")
+
+
+def _integer(variable: str, lowest: int, highest: int, default: str = "") -> int:
+    """The number in an environment variable.
+
+    Raises:
+        OptionError: it is no number, or out of its range.
+    """
+    text = os.environ.get(variable, default)
+    if not text.isdecimal() or not lowest <= int(text) <= highest:
+        raise OptionError(
+            f"the environment variable {variable}, which a launcher such as torchrun sets: expected an integer from {lowest} to {highest}, "
+            f"found {text[:80]!r}"
+        )
+    return int(text)

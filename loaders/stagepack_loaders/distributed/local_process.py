@@ -1,6 +1,7 @@
 """The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.local_process DESCRIPTION``."""
 
 import importlib
+import json
 import sys
 
 import msgspec
@@ -40,6 +41,11 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
     parent: int = 0
 
 
+def encode_description(description: ProcessDescription) -> str:
+    """Return a description as an argument of the program. Paths may have bytes that are not UTF-8, which only Python's json encodes."""
+    return json.dumps(msgspec.to_builtins(description))
+
+
 def run_process(description: ProcessDescription) -> None:
     """Run the stages of one process. The front reports errors of all processes; this one only ends."""
     if description.parent:
@@ -62,4 +68,4 @@ def run_process(description: ProcessDescription) -> None:
 
 
 if __name__ == "__main__":
-    run_process(msgspec.json.decode(sys.argv[1], type=ProcessDescription))
+    run_process(msgspec.convert(json.loads(sys.argv[1]), ProcessDescription))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from stagepack.format.reader import Bundle
@@ -53,7 +52,7 @@ class LocalProcesses(StartedProcesses["subprocess.Popen[bytes]"]):
         threads = max(1, len(os.sched_getaffinity(0)) // (self._size - 1))
         environment = {"OMP_NUM_THREADS": str(threads)} | module_environment()
         description = structs.replace(description, parent=os.getpid())
-        program = module_command(local_process.__name__, msgspec.json.encode(description).decode())
+        program = module_command(local_process.__name__, local_process.encode_description(description))
         # In a session of its own: it is left to this process what Ctrl-C in a terminal ends.
         return subprocess.Popen(  # noqa: S603 - this Python
             program, env=environment, stdin=subprocess.DEVNULL, start_new_session=True

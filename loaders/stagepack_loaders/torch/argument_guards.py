@@ -205,6 +205,18 @@ def _check_random_start(arguments: _Arguments) -> None:
         raise ValueError(f"from: expected an integer below 2**63 - 1, found {arguments['from']}")
 
 
+def _check_truncating_division(arguments: _Arguments) -> None:
+    # The processor refuses to divide the smallest integer by -1, as no integer is the quotient, and ends the process.
+    dividend, divisor = arguments["self"], arguments["other"]
+    if arguments.get("rounding_mode", "trunc") != "trunc" or dividend.is_meta or torch.compiler.is_compiling():
+        return
+    dtype = torch.result_type(dividend, divisor)
+    if dtype in (torch.int32, torch.int64):
+        smallest = torch.iinfo(dtype).min
+        if bool(((dividend == smallest) & (divisor == -1)).any()):
+            raise ValueError(f"expected quotients that are {str(dtype).removeprefix('torch.')}, found {smallest} / -1")
+
+
 def _expect_items(name: str, tensors: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor]:
     if len(tensors) != count:
         raise ValueError(f"{name}: expected {count} tensors, found {len(tensors)}")
@@ -243,6 +255,16 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten._upsample_lanczos2d_aa.default": _check_antialiased_interpolation,
     "aten._weight_norm.default": _check_weight_norm,
     "aten._weight_norm_interface.default": _check_weight_norm,
+    "aten.div.Scalar_mode": _check_truncating_division,
+    "aten.div.Tensor_mode": _check_truncating_division,
+    "aten.div.out_mode": _check_truncating_division,
+    "aten.div_.Scalar_mode": _check_truncating_division,
+    "aten.div_.Tensor_mode": _check_truncating_division,
+    "aten.divide.Scalar_mode": _check_truncating_division,
+    "aten.divide.Tensor_mode": _check_truncating_division,
+    "aten.divide.out_mode": _check_truncating_division,
+    "aten.divide_.Scalar_mode": _check_truncating_division,
+    "aten.divide_.Tensor_mode": _check_truncating_division,
     "aten.embedding_bag.default": _check_embedding_bag,
     "aten.embedding_bag.padding_idx": _check_embedding_bag,
     "aten.gru.input": _check_gru,
@@ -256,6 +278,7 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.random_.from": _check_random_start,
     "aten.rnn_relu.input": _check_rnn,
     "aten.rnn_tanh.input": _check_rnn,
+    "prims.div.default": _check_truncating_division,
 }
 
 # Operators that take the elements of a tensor to be one after another.

@@ -18,10 +18,26 @@ def bounded_add(a: Any, b: Any, /) -> Any:
     """Return ``a + b``.
 
     Raises:
+        OverflowError: the result is an integer whose magnitude is above 2^63.
         TypeError: an argument is a sequence.
     """
     _refuse_sequences(a, b)
-    return operator.add(a, b)
+    total = operator.add(a, b)
+    if _are_integers(a, b) and abs(total) > _LARGEST:
+        raise _overflow("sum")
+    return total
+
+
+def bounded_sub(a: Any, b: Any, /) -> Any:
+    """Return ``a - b``.
+
+    Raises:
+        OverflowError: the result is an integer whose magnitude is above 2^63.
+    """
+    difference = operator.sub(a, b)
+    if _are_integers(a, b) and abs(difference) > _LARGEST:
+        raise _overflow("difference")
+    return difference
 
 
 def bounded_mod(a: Any, b: Any, /) -> Any:
@@ -77,6 +93,7 @@ BOUNDED_OPERATORS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
     "operator.mod": bounded_mod,
     "operator.mul": bounded_mul,
     "operator.pow": bounded_pow,
+    "operator.sub": bounded_sub,
 }
 
 

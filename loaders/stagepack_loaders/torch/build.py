@@ -12,9 +12,14 @@ from torch.fx import GraphModule
 
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Argument, Graph, Node, Value, Weight
-from stagepack.format.shapes import Dim
-from stagepack.format.traversal import all_values
-from stagepack.graph.region_functions import BodyItem, RegionCallSite, RegionFunction, region_functions
+from stagepack.graph.region_functions import (
+    BodyItem,
+    RegionCallSite,
+    RegionFunction,
+    region_functions,
+    size_sources,
+    value_types,
+)
 from stagepack_loaders.torch.contexts import context_call
 from stagepack_loaders.torch.fx_body import FxBody, GraphParts
 from stagepack_loaders.torch.steps import (
@@ -96,8 +101,7 @@ class GraphBuilder:
             device: the device that the graph calls its own.
         """
         self._graph = graph
-        self._types: dict[str, Value | Weight] = {value.name: value for value in all_values(graph)}
-        self._types |= {weight.value: weight for weight in graph.weights}
+        self._types = value_types(graph)
         self._parts = GraphParts(graph, operators, device)
         for index, subgraph in enumerate(graph.subgraphs):
             subgraph_inputs = [value.name for value in subgraph.inputs]
@@ -134,7 +138,7 @@ class GraphBuilder:
     def _build_region(self, region: RegionFunction) -> None:
         start = region.first_call.start
         input_names, outputs = region.input_names(self._graph, start), region.output_names(self._graph, start)
-        built = _RegionModule(region, _size_sources([self._types[value_name] for value_name in input_names]))
+        built = _RegionModule(region, size_sources([self._types[value_name] for value_name in input_names]))
         passed = built.passed_names(self._graph, start)
         body = FxBody(self._parts, passed, anonymous=True)
         for index, (tensor_index, dim) in built.size_sources.items():
@@ -187,13 +191,3 @@ def _append(body: FxBody, step: Step) -> None:
         case FunctionStep():
             first_argument = body.attribute(step.first_argument, "held")
             body.call_function(step.function, (first_argument,), step.inputs, step.outputs)
-
-
-def _size_sources(inputs: Sequence[Value | Weight]) -> dict[int, tuple[int, int]]:
-    """The symbolic integers among inputs that are sizes of tensors among them: input -> (input, dimension)."""
-    sources: dict[Dim, tuple[int, int]] = {}
-    values = [(index, value) for index, value in enumerate(inputs) if isinstance(value, Value)]
-    for index, value in values:
-        for dim, size in enumerate(value.shape):
-            sources.setdefault(size, (index, dim))
-    return {index: sources[value.expr] for index, value in values if value.expr is not None and value.expr in sources}

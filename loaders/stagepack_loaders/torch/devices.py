@@ -27,6 +27,20 @@ def parse_device(device: object) -> torch.device:
     return parsed
 
 
+def parse_graph_device(device: str) -> torch.device:
+    """Return a device that a graph names.
+
+    Raises:
+        DeviceError: torch knows no such device, this machine has none, or its tensors have no data.
+    """
+    parsed = parse_device(device)
+    if parsed.type == "meta":
+        raise DeviceError(
+            "the graph makes tensors on the device meta, which have no data: export the model on another device"
+        )
+    return parsed
+
+
 def device_type_of(device: str) -> str:
     """Return the type of a device, which this machine need not have.
 

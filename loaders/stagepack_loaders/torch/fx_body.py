@@ -21,7 +21,7 @@ from stagepack.format.graph import (
 )
 from stagepack.format.traversal import all_values, output_names
 from stagepack.torch_internals import child_modules
-from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.devices import parse_graph_device
 from stagepack_loaders.torch.torch_attributes import torch_argument
 
 # Key of the `meta` of an fx node that calls an operator: the node of the graph.
@@ -175,7 +175,7 @@ class FxBody:
                 # fx would write its text: "(inf+infj)" does not run, and "-2j" has a negative zero as its real part.
                 return self.attribute(complex(real, imag), "number")
             case DeviceArg(device_name):
-                return self._parts.device if device_name is None else parse_device(device_name)
+                return self._parts.device if device_name is None else parse_graph_device(device_name)
             case SubgraphArg(index):
                 return self.attribute(self._parts.subgraphs[index], "subgraph")
             case str():

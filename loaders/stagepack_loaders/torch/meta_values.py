@@ -15,7 +15,7 @@ from stagepack.format.graph import (
     TupleArg,
     ValueArg,
 )
-from stagepack_loaders.torch.devices import parse_device
+from stagepack_loaders.torch.devices import parse_graph_device
 from stagepack_loaders.torch.steps import argument_names
 from stagepack_loaders.torch.torch_attributes import torch_argument
 
@@ -48,11 +48,13 @@ class CallResult(NamedTuple):
         facts: of each value; None for one that is neither tensor nor number. None in place of the list if nothing is known.
         is_sequence: whether it returns a sequence.
         reason: why it refuses its arguments; empty if it does not.
+        reshaped: the arguments whose shape or strides it changes, as indices into `input_names` of the node.
     """
 
     facts: Sequence[Fact | None] | None = None
     is_sequence: bool = False
     reason: str = ""
+    reshaped: tuple[int, ...] = ()
 
 
 UNKNOWN_RESULT = CallResult()
@@ -75,6 +77,15 @@ class MetaValues:
         """
         return torch_argument(argument, self._leaf)
 
+    def is_reshaped(self, value_name: str) -> bool:
+        """Whether the tensor of a value has another shape or other strides than the one that was passed to an operator."""
+        tensor = self._tensors.get(value_name)
+        return tensor is not None and (
+            tuple(tensor.shape) != self._facts[value_name].content
+            or not tensor.is_contiguous()
+            or tensor.storage_offset() != 0
+        )
+
     def _leaf(self, leaf: Argument) -> Any:
         match leaf:
             case ValueArg(name):
@@ -84,7 +95,7 @@ class MetaValues:
                 return complex(real, imag)
             case DeviceArg(name):
                 if name is not None:
-                    parse_device(name)
+                    parse_graph_device(name)
                 return _META
             case _:
                 return leaf

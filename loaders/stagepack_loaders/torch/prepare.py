@@ -14,6 +14,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import NamedWeights
 from stagepack.format.weights import StoredTensor
+from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.checked_graphs import CheckedGraphs
@@ -117,7 +118,7 @@ def prepare_stages(
 
 
 class StageParts(NamedTuple):
-    """What the module of a stage is built from."""
+    """What the module of a stage is built from. In `folded`, each region is one function for all its calls."""
 
     folded: FoldedGraph
     graph: Graph
@@ -142,7 +143,7 @@ def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> St
         operators = [_view_as_reshape(operator) for operator in operators]
     if options.autocast:
         operators = [_assert_outside_autocast(operator) for operator in operators]
-    return StageParts(folded, graph, operators)
+    return StageParts(folded_functions(folded, graph), graph, operators)
 
 
 def build_code(

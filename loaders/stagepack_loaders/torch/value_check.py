@@ -134,10 +134,20 @@ class _GraphCheck:
     ) -> None:
         """Check the nodes of a graph or subgraph; `facts` are those of its weights, and get those of its other values."""
         facts |= {value.name: self._stated(value) for value in inputs}
+        kept_names = {*facts, *(self.graph.outputs if not is_subgraph else ())}
+        reshaped_names: set[str] = set()
         for node in nodes:
             # A subgraph runs in the context of the node that calls it.
             is_casting = bool(self._casting_contexts) if is_subgraph else node.context in self._casting_contexts
             result = self._result(node, facts, is_casting=is_casting)
+            if reshaped_names:
+                for value_name in reshaped_names.intersection(input_names(node)):
+                    self._add_problem(node, f"it uses {value_name}, whose shape or strides another node has changed")
+            if result.reshaped:
+                used_names = input_names(node)
+                reshaped_names.update(used_names[index] for index in result.reshaped)
+                for value_name in reshaped_names & kept_names:
+                    self._add_problem(node, f"the operator changes the shape or the strides of {value_name}")
             self._compare(node, result, facts, is_casting=is_casting)
             if len(self.problems) >= _MAX_PROBLEMS:
                 return
@@ -192,12 +202,13 @@ class _GraphCheck:
             if _needs_data(overload, error):
                 return UNKNOWN_RESULT
             return CallResult(reason=f"the operator refuses its arguments: {_first_line(error)}")
+        reshaped = tuple(index for index, name in enumerate(input_names(node)) if values.is_reshaped(name))
         if isinstance(returned, list | tuple):
             facts_of_items = [fact_of(item) for item in returned]
             if self.graph.ops[node.op].name.rpartition(".")[0] in _EMBEDDING_BAGS:
                 facts_of_items[1:] = [_ANY] * len(facts_of_items[1:])
-            return CallResult(facts_of_items, is_sequence=True)
-        return CallResult([fact_of(returned)])
+            return CallResult(facts_of_items, is_sequence=True, reshaped=reshaped)
+        return CallResult([fact_of(returned)], reshaped=reshaped)
 
     def _compare(self, node: Node, result: CallResult, facts: dict[str, Fact], *, is_casting: bool) -> None:
         """Compare what a node states with what its operator returned, and take down what is known of its values."""

@@ -1,7 +1,6 @@
 """The rules on the manifest (SPEC sections 4 and 6, O1)."""
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -165,8 +164,11 @@ def _check_plan(plan: Plan, stage_count: int) -> Iterator[BrokenRule]:
         location = f"plan, stage {stage_number}"
         if not _are_ascending(stage.nodes) or min(_costs(stage)) < 0:
             yield "M13", location, "the nodes are not ascending runs, or a cost is negative"
-        if not 0 < stage.speed < math.inf or len(stage.module) > limits.NAME_CHARACTERS:
-            yield "M13", location, "the speed is not positive and finite, or the name of the module is too long"
+        if (
+            not limits.SLOWEST_SPEED <= stage.speed <= limits.FASTEST_SPEED
+            or len(stage.module) > limits.NAME_CHARACTERS
+        ):
+            yield "M13", location, "the speed is not from 0.000001 to 1000000, or the name of the module is too long"
     covered_end = 0
     for first, count in sorted(run for stage in plan.stages for run in stage.nodes):
         if first != covered_end:
