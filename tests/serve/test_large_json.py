@@ -82,6 +82,10 @@ REFUSED = [
     (request_of(tensor_of("FP32", [1], [1], parameters={"a": [[]] * 400_000})), "1000000 bytes of JSON"),
     (request_of(parameters={"a": [{}] * 20_000}), "10000 lists and objects"),
     (request_of(tensor_of("FP32", [1], [1]), unknown=1).encode().replace(b"unk", b"\xef"), "utf-8"),
+    (request_of(tensor_of("FP32", [1], [float("nan")]), id="\ud800"), "the request"),
+    (request_of(tensor_of("FP32", [1], [float("nan")], name="\ud800")), "the request"),
+    (request_of(tensor_of("FP32", [1], [float("nan")]), outputs=[{"name": "\ud800"}]), "the request"),
+    (request_of(tensor_of("FP32", [1], [1]), parameters={"a": float("nan")}), "the request"),
     (request_of(tensor_of("FP32", [1], [float("nan")]), unknown=1).encode().replace(b"unk", b"\xef"), "utf-8"),
 ]
 

@@ -4,7 +4,6 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/protoco
 """
 
 import functools
-import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -28,7 +27,7 @@ from stagepack_serving.server.tensor_decoding import (
 # The HTTP header with the length of the JSON part, in bytes.
 BINARY_HEADER: Final = "inference-header-content-length"
 
-# Beyond it, the JSON part is decoded in steps.
+# Beyond it, the JSON part is decoded in steps; and so it is with NaN and infinities, which msgspec refuses.
 _LARGE_BYTES: Final = 131_072
 _LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
 _NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
@@ -75,11 +74,12 @@ def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestH
     """
     json_part, binary_part = _split_body(memoryview(body), header_length)
     input_numbers: Sequence[NumberDecoder | bytes | None]
-    if len(json_part) > _LARGE_BYTES:
+    if len(json_part) > _LARGE_BYTES or _NON_FINITE_PATTERN.search(json_part):
         header_json, input_numbers = split_large_json(json_part)
-        header, _ = _decode_json(memoryview(header_json))
+        header = _decode_header(memoryview(header_json))
     else:
-        header, input_numbers = _decode_json(json_part)
+        header = _decode_header(json_part)
+        input_numbers = [_number_decoder(input_header.data) for input_header in header.inputs]
     inputs = []
     for input_header, numbers in zip(header.inputs, input_numbers, strict=True):
         tensor, binary_part = _decode_input(input_header, numbers, binary_part)
@@ -131,34 +131,19 @@ def _decode_input(
     return tensor_from_bytes(header.name, header.datatype, header.shape, content), binary_part[binary_bytes:]
 
 
-def _decode_json(json_part: memoryview) -> tuple[RequestHeader, list[NumberDecoder | None]]:
-    """Decode the JSON part, but for the numbers of the inputs: return a decoder of them for each input, None if it has none."""
+def _decode_header(json_part: memoryview) -> RequestHeader:
     try:
         str(json_part, "utf-8")  # msgspec passes over keys that it does not know
-        header = msgspec.json.decode(json_part, type=RequestHeader)
+        return msgspec.json.decode(json_part, type=RequestHeader)
     except msgspec.ValidationError as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
     except JSON_ERRORS as error:
-        if not _NON_FINITE_PATTERN.search(json_part):
-            raise RequestError(RequestStatus.BAD_REQUEST, f"the request is not valid JSON: {error}") from None
-        return _decode_non_finite_json(bytes(json_part))
-    number_decoders: list[NumberDecoder | None] = [
-        None if isinstance(input_header.data, UnsetType) else functools.partial(_decode_numbers, input_header.data)
-        for input_header in header.inputs
-    ]
-    return header, number_decoders
+        raise RequestError(RequestStatus.BAD_REQUEST, f"the request is not valid JSON: {error}") from None
+
+
+def _number_decoder(data: Raw | UnsetType) -> NumberDecoder | None:
+    return None if isinstance(data, UnsetType) else functools.partial(_decode_numbers, data)
 
 
 def _decode_numbers(data: Raw, number_type: Any) -> Any:
     return msgspec.json.decode(data, type=number_type)
-
-
-def _decode_non_finite_json(json_part: bytes) -> tuple[RequestHeader, list[NumberDecoder | None]]:
-    """`_decode_json` for NaN and infinities, which JSON lacks and msgspec refuses: clients write them as Python's json does."""
-    try:
-        fields = json.loads(json_part)
-        input_data = [input_fields.pop("data", UNSET) for input_fields in fields["inputs"]]
-        header = msgspec.convert(fields, RequestHeader)
-    except (ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
-    return header, [None if data is UNSET else functools.partial(msgspec.convert, data) for data in input_data]
