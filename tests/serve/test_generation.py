@@ -12,12 +12,15 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy
 import openai
 import pytest
 import safetensors.torch
 import torch
 import tritonclient.grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
 
 from stagepack.weight_replacement import replace_weights
@@ -136,6 +139,8 @@ def test_a_text_ends_before_a_stop_string(server: Server) -> None:
         ({"text_input": "a", "parameters": {"temperatur": 3}}, "unknown field `temperatur`"),
         ({"text_input": "a", "max_tokens": "3"}, "max_tokens"),
         ({"text_input": "a", "stop": [""]}, "stop"),
+        ({"text_input": "a", "id": 7}, "id: expected a string of at most 1024 characters, found int"),
+        ({"text_input": "a", "id": "7" * 1025}, "id: expected a string of at most 1024 characters, found 1025"),
     ],
 )
 def test_a_wrong_request_is_refused(server: Server, body: Mapping[str, Any], says: str) -> None:
@@ -183,6 +188,25 @@ def test_grpc_streams_a_response_for_each_token(server: Server, ends_empty: bool
         assert [part.parameters["finish_reason"].string_param for part in parts] == [""] * 11 + ["length"]
         with pytest.raises(InferenceServerException, match="unknown field"):
             stream_responses(client, [text_input(PROMPT)], parameters={"tokens": 12})
+
+
+TOKENS = numpy.array([[5, 6, 7]])
+
+
+def prompt_request(request_id: str, tokens: numpy.ndarray) -> pb.ModelInferRequest:
+    """A request for three tokens after a prompt of tokens."""
+    request = pb.ModelInferRequest(model_name="writer", id=request_id, raw_input_contents=[tokens.tobytes()])
+    datatype = "INT64" if tokens.dtype == "int64" else "FP32"
+    request.inputs.add(name="input_ids", datatype=datatype, shape=tokens.shape)
+    request.parameters["max_tokens"].int64_param = 3
+    return request
+
+
+def test_a_long_id_over_grpc_is_refused(server: Server) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel, pytest.raises(grpc.RpcError) as raised:
+        GRPCInferenceServiceStub(channel).ModelInfer(prompt_request("7" * 1025, TOKENS), timeout=60)
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "id: expected a string of at most 1024 characters" in raised.value.details()
 
 
 def test_openai_completes_a_text(client: openai.OpenAI) -> None:

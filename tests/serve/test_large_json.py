@@ -86,6 +86,7 @@ REFUSED = [
     (request_of(tensor_of("FP32", [1], [float("nan")], name="\ud800")), "the request"),
     (request_of(tensor_of("FP32", [1], [float("nan")]), outputs=[{"name": "\ud800"}]), "the request"),
     (request_of(tensor_of("FP32", [1], [1]), parameters={"a": float("nan")}), "the request"),
+    (request_of(tensor_of("FP32", [1], [1]), id="7" * 1025), "id: expected a string of at most 1024 characters"),
     (request_of(tensor_of("FP32", [1], [float("nan")]), unknown=1).encode().replace(b"unk", b"\xef"), "utf-8"),
 ]
 

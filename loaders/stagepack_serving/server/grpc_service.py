@@ -20,7 +20,7 @@ from stagepack_serving.server.grpc_messages import decode_parameters, decode_req
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
-from stagepack_serving.server.parameters import refuse_load_parameters
+from stagepack_serving.server.parameters import check_request_id, refuse_load_parameters
 
 
 class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated, without types
@@ -165,6 +165,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         async with request_scope as scope:
             if remaining_seconds is not None:
                 shorten_deadline(scope.deadline, remaining_seconds)
+            check_request_id(request.id)
             with scope.reserve_place(decode_parameters(request.parameters)) as model:
                 if asks_for_generation(model, request):
                     await generate_responses(model, request, scope.deadline, send, streams=streams)

@@ -2,9 +2,30 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
+
+_MAX_ID_LENGTH: Final = 1024  # characters
+
+
+def check_request_id(request_id: Any) -> str:
+    """Check the id of a request, which all parts of its answer repeat.
+
+    Args:
+        request_id: the id; may be empty.
+
+    Returns:
+        The id.
+
+    Raises:
+        RequestError: it is not a string, or longer than 1,024 characters.
+    """
+    if isinstance(request_id, str) and len(request_id) <= _MAX_ID_LENGTH:
+        return request_id
+    found = f"{len(request_id)} characters" if isinstance(request_id, str) else type(request_id).__name__
+    message = f"id: expected a string of at most {_MAX_ID_LENGTH} characters, found {found}"
+    raise RequestError(RequestStatus.BAD_REQUEST, message)
 
 
 def boolean_parameter(parameters: Mapping[str, Any], parameter_name: str, default: bool = False) -> bool:

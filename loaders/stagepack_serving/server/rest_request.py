@@ -15,7 +15,7 @@ from stagepack.format.codec import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.json_numbers import array_from_json
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
-from stagepack_serving.server.parameters import refuse_shared_memory
+from stagepack_serving.server.parameters import check_request_id, refuse_shared_memory
 from stagepack_serving.server.rest_large_request import split_large_json
 from stagepack_serving.server.tensor_decoding import (
     NumberDecoder,
@@ -80,6 +80,7 @@ def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestH
     else:
         header = _decode_header(json_part)
         input_numbers = [_number_decoder(input_header.data) for input_header in header.inputs]
+    check_request_id(header.id)
     inputs = []
     for input_header, numbers in zip(header.inputs, input_numbers, strict=True):
         tensor, binary_part = _decode_input(input_header, numbers, binary_part)

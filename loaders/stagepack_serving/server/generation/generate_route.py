@@ -17,7 +17,7 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.answer_channel import AnswerChannel
 from stagepack_serving.server.generation.generator import Generator, generator_of
 from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
-from stagepack_serving.server.parameters import timeout_parameter
+from stagepack_serving.server.parameters import check_request_id, timeout_parameter
 from stagepack_serving.server.rest_body import decode_text_request
 from stagepack_serving.server.rest_inference import requested_model, unless_disconnected
 from stagepack_serving.server.served_model import ServedModel
@@ -70,7 +70,7 @@ class GenerateRoute:
         parameters = fields.pop("parameters", {})
         if not isinstance(parameters, dict):
             raise RequestError(RequestStatus.BAD_REQUEST, f"parameters: expected an object, found {parameters!r}")
-        request_id = fields.pop("id", "")
+        request_id = check_request_id(fields.pop("id", ""))
         # Fields of the request beside the prompt are parameters too.
         parameters = fields | parameters
         shorten_deadline(deadline, timeout_parameter(parameters))
