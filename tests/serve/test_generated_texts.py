@@ -108,6 +108,8 @@ def test_a_template_has_what_transformers_gives_it() -> None:
         ("{% if %}", "TemplateSyntaxError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ 'a'.center(10 ** 10) }}", "MemoryError"),
+        (r"{{ '\ud800' }}", "lone surrogates"),
+        (r"{{ raise_exception('\ud800') }}", "lone surrogates"),
         ("{% for i in range(90000) %}{{ 'a' * 90000 }}{% endfor %}", "at most 1000000 characters"),
     ],
 )

@@ -33,6 +33,7 @@ from tests.serve.generating_model import (
     tokenizer,
 )
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
+from tests.serve.test_large_json import ask_meanwhile
 from tests.serve.test_serve import metrics
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -127,10 +128,18 @@ def test_a_text_ends_before_a_stop_string(server: Server) -> None:
     [
         ({}, "expected one prompt, text_input or input_ids, found none"),
         ({"text_input": "a", "input_ids": [1]}, "expected one prompt"),
-        ({"text_input": 1}, "text_input: expected a string, found int"),
+        ({"text_input": 1}, "text_input: Expected `str`, got `int`"),
         ({"input_ids": [[1], [2]]}, "expected one prompt, the shape [1, -1], found [2, 1]"),
         ({"input_ids": []}, "input_ids: "),
-        ({"input_ids": ["a"]}, "input_ids: "),
+        ({"input_ids": ["a"]}, "input_ids: expected data of INT64"),
+        ({"input_ids": [True]}, "Expected `int`, got `bool`"),
+        ({"input_ids": [1.5]}, "Expected `int`, got `float`"),
+        ({"input_ids": [float("nan")]}, "input_ids: expected data of INT64"),
+        ({"input_ids": [2**63]}, "input_ids: expected data of INT64"),
+        ({"input_ids": [[1], 2]}, "found no list, or lists of other sizes"),
+        ({"input_ids": [[[1]]]}, "expected one prompt, the shape [1, -1], found [1, 1, 1]"),
+        ({"input_ids": {}}, "input_ids: expected data of INT64"),
+        ({"input_name": [1]}, "expected one prompt, text_input or input_ids, found input_name"),
         ({"input_ids": [1, VOCABULARY]}, "index out of range"),
         ({"text_input": "a" * 128 * (POSITIONS + 1)}, "expected at most 128 characters for each"),
         ({"text_input": "a" * (POSITIONS + 1)}, f"the cache has {POSITIONS} positions"),
@@ -141,12 +150,54 @@ def test_a_text_ends_before_a_stop_string(server: Server) -> None:
         ({"text_input": "a", "stop": [""]}, "stop"),
         ({"text_input": "a", "id": 7}, "id: expected a string of at most 1024 characters, found int"),
         ({"text_input": "a", "id": "7" * 1025}, "id: expected a string of at most 1024 characters, found 1025"),
+        ({"text_input": "a", "id": float("nan")}, "id: JSON is malformed"),
+        ({"text_input": "a", "temperature": float("nan")}, "temperature: JSON is malformed"),
+        ({"text_input": "a", "id": "\ud800"}, "the request violates the protocol"),
+        ({"text_input": "\ud800"}, "the request violates the protocol"),
+        ({"text_input": "a", "stop": "\udc00"}, "the request violates the protocol"),
+        ({"text_input": "a", "\ud800": "\ud800"}, "the request violates the protocol"),
+        ({"input_ids": [float("nan")], "id": "\ud800"}, "the request violates the protocol"),
+        ({"text_input": "a", "a": [1] * 400_000}, "expected at most 1000000 bytes of JSON beside the data"),
+        ({"text_input": "a"} | {f"k{number}": 1 for number in range(1000)}, "expected at most 1000 fields"),
+        ({"text_input": "a", "a": [""] * 100_001}, "expected at most 100000 lists and objects and 100000 strings"),
     ],
 )
 def test_a_wrong_request_is_refused(server: Server, body: Mapping[str, Any], says: str) -> None:
     for path in (GENERATE, f"{GENERATE}_stream"):
         status, answer, _ = post(server.http, path, json.dumps(body))
         assert (status, says in answer["error"]) == (400, True), answer
+
+
+def test_prompts_of_strings_take_no_memory(server: Server) -> None:
+    """An array of them has as many rows as there are strings, each as long as the longest one: 4 GB."""
+    memory = server.memory()
+    body = {"input_ids": ["a" * 100_000] + [""] * 10_000, "max_tokens": 1}
+    status, answer, _ = post(server.http, GENERATE, json.dumps(body))
+    assert (status, "Expected `int`, got `str`" in answer["error"]) == (400, True), answer
+    status, answer, _ = post(server.http, "/v1/completions", json.dumps({"model": "writer", "prompt": [[""], ["a"]]}))
+    assert (status, "Expected `int`, got `str`" in answer["error"]["message"]) == (400, True), answer
+    assert server.memory() < memory + 200_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (GENERATE, {"input_ids": [1] * 4_000_000}),
+        ("/v1/completions", {"model": "writer", "prompt": [1] * 4_000_000}),
+        ("/v1/chat/completions", {"model": "writer", "messages": [{"role": "user", "content": "é" * 6_000_000}]}),
+    ],
+)
+def test_others_are_answered_while_a_long_prompt_is_read(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, _, seconds, waits = ask_meanwhile(server, path, json.dumps(body, ensure_ascii=False).encode())
+    assert status == 400
+    assert max(waits) < seconds / 3, (seconds, max(waits), len(waits))
+
+
+def test_texts_may_have_many_quotes(server: Server) -> None:
+    body = {"text_input": '"' * 300_000, "id": "7" * 1024}
+    status, answer, _ = post(server.http, GENERATE, json.dumps(body))
+    assert (status, "characters for each" in answer["error"]) == (400, True), answer
 
 
 def stream_responses(client: Any, inputs: Any, model: str = "writer", **options: Any) -> list[Any]:
@@ -191,6 +242,30 @@ def test_grpc_streams_a_response_for_each_token(server: Server, ends_empty: bool
 
 
 TOKENS = numpy.array([[5, 6, 7]])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (TOKENS[0], "expected one prompt, the shape [1, -1], found [3]"),
+        (TOKENS[None], "expected one prompt, the shape [1, -1], found [1, 1, 3]"),
+        (TOKENS.repeat(2, 0), "expected one prompt, the shape [1, -1], found [2, 3]"),
+        (TOKENS[:, :0], "expected one prompt, the shape [1, -1], found [1, 0]"),
+        ((TOKENS + 0.9).astype("float32"), "expected the datatype INT64, found FP32"),
+    ],
+)
+def test_a_wrong_prompt_over_grpc_is_refused_alone(server: Server, tokens: numpy.ndarray, says: str) -> None:
+    requests = [prompt_request("good", TOKENS), prompt_request("bad", tokens), prompt_request("good", TOKENS)]
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.ModelInfer(requests[1], timeout=60)
+        assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert says in raised.value.details()
+        responses = list(stub.ModelStreamInfer(iter(requests), timeout=60))
+    errors = [(answer.infer_response.id, says in answer.error_message) for answer in responses if answer.error_message]
+    assert errors == [("bad", True)]
+    assert [answer.infer_response.id for answer in responses].count("good") == 2 * 3
 
 
 def prompt_request(request_id: str, tokens: numpy.ndarray) -> pb.ModelInferRequest:
@@ -259,6 +334,9 @@ def test_openai_draws_the_same_text_for_a_seed(client: openai.OpenAI) -> None:
         ({"n": 2}, openai.BadRequestError, "n: this server does not support it"),
         ({"logprobs": 3}, openai.BadRequestError, "logprobs: this server does not support it"),
         ({"prompt": ["a", "b"]}, openai.BadRequestError, "prompt: expected one string"),
+        ({"prompt": []}, openai.BadRequestError, "prompt: expected one string"),
+        ({"prompt": [1, "a"]}, openai.BadRequestError, "Expected `int`, got `str`"),
+        ({"prompt": [True]}, openai.BadRequestError, "Expected `int`, got `bool`"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"extra_body": {"temp": 1}}, openai.BadRequestError, "unknown field `temp`"),
         ({"extra_body": {"top_k": 3}, "user": "me", "n": 1}, None, ""),

@@ -117,6 +117,15 @@ def test_the_server_generates_the_tokens_of_transformers(server: Server, family:
     assert [int.from_bytes(response.raw_output_contents[1], "little") for response in responses] == expected
 
 
+def test_features_of_another_size_are_refused(server: Server) -> None:
+    if "whisper" not in [model["name"] for model in server.facts["models"]]:
+        pytest.skip("not served here")
+    for values, says in (([[0.5] * 7] * 3, "input_features"), ([["a"]], "Expected `float`, got `str`")):
+        path, body = "/v2/models/whisper/generate", json.dumps({"input_features": values})
+        status, answer, _ = post(server.http, path, body)
+        assert (status, says in answer["error"]) == (400, True), answer
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "whisper"])
 def test_openai_streams_the_text_of_transformers(server: Server, family: str) -> None:
     if family not in [model["name"] for model in server.facts["models"]]:

@@ -55,6 +55,29 @@ def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) 
     return array.reshape(shape)
 
 
+def nested_sizes(text: bytes) -> list[int]:
+    """Return the shape of numbers in nested lists.
+
+    Args:
+        text: valid JSON, but for NaN, Infinity and -Infinity.
+
+    Returns:
+        The size of the first list at each depth, from the outer one to the inner one; a list without numbers counts as one with a number.
+        Empty if there are no such lists. `array_from_json` refuses lists that have other sizes.
+    """
+    separators = text.translate(None, delete=_NUMBER_BYTES)
+    depth = len(separators) - len(separators.lstrip(b"["))
+    sizes, end, item_length = [], 0, 0
+    for level in range(1, depth + 1):
+        end = separators.find(b"]" * level, end)
+        if end < 0:
+            return []
+        length = end + 2 * level - depth  # of the first list of this level, in brackets and commas
+        sizes.append((length - 1) // (item_length + 1))
+        item_length = length
+    return sizes[::-1]
+
+
 def json_from_array(array: Array) -> Iterator[bytes]:
     """Encode the elements of an array as a flat list.
 

@@ -19,7 +19,7 @@ _MAX_FIELDS_BYTES: Final = 65_536
 # Room for the longest prompts: 30 s of speech in 128 bands are 8 MB.
 _MAX_TEXT_BYTES: Final = 16_000_000
 _MAX_CONTAINERS: Final = 100_000
-_MAX_STRINGS: Final = 1_000_000
+_MAX_STRINGS: Final = 100_000
 
 Fields = TypeVar("Fields")
 

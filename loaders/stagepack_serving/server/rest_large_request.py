@@ -1,6 +1,7 @@
-"""The JSON part of a large inference request: the numbers of its inputs are cut out, so that what is left is small."""
+"""The JSON of a large request: the numbers of tensors are cut out, so that what is left is small."""
 
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy
@@ -13,9 +14,13 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 _MAX_HEADER_BYTES: Final = 1_000_000
 _MAX_OBJECTS: Final = 10_000
 _MAX_STRINGS: Final = 100_000
+_MAX_FIELDS: Final = 1000
 
 # What JSON lacks, and numbers of the same length.
 _NON_FINITE_NUMBERS: Final = ((b"-Infinity", b"-0.000000"), (b"Infinity", b"0.000000"), (b"NaN", b"0e0"))
+
+
+Outline = TypeVar("Outline")
 
 
 class _InputOutline(Struct, gc=False):
@@ -51,12 +56,63 @@ def split_large_json(json_part: memoryview) -> tuple[bytes, list[bytes | None]]:
         header_parts += [content[position:start], b"[]"]
         position = end
     header = b"".join([*header_parts, content[position:]])
-    if len(header) > _MAX_HEADER_BYTES:
-        message = (
-            f"expected at most {_MAX_HEADER_BYTES} bytes of JSON beside the data of the inputs, found {len(header)}"
-        )
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    _check_header_bytes(len(header))
     return header, [None if span is None else content[slice(*span)] for span in spans]
+
+
+def split_fields(body: bytearray) -> dict[str, Raw]:
+    """Cut a JSON object into its fields.
+
+    Args:
+        body: the object, in which there may be NaN, Infinity and -Infinity.
+
+    Returns:
+        The JSON of each field by name.
+
+    Raises:
+        RequestError: it is not a JSON object, or has more than 1,000 fields.
+    """
+    content = bytes(body)
+    fields, address = _decode_outline(content, dict[str, Raw])
+    if len(fields) > _MAX_FIELDS:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"expected at most {_MAX_FIELDS} fields, found {len(fields)}")
+    return {field_name: Raw(content[slice(*_span(value, address))]) for field_name, value in fields.items()}
+
+
+def decode_fields(fields: Mapping[str, Raw]) -> dict[str, Any]:
+    """Decode the fields of a request beside its prompt.
+
+    Args:
+        fields: the JSON of each field by name.
+
+    Returns:
+        The values by name.
+
+    Raises:
+        RequestError: they are large, or a value is not valid JSON, such as NaN.
+    """
+    _check_header_bytes(sum(len(memoryview(value)) for value in fields.values()))
+    return {field_name: decode_field(field_name, value, Any) for field_name, value in fields.items()}
+
+
+def decode_field(field_name: str, value: Raw, field_type: Any) -> Any:
+    """Decode a field of a request.
+
+    Args:
+        field_name: its name.
+        value: its JSON.
+        field_type: its type.
+
+    Returns:
+        The value.
+
+    Raises:
+        RequestError: it is not valid JSON, or of another type.
+    """
+    try:
+        return msgspec.json.decode(value, type=field_type)
+    except JSON_ERRORS as error:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{field_name}: {error}") from None
 
 
 def check_json_counts(
@@ -75,11 +131,26 @@ def check_json_counts(
     """
     characters = numpy.frombuffer(text, numpy.uint8)
     container_count = sum(int(numpy.count_nonzero(characters == bracket)) for bracket in brackets)
-    string_count = int(numpy.count_nonzero(characters == ord('"'))) // 2
+    quotes = characters == ord('"')
+    quotes[1:] &= characters[:-1] != ord("\\")  # quotes in a text are escaped
+    string_count = int(numpy.count_nonzero(quotes)) // 2
     if container_count > max_containers or string_count > max_strings:
         message = (
             f"expected at most {max_containers} lists and objects and {max_strings} strings beside the data of tensors, found "
             f"{container_count} and {string_count}"
+        )
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+
+def _check_header_bytes(byte_count: int) -> None:
+    """Refuse a request that is large beside the data of its tensors.
+
+    Raises:
+        RequestError: it is.
+    """
+    if byte_count > _MAX_HEADER_BYTES:
+        message = (
+            f"expected at most {_MAX_HEADER_BYTES} bytes of JSON beside the data of the inputs, found {byte_count}"
         )
         raise RequestError(RequestStatus.BAD_REQUEST, message)
 
@@ -90,27 +161,36 @@ def _find_numbers(content: bytes) -> list[tuple[int, int] | None]:
     Raises:
         RequestError: it is not valid JSON, or has no inputs.
     """
+    outline, address = _decode_outline(content, _RequestOutline)
+    return [None if isinstance(fields.data, UnsetType) else _span(fields.data, address) for fields in outline.inputs]
+
+
+def _decode_outline(content: bytes, outline_type: type[Outline]) -> tuple[Outline, int]:
+    """Decode what is not `Raw` in a type. Return it, and the address of the text of which `Raw` is a view.
+
+    That text is as long as the content: NaN and infinities, which msgspec refuses, are numbers in it.
+
+    Raises:
+        RequestError: the content is not valid JSON, or of another type.
+    """
     try:
         try:
-            outline = msgspec.json.decode(content, type=_RequestOutline)
+            outline = msgspec.json.decode(content, type=outline_type)
         except msgspec.ValidationError:
             raise
         except msgspec.DecodeError:
             for text, number in _NON_FINITE_NUMBERS:
                 content = content.replace(text, number)
-            outline = msgspec.json.decode(content, type=_RequestOutline)
+            outline = msgspec.json.decode(content, type=outline_type)
     except JSON_ERRORS as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
-    address = _address(content)
-    spans: list[tuple[int, int] | None] = []
-    for fields in outline.inputs:
-        if isinstance(fields.data, UnsetType):
-            spans.append(None)
-        else:
-            # Raw is a view of the content.
-            start = _address(fields.data) - address
-            spans.append((start, start + len(memoryview(fields.data))))
-    return spans
+    return outline, _address(content)
+
+
+def _span(value: Raw, address: int) -> tuple[int, int]:
+    """The start and the end of a value in the text at an address, half-open."""
+    start = _address(value) - address
+    return start, start + len(memoryview(value))
 
 
 def _address(content: Any) -> int:

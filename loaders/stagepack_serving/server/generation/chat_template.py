@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
+
+import msgspec
 
 from stagepack_loaders.python_process import module_command, module_environment
 from stagepack_serving.server.errors import RequestError, RequestStatus
@@ -39,7 +40,7 @@ class ChatTemplate:
         """Write a conversation as a text, which ends where the answer of the assistant begins.
 
         Args:
-            messages: the messages, each with a role and a content.
+            messages: the messages, each with a role and a content; values may be JSON, as `msgspec.Raw`.
 
         Returns:
             The text.
@@ -48,26 +49,31 @@ class ChatTemplate:
             RequestError: the template refuses the messages, or takes too much time or memory.
         """
         variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
-        request = json.dumps({"template": self._template, "variables": variables}).encode() + b"\n"
+        request = {"template": self._template, "variables": variables}
         answer_line = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, request)
         if not answer_line:
             message = f"the chat template of the bundle took more than {_MAX_SECONDS:g} s, or too much memory"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
-        answer = json.loads(answer_line)
+        try:
+            answer = msgspec.json.decode(answer_line, type=dict[str, str])
+        except msgspec.DecodeError:
+            message = "the chat template of the bundle writes lone surrogates, which are no text"
+            raise RequestError(RequestStatus.BAD_REQUEST, message) from None
         if "error" in answer:
             raise RequestError(
                 RequestStatus.BAD_REQUEST, f"the chat template of the bundle refuses the messages: {answer['error']}"
             )
-        text: str = answer["text"]
-        return text
+        return answer["text"]
 
     def close(self) -> None:
         """End the process, after the conversation that it fills in."""
         self._thread.shutdown(cancel_futures=True)
         self._end_process()
 
-    def _exchange(self, line: bytes) -> bytes:
-        """Send a line to the process, and return its answer; empty if it does not survive it."""
+    def _exchange(self, request: Mapping[str, Any]) -> bytes:
+        """Send a request to the process, and return its answer; empty if it does not survive it."""
+        # Fields of messages that are JSON already may have lines.
+        line = msgspec.json.encode(request).replace(b"\n", b" ") + b"\n"
         self._process = process = self._process or _start_process()
         assert process.stdin is not None
         assert process.stdout is not None

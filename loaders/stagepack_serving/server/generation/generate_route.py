@@ -4,14 +4,14 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/protoco
 """
 
 import asyncio
-import json
 from contextlib import aclosing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from stagepack_loaders.elements import Array
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.answer_channel import AnswerChannel
@@ -20,8 +20,27 @@ from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
 from stagepack_serving.server.parameters import check_request_id, timeout_parameter
 from stagepack_serving.server.rest_body import decode_text_request
 from stagepack_serving.server.rest_inference import requested_model, unless_disconnected
+from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
+
+# The inputs of models that hold prompts.
+_PROMPT_PREFIX: Final = "input_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields:
+    """The fields of a request.
+
+    Attributes:
+        prompts: the prompts by name; see `read_request`.
+        parameters: the parameters.
+        request_id: the id, which the answer repeats; may be empty.
+    """
+
+    prompts: dict[str, str | Raw]
+    parameters: dict[str, Any]
+    request_id: str
 
 
 class GenerateRoute:
@@ -63,20 +82,13 @@ class GenerateRoute:
                 await channel.end_events()
 
     async def _answer(
-        self, model: ServedModel, fields: dict[str, Any], deadline: asyncio.Timeout, channel: AnswerChannel
+        self, model: ServedModel, fields: _Fields, deadline: asyncio.Timeout, channel: AnswerChannel
     ) -> None:
         generator = generator_of(model)
-        prompts = _take_prompts(fields, generator)
-        parameters = fields.pop("parameters", {})
-        if not isinstance(parameters, dict):
-            raise RequestError(RequestStatus.BAD_REQUEST, f"parameters: expected an object, found {parameters!r}")
-        request_id = check_request_id(fields.pop("id", ""))
-        # Fields of the request beside the prompt are parameters too.
-        parameters = fields | parameters
-        shorten_deadline(deadline, timeout_parameter(parameters))
-        request, _ = await read_request(generator, prompts, parameters)
+        shorten_deadline(deadline, timeout_parameter(fields.parameters))
+        request, _ = await read_request(generator, fields.prompts, fields.parameters)
         heading = {"model_name": model.name, "model_version": model.version} | (
-            {"id": request_id} if request_id else {}
+            {"id": fields.request_id} if fields.request_id else {}
         )
         text, finish_reason = "", None
         tokens: list[int] = []
@@ -95,30 +107,26 @@ class GenerateRoute:
             await channel.send_json(heading | _outputs(generator, text, tokens, finish_reason))
 
 
-def _decode_fields(body: bytearray) -> dict[str, Any]:
-    """The fields of a request. Python's parser, since a prompt of numbers may hold NaN."""
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the request is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise RequestError(RequestStatus.BAD_REQUEST, "the request: expected a JSON object")
-    return fields
+def _decode_fields(body: bytearray) -> _Fields:
+    """Decode the body of a request.
 
-
-def _take_prompts(fields: dict[str, Any], generator: Generator) -> dict[str, str | Array]:
-    """Remove the prompts from the fields of a request."""
-    prompts: dict[str, str | Array] = {}
+    Raises:
+        RequestError: it is no JSON object, or a field has another type.
+    """
+    fields = split_fields(body)
+    prompts: dict[str, str | Raw] = {
+        field_name: fields.pop(field_name) for field_name in list(fields) if field_name.startswith(_PROMPT_PREFIX)
+    }
     if TEXT_INPUT in fields:
-        text = fields.pop(TEXT_INPUT)
-        if not isinstance(text, str):
-            raise RequestError(
-                RequestStatus.BAD_REQUEST, f"{TEXT_INPUT}: expected a string, found {type(text).__name__}"
-            )
-        prompts[TEXT_INPUT] = text
-    if generator.prompt_name in fields:
-        prompts[generator.prompt_name] = generator.prompt_array(fields.pop(generator.prompt_name))
-    return prompts
+        prompts[TEXT_INPUT] = decode_field(TEXT_INPUT, fields.pop(TEXT_INPUT), str)
+    parameters = decode_fields(fields)
+    request_id = check_request_id(parameters.pop("id", ""))
+    more_parameters = parameters.pop("parameters", {})
+    if not isinstance(more_parameters, dict):
+        found = type(more_parameters).__name__
+        raise RequestError(RequestStatus.BAD_REQUEST, f"parameters: expected an object, found {found}")
+    # Fields of the request beside the prompt are parameters too.
+    return _Fields(prompts=prompts, parameters=parameters | more_parameters, request_id=request_id)
 
 
 def _outputs(generator: Generator, text: str, tokens: list[int], finish_reason: str | None) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Generation with a served decoder, token by token."""
 
 import asyncio
+import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy
+from msgspec import Raw
 
 from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.elements import Array
@@ -13,10 +16,14 @@ from stagepack_loaders.generation.decoders import ENCODER_NAME, DecoderFacts, de
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
+from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generated_text import GeneratedPart, GeneratedText
 from stagepack_serving.server.generation.text_format import TextFormat, read_text_format
+from stagepack_serving.server.json_numbers import array_from_json, nested_sizes
+from stagepack_serving.server.messages import InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.tensor_decoding import tensor_from_reader
 
 # The input of a model that holds tokens.
 _IDS_INPUT: Final = "input_ids"
@@ -31,7 +38,7 @@ class GenerationRequest:
     """A request for a text.
 
     Attributes:
-        prompt: the prompt, as `Generator.prompt_array` returns it.
+        prompt: the prompt, as `Generator.read_prompt` returns it.
         settings: how tokens are chosen; the other settings are as the bundle has them.
         stop_strings: strings that end the text.
     """
@@ -98,38 +105,29 @@ class Generator:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {expected}, found {len(text)}")
         # In a thread: a long text takes as long as other requests must not wait for.
         tokens = await asyncio.to_thread(self.text_format.encode, text, adds_special_tokens=adds_special_tokens)
-        return self.prompt_array(tokens)
+        tensor = self._prompt_interface.inputs[self.prompt_name]
+        array = numpy.array([tokens], NUMPY_DTYPES[tensor.datatype])
+        return self._check_prompt(InferenceTensor(name=self.prompt_name, datatype=tensor.datatype, array=array))
 
-    def prompt_array(self, values: Any) -> Array:
-        """Check a prompt.
+    async def read_prompt(self, prompt: str | Raw | InferenceTensor) -> Array:
+        """Read a prompt.
 
         Args:
-            values: an array, or nested lists of numbers; the batch dimension, which is 1, may be missing.
+            prompt: a text; or the input `prompt_name`, as a tensor, or as the JSON of nested lists of numbers, in which the batch
+                dimension, which is 1, may be missing.
 
         Returns:
             The prompt with the batch dimension.
 
         Raises:
-            RequestError: the values do not fit the input `prompt_name`.
+            RequestError: the prompt does not fit the model.
         """
-        tensor = self._prompt_interface.inputs[self.prompt_name]
-        dtype = NUMPY_DTYPES[tensor.datatype]
-        try:
-            array = numpy.asarray(values)
-            if array.dtype != dtype:
-                array = array.astype(dtype, casting="same_kind")
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.prompt_name}: {error}") from None
-        if array.ndim == len(tensor.shape) - 1:
-            array = array[None]
-        try:
-            shape = self._prompt_interface.check_input(self.prompt_name, tensor.datatype, array.shape)
-        except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
-        if len(shape) != len(tensor.shape) or shape[0] != 1 or not array.size:
-            expected = f"expected one prompt, the shape {[1, *tensor.shape[1:]]}"
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.prompt_name}: {expected}, found {list(shape)}")
-        return array
+        if isinstance(prompt, str):
+            return await self.encode_text(prompt)
+        if isinstance(prompt, Raw):
+            text = bytes(prompt)
+            prompt = await beside_loop(len(text), self._tensor_from_json, text)
+        return self._check_prompt(prompt)
 
     def chat_settings(self, prompt: Array) -> dict[str, int]:
         """Return the settings of an answer in a conversation: it may take all positions that are left, unless the bundle says otherwise.
@@ -183,19 +181,43 @@ class Generator:
                 is_finished = part.finish_reason is not None
                 yield part
 
+    def _tensor_from_json(self, text: bytes) -> InferenceTensor:
+        tensor, shape = self._prompt_interface.inputs[self.prompt_name], nested_sizes(text)
+        read_array = functools.partial(array_from_json, text, shape=shape)
+        prompt = tensor_from_reader(self.prompt_name, tensor.datatype, shape, read_array)
+        has_batch = len(shape) != len(tensor.shape) - 1
+        return prompt if has_batch else dataclasses.replace(prompt, array=prompt.array[None])
+
+    def _check_prompt(self, prompt: InferenceTensor) -> Array:
+        """The array of a prompt.
+
+        Raises:
+            RequestError: it does not fit the input.
+        """
+        try:
+            shape = self._prompt_interface.check_input(prompt.name, prompt.datatype, prompt.array.shape)
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
+        expected_shape = [1, *self._prompt_interface.inputs[prompt.name].shape[1:]]
+        if len(shape) != len(expected_shape) or shape[0] != 1 or not prompt.array.size:
+            message = f"{prompt.name}: expected one prompt, the shape {expected_shape}, found {list(shape)}"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+        return prompt.array
+
     async def _start_loop(self, request: GenerationRequest) -> TokenLoop:
         """Run the encoder, if there is one.
 
         Raises:
-            RequestError: the encoder fails, or the cache has not enough positions.
+            RequestError: the prompt does not fit the encoder, or the encoder fails, or the cache has not enough positions.
         """
         try:
             settings = self._settings.override(request.settings)
             if self._encoder is None:
                 return TokenLoop(self._facts, settings, request.prompt)
-            inputs = {self.prompt_name: request.prompt}
-            if _MASK_INPUT in self._encoder.interface.inputs:
+            inputs, interface = {self.prompt_name: request.prompt}, self._encoder.interface
+            if _MASK_INPUT in interface.inputs:
                 inputs[_MASK_INPUT] = numpy.ones(request.prompt.shape, numpy.int64)
+            interface.check_inputs({input_name: array.shape for input_name, array in inputs.items()}, {})
             [rows] = (await self._encoder.call(inputs, None)).values()
             return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
         except InputError as error:

@@ -11,12 +11,13 @@ from typing import Any, Final
 
 from tritonclient.grpc import service_pb2 as pb
 
-from stagepack_loaders.elements import Array
+from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import generator_of
 from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
-from stagepack_serving.server.grpc_messages import decode_input, decode_parameters
+from stagepack_serving.server.grpc_messages import decode_input, decode_parameters, typed_bytes
+from stagepack_serving.server.messages import InferenceTensor
 from stagepack_serving.server.parameters import timeout_parameter
 from stagepack_serving.server.served_model import ServedModel
 
@@ -63,7 +64,8 @@ async def generate_responses(
     generator = generator_of(model)
     parameters = decode_parameters(message.parameters)
     shorten_deadline(deadline, timeout_parameter(parameters))
-    request, fields = await read_request(generator, _decode_prompts(message), parameters)
+    prompts = await beside_loop(typed_bytes(message), _decode_prompts, message)
+    request, fields = await read_request(generator, prompts, parameters)
     has_text = generator.text_format is not None
     ends_empty = streams and fields.triton_enable_empty_final_response
     text = ""
@@ -100,13 +102,13 @@ def _encode_part(model: ServedModel, request_id: str, text: str | None, tokens: 
     return response
 
 
-def _decode_prompts(message: Any) -> dict[str, str | Array]:
+def _decode_prompts(message: Any) -> dict[str, str | InferenceTensor]:
     """The inputs of a request by name.
 
     Raises:
         RequestError: an input violates the protocol.
     """
-    prompts: dict[str, str | Array] = {}
+    prompts: dict[str, str | InferenceTensor] = {}
     raw_contents = list(message.raw_input_contents) or [None] * len(message.inputs)
     if len(raw_contents) != len(message.inputs):
         expected = f"expected raw contents for all {len(message.inputs)} inputs or none"
@@ -115,7 +117,7 @@ def _decode_prompts(message: Any) -> dict[str, str | Array]:
         if tensor.name == TEXT_INPUT:
             prompts[tensor.name] = _decode_text(tensor, raw_content)
         else:
-            prompts[tensor.name] = decode_input(tensor, raw_content).array
+            prompts[tensor.name] = decode_input(tensor, raw_content)
     return prompts
 
 

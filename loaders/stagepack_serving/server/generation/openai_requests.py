@@ -5,14 +5,15 @@ this server does not support, are refused.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from stagepack.format.codec import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.sampling_fields import SamplingFields, convert_fields
+from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 
 # OpenAI's default of `max_tokens` for completions. A chat may take all positions that are left.
 _COMPLETION_TOKENS: Final = 16
@@ -51,6 +52,8 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
+# Fields that may be large.
+_PROMPT_FIELDS: Final = frozenset({"messages", "prompt"})
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -85,26 +88,27 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         prompt: a string or tokens, also as the only item of a list.
     """
 
-    prompt: str | list[Any]
+    prompt: Raw
 
-    def single_prompt(self) -> str | list[int]:
+    def single_prompt(self) -> str | Raw:
         """Return the prompt.
 
         Returns:
-            A string, or tokens.
+            A string; or what may be tokens.
 
         Raises:
-            RequestError: there are several prompts or none, or something else than strings and tokens.
+            RequestError: there are several prompts or none.
         """
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return prompt
-        tokens = [token for token in prompt if type(token) is int]
-        if not tokens or len(tokens) < len(prompt):
+        try:
+            prompt = msgspec.json.decode(self.prompt, type=str | list[str])
+        except msgspec.ValidationError:
+            return self.prompt
+        except JSON_ERRORS as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"prompt: {error}") from None
+        prompts: list[str] = [prompt] if isinstance(prompt, str) else prompt
+        if len(prompts) != 1:
             raise RequestError(RequestStatus.BAD_REQUEST, "prompt: expected one string, or the tokens of one prompt")
-        return tokens
+        return prompts[0]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a generation; see `SamplingFields.settings`.
@@ -115,6 +119,24 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return {"max_new_tokens": _COMPLETION_TOKENS} | super().settings()
 
 
+class _TextPart(Struct):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class _MessageHead(Struct):
+    """What all messages have."""
+
+    role: str
+    content: str | list[_TextPart] | None = None
+
+    def text(self) -> str | None:
+        """The content, which may be in parts, as one text."""
+        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
+
 class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """A request for the next message of a conversation.
 
@@ -123,19 +145,21 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         max_completion_tokens: the newer name of `max_tokens`.
     """
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: Raw
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages as templates expect them: each content is one string.
 
         Returns:
-            The messages.
+            The messages. Their other fields are JSON.
 
         Raises:
-            RequestError: a message has no role, or a content that is no text.
+            RequestError: there are none, or a message has no role, or a content that is no text.
         """
-        return [message | {"content": _content_text(message)} for message in self.messages]
+        heads = decode_field("messages", self.messages, Annotated[list[_MessageHead], Meta(min_length=1)])
+        messages = decode_field("messages", self.messages, list[dict[str, Raw]])
+        return [message | {"content": head.text()} for head, message in zip(heads, messages, strict=True)]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a generation; see `SamplingFields.settings`.
@@ -160,32 +184,13 @@ def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields]) -> A
     Raises:
         RequestError: the body is no JSON object, or a field is wrong, unknown or not supported.
     """
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-    except JSON_ERRORS as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the request is no valid JSON object: {error}") from None
+    raw_fields = {
+        field_name: value for field_name, value in split_fields(body).items() if field_name not in _IGNORED_FIELDS
+    }
+    prompts = {field_name: raw_fields.pop(field_name) for field_name in _PROMPT_FIELDS & raw_fields.keys()}
+    fields = decode_fields(raw_fields)
     for field_name in fields.keys() & _NEUTRAL_VALUES.keys():
-        if fields[field_name] not in (None, *_NEUTRAL_VALUES[field_name]):
+        if fields.pop(field_name) not in (None, *_NEUTRAL_VALUES[field_name]):
             message = f"{field_name}: this server does not support it: leave it out"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
-    passed_fields = {
-        field_name: value
-        for field_name, value in fields.items()
-        if field_name not in _IGNORED_FIELDS and field_name not in _NEUTRAL_VALUES
-    }
-    return convert_fields(passed_fields, fields_type)
-
-
-def _content_text(message: dict[str, Any]) -> str | None:
-    """The content of a message, which may be in parts, as one text."""
-    content = message.get("content")
-    if isinstance(message.get("role"), str):
-        if content is None or isinstance(content, str):
-            return content
-        if isinstance(content, list):
-            text_parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-            texts = [part["text"] for part in text_parts if isinstance(part.get("text"), str)]
-            if len(texts) == len(content):
-                return "\n".join(texts)
-    expected = "a role, and a content that is a string or parts of the type text"
-    raise RequestError(RequestStatus.BAD_REQUEST, f"messages: expected {expected}, found {str(message)[:200]}")
+    return convert_fields(fields | prompts, fields_type)

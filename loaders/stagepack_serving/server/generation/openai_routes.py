@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from stagepack_loaders.elements import Array
+from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.answer_channel import AnswerChannel
@@ -157,14 +158,14 @@ async def _read_prompt(generator: Generator, fields: Any) -> Array:
         RequestError: the bundle has no tokenizer or no chat template, or the template refuses the messages.
     """
     if isinstance(fields, ChatFields):
-        messages = fields.template_messages()
         if generator.text_format is None or generator.text_format.chat_template is None:
             message = f"{fields.model}: the bundle has no chat template: ask for a completion"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
+        messages = await beside_loop(len(memoryview(fields.messages)), fields.template_messages)
         text = await generator.text_format.chat_template.render(messages)
         return await generator.encode_text(text, adds_special_tokens=False)
-    prompt = fields.single_prompt()
-    return await generator.encode_text(prompt) if isinstance(prompt, str) else generator.prompt_array(prompt)
+    prompt = await beside_loop(len(memoryview(fields.prompt)), fields.single_prompt)
+    return await generator.read_prompt(prompt)
 
 
 def _text_models(models: ServedModels) -> list[ServedModel]:

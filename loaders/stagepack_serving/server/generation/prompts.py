@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from msgspec import Meta
+from msgspec import Meta, Raw
 
-from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import GenerationRequest, Generator
 from stagepack_serving.server.generation.sampling_fields import SamplingFields, convert_fields
+from stagepack_serving.server.messages import InferenceTensor
 
 # The name of a prompt that is a text; others are named as the input of the model that they are.
 TEXT_INPUT: Final = "text_input"
@@ -40,20 +40,21 @@ class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=Tru
 
 
 async def read_request(
-    generator: Generator, prompts: Mapping[str, str | Array], parameters: Mapping[str, Any]
+    generator: Generator, prompts: Mapping[str, str | Raw | InferenceTensor], parameters: Mapping[str, Any]
 ) -> tuple[GenerationRequest, GenerateParameters]:
     """Read a request.
 
     Args:
         generator: generates the text.
-        prompts: the inputs of the request by name: `TEXT_INPUT`, or the input of the model that holds the prompt.
+        prompts: the inputs of the request by name: `TEXT_INPUT`, or the input of the model that holds the prompt; see
+            `Generator.read_prompt`.
         parameters: the parameters of the request.
 
     Returns:
         The request, and all its parameters.
 
     Raises:
-        RequestError: the request has no prompt or several, or a parameter is unknown or wrong.
+        RequestError: the request has no prompt or several, or it does not fit the model, or a parameter is unknown or wrong.
     """
     fields: GenerateParameters = convert_fields(parameters, GenerateParameters)
     expected_names = [*([TEXT_INPUT] if generator.reads_text else ()), generator.prompt_name]
@@ -61,6 +62,6 @@ async def read_request(
         message = f"expected one prompt, {' or '.join(expected_names)}, found {', '.join(prompts) or 'none'}"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
     [prompt] = prompts.values()
-    array = await generator.encode_text(prompt) if isinstance(prompt, str) else prompt
+    array = await generator.read_prompt(prompt)
     request = GenerationRequest(prompt=array, settings=fields.settings(), stop_strings=fields.stop_strings())
     return request, fields

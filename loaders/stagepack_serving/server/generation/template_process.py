@@ -76,7 +76,7 @@ def _format_now(time_format: str) -> str:
     return datetime.datetime.now().astimezone().strftime(time_format)
 
 
-def _answer(line: str) -> dict[str, str]:
+def _answer(line: bytes) -> dict[str, str]:
     """The text that one line asks for, or why there is none."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_limit = int(used.ru_utime + used.ru_stime) + 1 + _MAX_CPU_SECONDS
@@ -90,7 +90,7 @@ def _answer(line: str) -> dict[str, str]:
 def main() -> None:
     """Answer lines until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    for line in sys.stdin:
+    for line in sys.stdin.buffer:
         sys.stdout.write(json.dumps(_answer(line)) + "\n")
         sys.stdout.flush()
 
