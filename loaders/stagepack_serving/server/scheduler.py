@@ -25,6 +25,7 @@ class QueuedCall:
         batch_key: calls with equal keys may be joined to one batch; None runs alone.
         batch_size: the size of the first dimension of the inputs, where the call may be joined.
         sequence: the sequence whose state the call uses, for the runner; None for a model without state.
+        ends_sequence: whether this is no call, but the end of its sequence.
         is_abandoned: whether nobody waits for the answer any more.
         arrival: when the call was made, in seconds of `time.monotonic`.
         answer: the output arrays by name.
@@ -34,6 +35,7 @@ class QueuedCall:
     batch_key: Hashable = None
     batch_size: int = 1
     sequence: Any = None
+    ends_sequence: bool = False
     is_abandoned: bool = False
     arrival: float = field(default_factory=time.monotonic)
     answer: "Future[Mapping[str, Array]]" = field(default_factory=Future)
@@ -103,7 +105,7 @@ class BatchRunner(Protocol):
         """
 
     def end_sequence(self, sequence: Any) -> None:
-        """Free the state of a sequence.
+        """Free the state of a sequence. Called in the thread of the first lane, which has run it for the calls of the sequence.
 
         Args:
             sequence: `QueuedCall.sequence` of earlier calls.
@@ -179,6 +181,14 @@ class Scheduler:
                 return
             self._waiting.append(call)
             self._changed.notify()
+
+    def end_sequence(self, sequence: Any) -> None:
+        """Free the state of a sequence after its calls that are in the queue: one of them would create the state again.
+
+        Args:
+            sequence: `QueuedCall.sequence` of these calls; no call of it may be submitted any more.
+        """
+        self.submit(QueuedCall(inputs={}, sequence=sequence, ends_sequence=True))
 
     def close(self, seconds: float) -> bool:
         """Run the calls in the queue, and end the threads.
@@ -256,6 +266,9 @@ class Scheduler:
     def _advance(self, batch: CallBatch, lane_number: int) -> None:
         """Run a batch on a lane; then pass it to the next lane, or set the answers of its calls."""
         calls = batch.calls
+        if calls[0].ends_sequence:
+            self._runner.end_sequence(calls[0].sequence)
+            return
         if all(call.is_abandoned for call in calls):
             return
         try:

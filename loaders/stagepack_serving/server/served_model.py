@@ -95,12 +95,8 @@ class ServedModel:
         if bundle.example is not None:
             run_example(pipeline, bundle, check=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
-        has_state = any(stage.state for stage in bundle.stages)
         self._runner = _batch_runner(self, pipeline, metrics)
         self._state_generation = self._runner.state_generation()
-        self._sequences = (
-            SequenceTable(limits.max_sequences, limits.sequence_idle, self._runner.end_sequence) if has_state else None
-        )
         self._scheduler = Scheduler(
             self._runner,
             max_batch_size=self.max_batch_size,
@@ -108,6 +104,9 @@ class ServedModel:
             on_start=self._record_batch,
             on_end=self.statistics.count_batch,
         )
+        self._sequences: SequenceTable | None = None
+        if any(stage.state for stage in bundle.stages):
+            self._sequences = SequenceTable(limits.max_sequences, limits.sequence_idle, self._scheduler.end_sequence)
 
     @property
     def sequence_count(self) -> int:
@@ -313,7 +312,7 @@ class ServedModel:
             )
 
     def close(self, seconds: float) -> bool:
-        """Finish the queued calls, and end the threads.
+        """Finish the queued calls, end all sequences, and end the threads.
 
         Args:
             seconds: how long to wait for them.
@@ -323,6 +322,8 @@ class ServedModel:
         """
         if self.generator is not None:
             self.generator.close()
+        if self._sequences is not None:
+            self._sequences.clear()
         return self._scheduler.close(seconds)
 
     def _build_call(self, request: InferenceRequest) -> QueuedCall:

@@ -1,0 +1,85 @@
+"""Sequences of a server whose stages run in processes: however one ends, the processes free its state."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+import numpy
+import pytest
+import torch
+
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.served_model import ServedModel
+from tests.distributed.bundles import in_processes, wait_until
+
+
+@pytest.fixture
+def pipeline(counting: Bundle) -> Iterator[DistributedPipeline]:
+    with in_processes(counting, in_flight=1) as pipeline:
+        yield pipeline
+
+
+def sequence_counts(pipeline: DistributedPipeline) -> set[int]:
+    """The number of sequences whose state a process keeps, of all processes that have told it after their last request."""
+    statuses = [status for rank, status in pipeline.statuses().items() if rank]
+    return {-1 if status.pending_requests else status.sequences for status in statuses}
+
+
+async def ask(model: ServedModel, *, start: bool = False, end: bool = False) -> float:
+    """The number of calls so far of the sequence, as the model answers it."""
+    tensor = InferenceTensor(name="x", datatype="FP32", array=numpy.ones(4, "float32"))
+    request = InferenceRequest(
+        inputs=[tensor],
+        output_names=None,
+        parameters={"sequence_id": 1, "sequence_start": start, "sequence_end": end},
+    )
+    async with asyncio.timeout(60) as deadline:
+        outputs = await model.infer(request, deadline)
+    return float(outputs[-1].array[0])
+
+
+async def start_again(model: ServedModel) -> None:
+    answers = await asyncio.gather(*[ask(model, start=True) for _ in range(20)])
+    assert set(answers) == {1.0}
+    assert await ask(model, end=True) == 2.0
+
+
+async def go_away(model: ServedModel) -> None:
+    for _ in range(20):
+        calls = [asyncio.ensure_future(ask(model, start=start)) for start in (True, False, True)]
+        await asyncio.sleep(0.002)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def close_the_sequence(model: ServedModel) -> None:
+    call = asyncio.ensure_future(ask(model, start=True))
+    await asyncio.sleep(0)
+    model.end_sequence(1)
+    assert await call == 1.0
+    with pytest.raises(RequestError, match="unknown sequence 1"):
+        await ask(model)
+
+
+async def stop_the_server(model: ServedModel) -> None:
+    assert await ask(model, start=True) == 1.0
+    assert await ask(model) == 2.0
+
+
+@pytest.mark.parametrize("use", [start_again, go_away, close_the_sequence, stop_the_server])
+def test_no_state_is_left(use: Callable[[ServedModel], Awaitable[None]], pipeline: DistributedPipeline) -> None:
+    model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(max_pending_requests=100), Metrics())
+
+    async def run() -> None:
+        await use(model)
+
+    asyncio.run(run())
+    assert model.close(20)
+    assert model.sequence_count == 0
+    pipeline(torch.ones(4))
+    wait_until(lambda: sequence_counts(pipeline) == {0})
