@@ -83,3 +83,19 @@ def test_no_state_is_left(use: Callable[[ServedModel], Awaitable[None]], pipelin
     assert model.sequence_count == 0
     pipeline(torch.ones(4))
     wait_until(lambda: sequence_counts(pipeline) == {0})
+
+
+def test_sequences_of_clients_are_not_those_of_the_caller(pipeline: DistributedPipeline) -> None:
+    """The pipeline that is served is used by its process, too."""
+    model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(), Metrics())
+    with pipeline.sequence() as first, pipeline.sequence() as second:
+        for count in (1, 2, 3):
+            for sequence in (first, second):
+                assert float(sequence(torch.ones(4))[1][0]) == count
+
+        async def run() -> list[float]:
+            return [await ask(model, start=True) for _ in range(3)]
+
+        assert asyncio.run(run()) == [1.0] * 3
+        assert float(first(torch.ones(4))[1][0]) == 4
+    assert model.close(20)

@@ -166,7 +166,7 @@ class DistributedPipeline(CallablePipeline):
 
     def sequence(self) -> PipelineSequence:
         """See `CallablePipeline`. Sequences of several threads run at the same time, in different stages."""
-        number = next(self._sequence_numbers)
+        number = self.begin_sequence()
         return PipelineSequence(
             partial(self.submit_call, sequence=number),
             partial(self.end_sequence, number),
@@ -196,8 +196,12 @@ class DistributedPipeline(CallablePipeline):
             raise StageLostError("the state of the sequence was lost with a process: begin another one")
         return front.submit(values, sizes, sequence)
 
+    def begin_sequence(self) -> int:
+        """Return the number of a new sequence, for `submit_values` and `end_sequence`."""
+        return next(self._sequence_numbers)
+
     def end_sequence(self, sequence: int) -> None:
-        """Free the state of a sequence. That of a lost process is free."""
+        """Free the state of a sequence, of which no request is submitted any more. That of a lost process is free."""
         self._generation_of_sequence.pop(sequence, None)
         with suppress(StageLostError):
             self._command(ControlKind.END_SEQUENCE, sequence=sequence)

@@ -48,6 +48,8 @@ class ProcessRunner:
                 {edge_name: BoundArgument(edge_name, value) for edge_name, value in inputs.items()},
                 self._pipeline.entry_point.symbols,
             )
+            if sequence is not None and not sequence.number:
+                sequence.number = self._pipeline.begin_sequence()
             sequence_number = 0 if sequence is None else sequence.number
             values["answer"] = self._pipeline.submit_values(inputs, sizes, sequence_number)
             return
@@ -59,7 +61,8 @@ class ProcessRunner:
 
     def end_sequence(self, sequence: RequestSequence) -> None:
         """See `BatchRunner`."""
-        self._pipeline.end_sequence(sequence.number)
+        if sequence.number:
+            self._pipeline.end_sequence(sequence.number)
 
     def state_generation(self) -> int:
         """See `BatchRunner`."""

@@ -6,7 +6,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,14 +23,14 @@ class RequestSequence:
     """A sequence and its state.
 
     Attributes:
-        number: a number that no other sequence of this server has, at least 1.
+        number: what the processes of the stages call it; 0 before its first run, and if the stages run in this process.
         stage_states: the state of each stage by its number, in the form that the stage takes; absent before its first run.
         turn: held by the request that runs, so that the next one starts from the state that it leaves.
         pending_requests: the number of requests that are not answered yet.
         last_use: when the last request arrived or was answered, in seconds of `time.monotonic`.
     """
 
-    number: int = field(default_factory=itertools.count(1).__next__)
+    number: int = 0
     stage_states: dict[int, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     pending_requests: int = 0
