@@ -1,5 +1,6 @@
 """A pipeline with state of its own."""
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -33,6 +34,8 @@ class PipelineSequence(AbstractContextManager["PipelineSequence"]):
         """
         self._submit = submit
         self._end = end
+        self._lock = threading.Lock()
+        self._submit_count = 0  # of those that have not returned
         self._finalizer = weakref.finalize(self, forget)
         self._finalizer.atexit = False
 
@@ -42,13 +45,24 @@ class PipelineSequence(AbstractContextManager["PipelineSequence"]):
 
     def submit(self, *args: Any, **kwargs: Any) -> "Future[Any]":
         """Call the pipeline; where its stages run in other processes, without waiting for the result."""
-        if not self._finalizer.alive:
-            raise OptionError("the sequence is closed: make another one by pipeline.sequence()")
-        return self._submit(args, kwargs)
+        with self._lock:
+            if not self._finalizer.alive:
+                raise OptionError("the sequence is closed: make another one by pipeline.sequence()")
+            self._submit_count += 1
+        try:
+            return self._submit(args, kwargs)
+        finally:
+            with self._lock:
+                self._submit_count -= 1
+                ends_now = not self._submit_count and not self._finalizer.alive
+            if ends_now:
+                self._end()
 
     def close(self) -> None:
-        """Free the state."""
-        if self._finalizer.detach() is not None:
+        """Free the state; after the calls that other threads submit at the moment, which would create it again."""
+        with self._lock:
+            ends_now = self._finalizer.detach() is not None and not self._submit_count
+        if ends_now:
             self._end()
 
     def __exit__(

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stagepack.distributed import connect
 from stagepack.errors import DeviceError, GroupError, NotABundleError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.call_limits import Limits
+from stagepack_loaders.pipeline_sequence import PipelineSequence
 from tests.distributed.bundles import assert_gone, in_processes, process_ids, wait_until
 from tests.distributed.waiting_operator import Waiting
 
@@ -184,6 +186,32 @@ def test_state_of_a_forgotten_sequence_is_freed(counting: Bundle) -> None:
         gc.collect()
         pipeline(torch.ones(4))
         wait_until(lambda: all(status.sequences == 0 for status in pipeline.statuses().values()))
+
+
+def test_a_sequence_that_is_closed_during_a_call_ends_after_it() -> None:
+    events: list[str] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def submit(*_: Any) -> "Future[Any]":
+        has_begun.set()
+        may_end.wait(10)
+        events.append("call")
+        return Future()
+
+    def end() -> None:
+        events.append("end")
+
+    sequence = PipelineSequence(submit, end, end)
+    caller = threading.Thread(target=sequence.submit)
+    caller.start()
+    has_begun.wait(10)
+    sequence.close()
+    with pytest.raises(OptionError, match="the sequence is closed"):
+        sequence.submit()
+    may_end.set()
+    caller.join()
+    sequence.close()
+    assert events == ["call", "end"]
 
 
 def test_a_module_that_cannot_be_imported_is_named(layers: Bundle) -> None:
