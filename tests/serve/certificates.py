@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 
@@ -16,16 +16,21 @@ class Certificate:
     """A certificate, and the files that hold it and its key."""
 
     certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
     certificate_file: Path
     key_file: Path
 
 
 def make_certificate(
-    folder: Path, name: str, authority: Certificate | None = None, *, has_expired: bool = False
+    folder: Path,
+    name: str,
+    authority: Certificate | None = None,
+    *,
+    has_expired: bool = False,
+    key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | None = None,
 ) -> Certificate:
-    """A certificate for 127.0.0.1 that an authority has signed; without one, a new authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
+    """A certificate for 127.0.0.1 that an authority has signed; without one, a new authority. A new key is one of an elliptic curve."""
+    key = key or ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
     addresses = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]

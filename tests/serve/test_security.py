@@ -20,6 +20,7 @@ import numpy
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from cryptography.hazmat.primitives.asymmetric import rsa
 from geventhttpclient.response import HTTPConnectionClosed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.utils import InferenceServerException
@@ -318,7 +319,8 @@ def test_files_that_change_while_the_server_runs(
 ) -> None:
     """Connections and requests that are made afterwards have the new certificate and the new tokens."""
     served = make_certificate(tmp_path, "served", credentials.authority)
-    following = make_certificate(tmp_path, "following", credentials.other_authority)
+    key_of_another_kind = rsa.generate_private_key(65537, 2048)
+    following = make_certificate(tmp_path, "following", credentials.other_authority, key=key_of_another_kind)
     token_file = tmp_path / "tokens"
     token_file.touch(mode=0o600)
     token_file.write_text(TOKEN)

@@ -58,7 +58,8 @@ def read_security(
     tls, watched_files = None, []
     if tls_certificate is not None and tls_key is not None:
         tls = ServerTls(tls_certificate, tls_key, tls_client_ca)
-        watched_files.append(WatchedFiles([tls_certificate, tls_key], tls.reload))
+        tls_paths = [path for path in (tls_certificate, tls_key, tls_client_ca) if path is not None]
+        watched_files.append(WatchedFiles(tls_paths, tls.reload))
     if token_file is not None:
         check_token = tokens = StoredTokens(token_file)
         watched_files.append(WatchedFiles([token_file], tokens.reload))

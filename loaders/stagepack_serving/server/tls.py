@@ -2,6 +2,7 @@
 
 import os
 import ssl
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -10,11 +11,41 @@ from stagepack_serving.server.credential_files import read_credential_file
 from stagepack_serving.server.errors import CredentialError
 
 
-class ServerTls:
-    """TLS 1.2 and 1.3 of a server. The certificate and its key can be replaced while it runs; new connections have the new ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TlsFiles:
+    """What was read from the files at one time, for gRPC.
 
     Attributes:
-        context: what Python's ssl needs.
+        key_pair: the key and the certificate in PEM.
+        client_ca: the authorities of clients in PEM; None if clients need no certificate.
+    """
+
+    key_pair: tuple[bytes, bytes]
+    client_ca: bytes | None
+
+
+class NewestContext(ssl.SSLContext):
+    """The context of a server of asyncio: each new connection gets the newest context.
+
+    A context that is in use cannot be changed instead: it keeps a certificate for each kind of key, its authorities, and the sessions that
+    clients resume.
+
+    Attributes:
+        newest: the newest context.
+    """
+
+    newest: ssl.SSLContext
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """Begin a connection, as asyncio does; see `ssl.SSLContext.wrap_bio`."""
+        return self.newest.wrap_bio(*args, **kwargs)
+
+
+class ServerTls:
+    """TLS 1.2 and 1.3 of a server. Its files can be replaced while it runs; new connections have the new ones.
+
+    Attributes:
+        context: what asyncio needs.
     """
 
     def __init__(
@@ -36,23 +67,23 @@ class ServerTls:
         """
         self._certificate_path = certificate
         self._key_path = key
-        self._client_ca: bytes | None = None
-        self.context = _new_context()
-        self._pair = _read_pair(certificate, key, self.context)
-        if client_ca is not None:
-            self._client_ca = read_credential_file(client_ca, "client CA", is_secret=False)
-            _check_certificates(client_ca, self._client_ca, "client CA")
-            self.context.load_verify_locations(cadata=self._client_ca.decode())
-            self.context.verify_mode = ssl.CERT_REQUIRED
+        self._client_ca_path = client_ca
+        self.context = NewestContext(ssl.PROTOCOL_TLS_SERVER)
+        self.reload()
 
     def reload(self) -> None:
-        """Read the certificate and its key again.
+        """Read the files again. Clients do not resume sessions of connections that were made before.
 
         Raises:
-            CredentialError: as when they were read first; the old ones are used on.
+            CredentialError: as when they were read first; what was read before is used on.
         """
-        _read_pair(self._certificate_path, self._key_path, _new_context())
-        self._pair = _read_pair(self._certificate_path, self._key_path, self.context)
+        context = _new_context()
+        key_pair = _read_pair(self._certificate_path, self._key_path, context)
+        client_ca = None
+        if self._client_ca_path is not None:
+            client_ca = _read_client_ca(self._client_ca_path, context)
+        self._files = _TlsFiles(key_pair=key_pair, client_ca=client_ca)
+        self.context.newest = context
 
     def grpc_credentials(self) -> Any:
         """Return the credentials of a gRPC server.
@@ -60,21 +91,23 @@ class ServerTls:
         Returns:
             The credentials, which follow `reload`.
         """
-        sent_pair = self._pair
+        sent_files = self._files
 
         def configuration() -> Any:
-            return grpc.ssl_server_certificate_configuration([sent_pair], root_certificates=self._client_ca)
+            return grpc.ssl_server_certificate_configuration(
+                [sent_files.key_pair], root_certificates=sent_files.client_ca
+            )
 
         def changed_configuration() -> Any:
             """Called for each handshake; None if nothing has changed."""
-            nonlocal sent_pair
-            if sent_pair is self._pair:
+            nonlocal sent_files
+            if sent_files is self._files:
                 return None
-            sent_pair = self._pair
+            sent_files = self._files
             return configuration()
 
         return grpc.dynamic_ssl_server_credentials(
-            configuration(), changed_configuration, require_client_authentication=self._client_ca is not None
+            configuration(), changed_configuration, require_client_authentication=self._client_ca_path is not None
         )
 
 
@@ -112,6 +145,19 @@ def _read_pair(
     except OSError as error:  # one of them was removed after it was read
         raise CredentialError(f"{certificate}, {key}: cannot be read: {error.strerror or error}") from None
     return key_pem, certificate_pem
+
+
+def _read_client_ca(path: str | os.PathLike[str], context: ssl.SSLContext) -> bytes:
+    """Read the authorities of clients, which the context then requires; return them in PEM.
+
+    Raises:
+        CredentialError: they cannot be used.
+    """
+    client_ca = read_credential_file(path, "client CA", is_secret=False)
+    _check_certificates(path, client_ca, "client CA")
+    context.load_verify_locations(cadata=client_ca.decode())
+    context.verify_mode = ssl.CERT_REQUIRED
+    return client_ca
 
 
 def _check_certificates(path: str | os.PathLike[str], content: bytes, description: str) -> None:
