@@ -1,6 +1,8 @@
 """Sequences of a server whose stages run in processes: however one ends, the processes free its state."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 
 import numpy
@@ -14,7 +16,7 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.served_model import ServedModel
-from tests.distributed.bundles import in_processes, wait_until
+from tests.distributed.bundles import in_processes, process_ids, wait_until
 
 
 @pytest.fixture
@@ -83,6 +85,26 @@ def test_no_state_is_left(use: Callable[[ServedModel], Awaitable[None]], pipelin
     assert model.sequence_count == 0
     pipeline(torch.ones(4))
     wait_until(lambda: sequence_counts(pipeline) == {0})
+
+
+def test_no_state_is_left_when_the_processes_start_again(counting: Bundle) -> None:
+    with in_processes(counting, max_restarts=1) as pipeline:
+        model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(max_pending_requests=100), Metrics())
+
+        async def run() -> None:
+            assert await ask(model, start=True) == 1.0
+            calls = [asyncio.ensure_future(ask(model, start=number % 5 == 0)) for number in range(60)]
+            await asyncio.sleep(0.01)
+            os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+            await asyncio.gather(*calls, return_exceptions=True)
+            await asyncio.to_thread(wait_until, lambda: pipeline.generation == 1 and pipeline.lost is None)
+            assert await ask(model, start=True) == 1.0
+
+        asyncio.run(run())
+        assert model.close(20)
+        pipeline.reset_state()
+        pipeline(torch.ones(4))
+        wait_until(lambda: sequence_counts(pipeline) == {0})
 
 
 def test_sequences_of_clients_are_not_those_of_the_caller(pipeline: DistributedPipeline) -> None:
