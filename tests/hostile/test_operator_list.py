@@ -293,3 +293,22 @@ def test_no_integer_is_the_quotient_of_the_smallest_one_and_minus_one(name: str,
         call([8, smallest], [-1, -1])
     assert call([smallest, -9], [2, 2]) == [smallest // 2, -4]
     assert call([smallest + 1, 7], [-1, -1]) == [-(smallest + 1), -7]
+
+
+@pytest.mark.parametrize("name", ["aten.lcm.default", "aten.lcm.out", "aten.lcm_.default"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_no_integer_is_a_multiple_of_the_smallest_one_and_another(name: str, dtype: torch.dtype) -> None:
+    operator = guarded_operator(find_operator(name))
+    info = torch.iinfo(dtype)
+
+    def call(left: list[int], right: list[int]) -> list[int]:
+        arguments = {"self": torch.tensor(left, dtype=dtype), "other": torch.tensor(right, dtype=dtype)}
+        if name.endswith(".out"):
+            arguments["out"] = torch.empty(2, dtype=dtype)
+        multiples: list[int] = operator(**arguments).tolist()
+        return multiples
+
+    with pytest.raises(ValueError, match=f"found ones of {info.min}"):
+        call([4, info.min], [6, info.max])
+    assert call([info.min, 4], [0, -6]) == [0, 12]
+    assert call([info.max, 7], [1, 0]) == [info.max, 0]

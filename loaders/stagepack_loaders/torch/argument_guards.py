@@ -217,6 +217,20 @@ def _check_truncating_division(arguments: _Arguments) -> None:
             raise ValueError(f"expected quotients that are {str(dtype).removeprefix('torch.')}, found {smallest} / -1")
 
 
+def _check_common_multiple(arguments: _Arguments) -> None:
+    # A greatest common divisor that overflows is -1, which the smallest integer is then divided by.
+    left, right = arguments["self"], arguments["other"]
+    if left.is_meta or torch.compiler.is_compiling():
+        return
+    dtype = torch.result_type(left, right)
+    if dtype in (torch.int32, torch.int64):
+        smallest = torch.iinfo(dtype).min
+        if bool(((left == smallest) & (right != 0)).any()):
+            raise ValueError(
+                f"expected multiples that are {str(dtype).removeprefix('torch.')}, found ones of {smallest}"
+            )
+
+
 def _expect_items(name: str, tensors: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor]:
     if len(tensors) != count:
         raise ValueError(f"{name}: expected {count} tensors, found {len(tensors)}")
@@ -268,6 +282,9 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.embedding_bag.default": _check_embedding_bag,
     "aten.embedding_bag.padding_idx": _check_embedding_bag,
     "aten.gru.input": _check_gru,
+    "aten.lcm.default": _check_common_multiple,
+    "aten.lcm.out": _check_common_multiple,
+    "aten.lcm_.default": _check_common_multiple,
     "aten.linalg_matrix_power.default": _check_matrix_power,
     "aten.linalg_matrix_power.out": _check_matrix_power,
     "aten.lstm.input": _check_lstm,
