@@ -247,24 +247,24 @@ class ServedModel:
                 yield sequence
 
     async def call(self, inputs: Mapping[str, Array], sequence: RequestSequence | None) -> Mapping[str, Array]:
-        """Run the model on inputs that are known to fit.
+        """Run the model on inputs of the dtypes that it takes.
 
         Args:
-            inputs: the input arrays by name.
+            inputs: the input arrays by name, without complex numbers.
             sequence: the sequence whose state the call uses, in a context of `reserve_sequence`.
 
         Returns:
             The output arrays by name.
 
         Raises:
-            RequestError: the model fails, the state of the sequence is lost, or a value would be larger than the limit.
+            RequestError: the inputs do not satisfy the boundary contract, a value would be larger than the limit, the model fails, or the
+                state of the sequence is lost.
         """
         self._check_state(sequence)
-        if self._limit is not None:
-            try:
-                self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
-            except InputError as error:
-                raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
+        try:
+            self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         outputs = await self._run(QueuedCall(inputs=inputs, sequence=sequence))
         self._check_state(sequence)
         return outputs

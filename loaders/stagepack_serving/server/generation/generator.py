@@ -214,10 +214,9 @@ class Generator:
             settings = self._settings.override(request.settings)
             if self._encoder is None:
                 return TokenLoop(self._facts, settings, request.prompt)
-            inputs, interface = {self.prompt_name: request.prompt}, self._encoder.interface
-            if _MASK_INPUT in interface.inputs:
+            inputs = {self.prompt_name: request.prompt}
+            if _MASK_INPUT in self._encoder.interface.inputs:
                 inputs[_MASK_INPUT] = numpy.ones(request.prompt.shape, numpy.int64)
-            interface.check_inputs({input_name: array.shape for input_name, array in inputs.items()}, {})
             [rows] = (await self._encoder.call(inputs, None)).values()
             return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
         except InputError as error:

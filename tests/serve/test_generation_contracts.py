@@ -1,0 +1,138 @@
+"""Generation keeps to the boundary contracts of encoder and decoder, as an inference does."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
+import stagepack
+from tests.serve.servers import Server, grpc_client, post, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+POSITIONS, MAX_LENGTH, MAX_ROWS, BANDS, WIDTH, VOCABULARY = 32, 4, 8, 4, 16, 20
+FRAME_COUNTS = (1, 2, 3, 7, 9, 17, 18, 40)  # 4 to 16, and even, are allowed
+
+
+class Speech(torch.nn.Module):
+    """Two frames become a row of the encoder, which the decoder keeps."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, VOCABULARY)
+        self.bands = torch.nn.Linear(BANDS, WIDTH)
+        self.register_buffer("rows", torch.zeros(1, MAX_ROWS, WIDTH), persistent=False)
+        self.register_buffer("keys", torch.zeros(1, POSITIONS, WIDTH), persistent=False)
+
+    def encode(self, input_features: torch.Tensor) -> torch.Tensor:
+        """The rows [1, frames / 2, width]."""
+        return self.bands(input_features[:, ::2] + input_features[:, 1::2])
+
+    def decode(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        cache_position: torch.Tensor,
+        attention_mask: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+    ) -> torch.Tensor:
+        """The logits [1, vocabulary]."""
+        self.rows.index_copy_(1, torch.arange(encoder_hidden_states.shape[1]), encoder_hidden_states)
+        self.write(input_ids, cache_position)
+        return self.head((self.keys * attention_mask[..., None]).sum(1) + self.rows.mean(1))
+
+    def write(self, input_ids: torch.Tensor, cache_position: torch.Tensor) -> None:
+        """Keep tokens."""
+        self.keys.index_copy_(1, cache_position, self.tokens(input_ids))
+
+
+class Text(Speech):
+    """A decoder alone."""
+
+    def forward(
+        self, *, input_ids: torch.Tensor, cache_position: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        self.write(input_ids, cache_position)
+        return self.head((self.keys * attention_mask[..., None]).sum(1))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("contracts")
+    half, length, rows = (
+        torch.export.Dim("half", min=2, max=MAX_ROWS),
+        torch.export.Dim("length", min=1, max=MAX_LENGTH),
+        torch.export.Dim("rows", min=1, max=MAX_ROWS),
+    )
+    tokens: dict[str, Any] = {
+        "input_ids": torch.ones(1, 3, dtype=torch.int64),
+        "cache_position": torch.arange(3),
+        "attention_mask": (torch.arange(POSITIONS) < 3).long()[None],
+    }
+    token_shapes: dict[str, Any] = {"input_ids": {1: length}, "cache_position": {0: length}, "attention_mask": None}
+    features = torch.randn(1, 8, BANDS)
+    decoder_inputs = tokens | {"encoder_hidden_states": torch.randn(1, 4, WIDTH)}
+    decoder_shapes = token_shapes | {"encoder_hidden_states": {1: rows}}
+    entry_points = {
+        "encode": stagepack.Inputs(
+            kwargs={"input_features": features}, dynamic_shapes={"input_features": {1: 2 * half}}
+        ),
+        "decode": stagepack.Inputs(kwargs=decoder_inputs, dynamic_shapes=decoder_shapes),
+    }
+    speech, text = folder / "speech.stagepack", folder / "text.stagepack"
+    stagepack.export(Speech().eval(), entry_points=entry_points, out=speech, stages=1)
+    stagepack.export(Text().eval(), (), tokens, dynamic_shapes=token_shapes, out=text, stages=1)
+    with stagepack_server([speech, text]) as server:
+        yield server
+
+
+def generate(server: Server, model_name: str, **fields: Any) -> tuple[int, Any]:
+    """The status and the answer of a request for three tokens."""
+    status, answer, _ = post(server.http, f"/v2/models/{model_name}/generate", json.dumps({"max_tokens": 3, **fields}))
+    return status, answer
+
+
+def encode(server: Server, features: Any) -> tuple[int, Any]:
+    """The status and the answer of an inference of the encoder."""
+    array = numpy.array(features)
+    tensor = {"name": "input_features", "shape": array.shape, "datatype": "FP32", "data": features}
+    status, answer, _ = post(server.http, "/v2/models/speech_encode/infer", json.dumps({"inputs": [tensor]}))
+    return status, answer
+
+
+@pytest.mark.parametrize("frame_count", FRAME_COUNTS)
+def test_an_encoder_runs_only_on_what_its_contract_allows(server: Server, frame_count: int) -> None:
+    features = [[[0.1] * BANDS] * frame_count]
+    status, answer = generate(server, "speech", input_features=features)
+    assert (status, answer) == encode(server, features)
+    assert (status, "speech_encode: input_features: dimension 1: expected" in answer["error"]) == (400, True), answer
+    array = numpy.array(features, "float32")
+    tensor = tritonclient.grpc.InferInput("input_features", array.shape, "FP32").set_data_from_numpy(array)
+    with (
+        contextlib.closing(grpc_client(server.grpc)) as client,
+        pytest.raises(InferenceServerException) as raised,
+    ):
+        client.infer("speech", [tensor])
+    assert (raised.value.status(), raised.value.message()) == ("StatusCode.INVALID_ARGUMENT", answer["error"])
+
+
+@pytest.mark.parametrize("frame_count", [4, 8, 16])
+def test_what_the_contract_of_an_encoder_allows_is_answered(server: Server, frame_count: int) -> None:
+    status, answer = generate(server, "speech", input_features=[[[0.1] * BANDS] * frame_count])
+    assert (status, len(answer["output_ids"])) == (200, 3)
+
+
+def test_a_decoder_reads_only_prompts_that_its_contract_allows(server: Server) -> None:
+    for length in (1, MAX_LENGTH):
+        assert generate(server, "text", input_ids=[5] * length)[0] == 200
+    status, answer = generate(server, "text", input_ids=[5] * (MAX_LENGTH + 1))
+    assert (status, "text: input_ids: dimension 1: expected 1 to 4" in answer["error"]) == (400, True), answer
