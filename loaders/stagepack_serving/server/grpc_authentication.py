@@ -19,7 +19,10 @@ _OPEN_METHODS: Final = frozenset(
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Aborts calls without an accepted token with UNAUTHENTICATED, before their messages are read."""
+    """Aborts calls without an accepted token with UNAUTHENTICATED, before their messages are read.
+
+    A token may be withdrawn while a stream is open: it is checked again for each message of a stream.
+    """
 
     def __init__(self, check_token: TokenCheck, metrics: Metrics) -> None:
         """Create the interceptor.
@@ -35,7 +38,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         """Find the handler of a method, or one that aborts the call.
 
         Args:
-            continuation: finds the handler.
+            continuation: finds the handler, which takes a stream of messages: see `ParsingInterceptor`.
             details: the name of the method, and the metadata of the call.
 
         Returns:
@@ -43,12 +46,42 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         """
         if details.method in _OPEN_METHODS:
             return await continuation(details)
+        authorization = authorization_values(details.invocation_metadata)
         try:
-            check_authorization(self._check_token, authorization_values(details.invocation_metadata))
+            self._check(authorization)
+        except AuthenticationError as error:
+            return _refusing_handler(error)
+        handler = await continuation(details)
+        if handler is None or handler.stream_stream is None:
+            return handler
+
+        async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> None:
+            await handler.stream_stream(self._checked_messages(contents, authorization, context), context)
+
+        return grpc.stream_stream_rpc_method_handler(answer_stream, None, handler.response_serializer)
+
+    async def _checked_messages(
+        self, contents: AsyncIterator[bytes], authorization: Sequence[str], context: Any
+    ) -> AsyncIterator[bytes]:
+        """The messages of a stream; aborts the call at the first one after its token was withdrawn."""
+        async for content in contents:
+            try:
+                self._check(authorization)
+            except AuthenticationError as error:
+                await abort_unauthenticated(context, error)
+            yield content
+
+    def _check(self, authorization: Sequence[str]) -> None:
+        """Check the authorization of a call, and count a refusal.
+
+        Raises:
+            AuthenticationError: it has no accepted token.
+        """
+        try:
+            check_authorization(self._check_token, authorization)
         except AuthenticationError as error:
             self._metrics.count_answer("", "", "grpc", error.status.name)
-            return _refusing_handler(error)
-        return await continuation(details)
+            raise
 
 
 def authorization_values(metadata: Any) -> Sequence[str]:

@@ -29,7 +29,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
 
         Args:
             models: the models of the server.
-            check_token: says whether a token is accepted that asks for a model; None if calls need none.
+            check_token: says whether a token is accepted that asks for a model, or watches; None if calls need none.
         """
         self._models = models
         self._check_token = check_token
@@ -37,11 +37,8 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
     # The protocol defines the names and the effects of the methods.
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        if self._check_token is not None and request.service not in _SERVER_SERVICES:
-            try:
-                check_authorization(self._check_token, authorization_values(context.invocation_metadata()))
-            except AuthenticationError as error:
-                await abort_unauthenticated(context, error)
+        if request.service not in _SERVER_SERVICES:
+            await self._require_token(context)
         status = self._status(request.service)
         if status == HealthCheckResponse.SERVICE_UNKNOWN:
             message = (
@@ -55,9 +52,19 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
         while not self._models.stopping.is_set():
             status = self._status(request.service)
             if status != sent_status:
+                # The token may have been withdrawn since the call began.
+                await self._require_token(context)
                 sent_status = status
                 yield HealthCheckResponse(status=status)
             await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _require_token(self, context: Any) -> None:
+        """Abort a call without an accepted token, if calls need one."""
+        if self._check_token is not None:
+            try:
+                check_authorization(self._check_token, authorization_values(context.invocation_metadata()))
+            except AuthenticationError as error:
+                await abort_unauthenticated(context, error)
 
     def _status(self, service: str) -> int:
         if service in _SERVER_SERVICES:

@@ -1,0 +1,172 @@
+"""Open gRPC streams: a withdrawn token ends them."""
+
+import asyncio
+import queue
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import numpy
+import pytest
+import torch
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+import stagepack
+from stagepack_serving.server.grpc_health import HealthService
+from tests.serve.generating_model import export_decoder
+
+if TYPE_CHECKING:
+    from stagepack_serving.server.served_models import ServedModels
+
+pytestmark = pytest.mark.xdist_group("serve")
+TOKEN, OTHER_TOKEN = "token-of-these-tests", "other-token-of-these-tests"
+
+# Accepts the tokens that a file holds now.
+SERVER = """
+import sys
+from pathlib import Path
+
+import stagepack
+
+pipelines = {Path(path).stem: stagepack.load(path) for path in sys.argv[2:]}
+stagepack.serve(
+    pipelines,
+    http_port=0,
+    grpc_port=0,
+    check_token=lambda token: token in Path(sys.argv[1]).read_text().split(),
+    on_listening=lambda addresses: print(addresses.grpc_port, flush=True),
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamServer:
+    """A server, and the file with its tokens."""
+
+    address: str
+    token_file: Path
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamServer]:
+    folder = tmp_path_factory.mktemp("streams")
+    torch.manual_seed(0)
+    scale = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=folder / "scale.stagepack", stages=1).path
+    command = [sys.executable, "-c", SERVER, str(folder / "tokens"), str(scale), str(export_decoder(folder))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield StreamServer(f"127.0.0.1:{int(process.stdout.readline())}", folder / "tokens")
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def server(running: StreamServer) -> StreamServer:
+    running.token_file.write_text(f"{TOKEN}\n{OTHER_TOKEN}\n")
+    return running
+
+
+def scale_request(request_id: str) -> pb.ModelInferRequest:
+    """An inference."""
+    content = numpy.ones((1, 2), "float32").tobytes()
+    request = pb.ModelInferRequest(model_name="scale", id=request_id, raw_input_contents=[content])
+    request.inputs.add(name="input", datatype="FP32", shape=[1, 2])
+    return request
+
+
+def text_request(request_id: str, token_count: int) -> pb.ModelInferRequest:
+    """A request for tokens."""
+    content = numpy.array([5, 6]).tobytes()
+    request = pb.ModelInferRequest(model_name="writer", id=request_id, raw_input_contents=[content])
+    request.inputs.add(name="input_ids", datatype="INT64", shape=[1, 2])
+    request.parameters["max_tokens"].int64_param = token_count
+    return request
+
+
+class Stream:
+    """A stream of requests, each sent when the test says so."""
+
+    def __init__(self, channel: Any, token: str) -> None:
+        self.requests: queue.Queue[Any] = queue.Queue()
+        metadata = [("authorization", f"Bearer {token}")]
+        self.answers = GRPCInferenceServiceStub(channel).ModelStreamInfer(
+            iter(self.requests.get, None), metadata=metadata, timeout=60
+        )
+
+    def ask(self, request: pb.ModelInferRequest) -> Any:
+        """The next answer after a request."""
+        self.requests.put(request)
+        return next(self.answers)
+
+
+def test_a_withdrawn_token_ends_its_streams(server: StreamServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stream, other_stream = Stream(channel, TOKEN), Stream(channel, OTHER_TOKEN)
+        for each in (stream, other_stream):
+            assert each.ask(scale_request("1")).infer_response.outputs
+        server.token_file.write_text(OTHER_TOKEN)
+        with pytest.raises(grpc.RpcError) as raised:
+            stream.ask(scale_request("2"))
+        assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert "the token is not accepted" in raised.value.details()
+        assert (
+            "www-authenticate",
+            'Bearer realm="stagepack", error="invalid_token"',
+        ) in raised.value.trailing_metadata()
+        assert other_stream.ask(scale_request("2")).infer_response.outputs
+        other_stream.requests.put(None)
+        assert list(other_stream.answers) == []
+
+
+def test_a_withdrawn_token_ends_a_stream_that_is_being_answered(server: StreamServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stream = Stream(channel, TOKEN)
+        stream.ask(text_request("long", 90))
+        server.token_file.write_text(OTHER_TOKEN)
+        for request in (scale_request("late"), None):
+            stream.requests.put(request)
+        with pytest.raises(grpc.RpcError) as raised:
+            list(stream.answers)
+        assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        other_stream = Stream(channel, OTHER_TOKEN)
+        assert other_stream.ask(text_request("other", 1)).infer_response.outputs
+        other_stream.requests.put(None)
+
+
+class AbortedError(Exception):
+    """A call was aborted."""
+
+
+class WatchingCall:
+    """The context of a call of Watch."""
+
+    def invocation_metadata(self) -> Any:
+        return (("authorization", f"Bearer {TOKEN}"),)
+
+    async def abort(self, code: grpc.StatusCode, _message: str, _metadata: Any) -> None:
+        raise AbortedError(code)
+
+
+def test_a_withdrawn_token_is_told_no_status() -> None:
+    tokens, models = {TOKEN}, SimpleNamespace(stopping=asyncio.Event(), is_ready=True, serving=[])
+    service = HealthService(cast("ServedModels", models), tokens.__contains__)
+
+    async def watch() -> None:
+        statuses = aiter(service.Watch(HealthCheckRequest(), WatchingCall()))
+        assert (await anext(statuses)).status == HealthCheckResponse.SERVING
+        models.is_ready = False
+        assert (await anext(statuses)).status == HealthCheckResponse.NOT_SERVING
+        tokens.clear()
+        models.is_ready = True
+        await anext(statuses)
+
+    with pytest.raises(AbortedError, match="UNAUTHENTICATED"):
+        asyncio.run(watch())
