@@ -1,4 +1,4 @@
-"""Open gRPC streams: a withdrawn token ends them."""
+"""Open gRPC streams: a withdrawn token ends them, and a bug that one request meets does not."""
 
 import asyncio
 import queue
@@ -28,13 +28,24 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.xdist_group("serve")
 TOKEN, OTHER_TOKEN = "token-of-these-tests", "other-token-of-these-tests"
 
-# Accepts the tokens that a file holds now.
+# Accepts the tokens that a file holds now, and has a bug that requests of one id meet.
 SERVER = """
 import sys
 from pathlib import Path
 
 import stagepack
+from stagepack_serving.server import grpc_service
 
+decode_request = grpc_service.decode_request
+
+
+def decode_or_fail(message):
+    if message.id == "bug":
+        raise KeyError("in these tests")
+    return decode_request(message)
+
+
+grpc_service.decode_request = decode_or_fail
 pipelines = {Path(path).stem: stagepack.load(path) for path in sys.argv[2:]}
 stagepack.serve(
     pipelines,
@@ -48,10 +59,11 @@ stagepack.serve(
 
 @dataclass(frozen=True, slots=True)
 class StreamServer:
-    """A server, and the file with its tokens."""
+    """A server, the file with its tokens, and the file with what it writes to standard error."""
 
     address: str
     token_file: Path
+    log_file: Path
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +72,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamServer]:
     torch.manual_seed(0)
     scale = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=folder / "scale.stagepack", stages=1).path
     command = [sys.executable, "-c", SERVER, str(folder / "tokens"), str(scale), str(export_decoder(folder))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    log_file = folder / "stderr"
+    with (
+        log_file.open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         assert process.stdout is not None
         try:
-            yield StreamServer(f"127.0.0.1:{int(process.stdout.readline())}", folder / "tokens")
+            yield StreamServer(f"127.0.0.1:{int(process.stdout.readline())}", folder / "tokens", log_file)
         finally:
             process.terminate()
 
@@ -139,6 +155,28 @@ def test_a_withdrawn_token_ends_a_stream_that_is_being_answered(server: StreamSe
         other_stream = Stream(channel, OTHER_TOKEN)
         assert other_stream.ask(text_request("other", 1)).infer_response.outputs
         other_stream.requests.put(None)
+
+
+def test_a_bug_that_one_request_meets_ends_no_stream(server: StreamServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stream = Stream(channel, TOKEN)
+        stream.ask(text_request("text", 20))
+        for request in (scale_request("bug"), scale_request("good"), scale_request("bug"), None):
+            stream.requests.put(request)
+        answers = list(stream.answers)
+        with pytest.raises(grpc.RpcError) as raised:
+            GRPCInferenceServiceStub(channel).ModelInfer(
+                scale_request("bug"), metadata=[("authorization", f"Bearer {TOKEN}")], timeout=60
+            )
+    says = "a bug in stagepack: KeyError('in these tests')"
+    ids = [answer.infer_response.id for answer in answers if not answer.error_message]
+    assert (ids.count("text"), ids.count("good")) == (19, 1)
+    errors = [(answer.infer_response.id, answer.error_message) for answer in answers if answer.error_message]
+    assert errors == [("bug", says)] * 2
+    assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.INTERNAL, says)
+    log = server.log_file.read_text()
+    assert log.count("scale: a bug in stagepack\nTraceback") == 3
+    assert "ExceptionGroup" not in log
 
 
 class AbortedError(Exception):

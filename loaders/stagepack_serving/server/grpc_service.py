@@ -6,21 +6,24 @@ generated service is that of `tritonclient`.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.deadlines import shorten_deadline
-from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
 from stagepack_serving.server.grpc_messages import decode_parameters, decode_request, encode_response, typed_bytes
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.parameters import check_request_id, refuse_load_parameters
+
+_LOG: Final = logging.getLogger("stagepack.serve")
 
 
 class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated, without types
@@ -160,7 +163,27 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
             remaining_seconds: the time until the deadline that the client set, if any.
             send: takes each response.
             streams: whether there may be several.
+
+        Raises:
+            RequestError: the request is refused, the model fails, or there is a bug, which is logged: the other requests of a stream go on.
         """
+        try:
+            await self._answer_in_scope(request, remaining_seconds, send, streams=streams)
+        except RequestError:
+            raise
+        except Exception as error:
+            _LOG.exception("%s: a bug in stagepack", request.model_name)
+            raise RequestError(RequestStatus.MODEL_FAILED, f"a bug in stagepack: {error!r}") from error
+
+    async def _answer_in_scope(
+        self,
+        request: Any,
+        remaining_seconds: float | None,
+        send: Callable[[Any], Awaitable[None]],
+        *,
+        streams: bool,
+    ) -> None:
+        """Answer a request, of whose time and result is taken note."""
         request_scope = self._models.request_scope(request.model_name, request.model_version, "grpc")
         async with request_scope as scope:
             if remaining_seconds is not None:
