@@ -4,6 +4,7 @@ Source: https://protobuf.dev/programming-guides/encoding/. A request of 64 MB wi
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -18,6 +19,9 @@ _MAX_OTHER_BYTES: Final = 1_000_000
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
 
+_MODEL_NAME: Final = pb.ModelInferRequest.MODEL_NAME_FIELD_NUMBER
+_MODEL_VERSION: Final = pb.ModelInferRequest.MODEL_VERSION_FIELD_NUMBER
+_INPUT_NAME: Final = pb.ModelInferRequest.InferInputTensor.NAME_FIELD_NUMBER
 _RAW_CONTENTS: Final = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _INPUTS: Final = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
 _CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
@@ -46,6 +50,53 @@ def check_message_size(content: bytes, *, is_inference: bool) -> None:
         raise RequestError(RequestStatus.BAD_REQUEST, message)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutline:
+    """What a request says of itself, before it is parsed.
+
+    Attributes:
+        model_name: the model that it names.
+        version: the version that it names; may be empty.
+        input_names: the names of its inputs.
+    """
+
+    model_name: str
+    version: str
+    input_names: frozenset[str]
+
+
+def outline_request(content: bytes) -> RequestOutline:
+    """Read the names in a request, and not its tensors. The last one of a field holds, as for the parser.
+
+    Args:
+        content: a ``ModelInferRequest`` that `check_message_size` has accepted.
+
+    Returns:
+        The names.
+
+    Raises:
+        DecodeError: it is not a message.
+    """
+    names, input_names = {_MODEL_NAME: "", _MODEL_VERSION: ""}, set()
+    for field_number, start, end in _fields(content, 0, len(content)):
+        if field_number in names:
+            names[field_number] = _text(content, start, end)
+        elif field_number == _INPUTS:
+            input_name = ""
+            for input_field_number, input_start, input_end in _fields(content, start, end):
+                if input_field_number == _INPUT_NAME:
+                    input_name = _text(content, input_start, input_end)
+            input_names.add(input_name)
+    return RequestOutline(
+        model_name=names[_MODEL_NAME], version=names[_MODEL_VERSION], input_names=frozenset(input_names)
+    )
+
+
+def _text(content: bytes, start: int, end: int) -> str:
+    # The parser refuses what is not UTF-8.
+    return content[start:end].decode(errors="replace")
+
+
 def _data_bytes(content: bytes) -> Iterator[int]:
     """For each field of a request, of its inputs and of their contents, the bytes of data of tensors in it, but for those in its fields."""
     for field_number, start, end in _fields(content, 0, len(content)):
@@ -59,7 +110,7 @@ def _data_bytes(content: bytes) -> Iterator[int]:
 
 
 def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The number, the start and the end of each field of a message, half-open.
+    """The number, the start and the end of each field of a message, half-open; 0 for what is neither a text, bytes nor a message.
 
     Raises:
         DecodeError: the bytes are not a message.
@@ -79,7 +130,7 @@ def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int,
             raise DecodeError(f"unexpected wire type {wire_type}")
         if position > end:
             raise DecodeError("a field is longer than its message")
-        yield tag >> 3, start, position
+        yield tag >> 3 if wire_type == _BYTES else 0, start, position
 
 
 def _read_varint(content: bytes, position: int, end: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
@@ -22,15 +22,17 @@ _INFERENCE_METHODS: Final = frozenset(
 class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Parses requests in the place of grpc, which would report bytes that are no message as an unknown error of the server."""
 
-    def __init__(self, open_calls: OpenCalls, message_seconds: float) -> None:
+    def __init__(self, open_calls: OpenCalls, message_seconds: float, check_inference: Callable[[bytes], None]) -> None:
         """Create the interceptor.
 
         Args:
             open_calls: counts the calls.
             message_seconds: the time that the message of a call with one message has from its start, in seconds.
+            check_inference: raises a RequestError for a ``ModelInferRequest`` that is not to be parsed.
         """
         self._open_calls = open_calls
         self._message_seconds = message_seconds
+        self._check_inference = check_inference
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         """Wrap the handler of a method.
@@ -45,7 +47,8 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         handler = await continuation(details)
         if handler is None:
             return None
-        parse = functools.partial(_parse, handler, is_inference=details.method in _INFERENCE_METHODS)
+        check_inference = self._check_inference if details.method in _INFERENCE_METHODS else None
+        parse = functools.partial(_parse, handler, check_inference)
         if handler.unary_unary is not None:
             # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
             async def answer_request(contents: AsyncIterator[bytes], context: Any) -> Any:
@@ -107,10 +110,12 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         raise AssertionError  # abort raises
 
 
-async def _parse(handler: Any, content: bytes, context: Any, *, is_inference: bool) -> Any:
+async def _parse(handler: Any, check_inference: Callable[[bytes], None] | None, content: bytes, context: Any) -> Any:
     """The message in the bytes of a request; aborts the call if there is none."""
     try:
-        check_message_size(content, is_inference=is_inference)
+        check_message_size(content, is_inference=check_inference is not None)
+        if check_inference is not None:
+            check_inference(content)
         return handler.request_deserializer(content)
     except DecodeError as error:
         message = f"the request is not a message of the protocol: {error}"

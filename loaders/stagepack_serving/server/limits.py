@@ -1,6 +1,10 @@
 """The limits of a server, which its operator sets."""
 
 from dataclasses import dataclass
+from typing import Final
+
+# Of a request for a text. Room for the longest prompts: 30 s of speech in 128 bands are 8 MB of JSON.
+MAX_TEXT_BYTES: Final = 16_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from stagepack.format.codec import JSON_ERRORS
 from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.rest_compression import decompress_body
 from stagepack_serving.server.rest_large_request import check_json_counts
 
@@ -16,8 +17,6 @@ from stagepack_serving.server.rest_large_request import check_json_counts
 _COMPRESSION: Final = 1032
 # Far more than a request that is no inference needs.
 _MAX_FIELDS_BYTES: Final = 65_536
-# Room for the longest prompts: 30 s of speech in 128 bands are 8 MB.
-_MAX_TEXT_BYTES: Final = 16_000_000
 _MAX_CONTAINERS: Final = 100_000
 _MAX_STRINGS: Final = 100_000
 
@@ -79,7 +78,7 @@ async def decode_text_request(request: Request, max_bytes: int, decode: Callable
         check_json_counts(body, _MAX_CONTAINERS, _MAX_STRINGS, brackets=b"[{")
         return decode(body)
 
-    body = await read_body(request, min(max_bytes, _MAX_TEXT_BYTES))
+    body = await read_body(request, min(max_bytes, MAX_TEXT_BYTES))
     return await beside_loop(len(body), check_and_decode, body)
 
 

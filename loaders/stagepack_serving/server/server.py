@@ -22,6 +22,7 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 
 from stagepack_serving.server.credential_reloading import watch_files
 from stagepack_serving.server.errors import AddressError
+from stagepack_serving.server.generation.grpc_generation import check_text_size
 from stagepack_serving.server.grpc_authentication import TokenInterceptor
 from stagepack_serving.server.grpc_calls import OpenCalls
 from stagepack_serving.server.grpc_health import INFERENCE_SERVICE, HealthService
@@ -192,7 +193,9 @@ def _create_grpc_server(
         # The client connects again with its next call.
         ("grpc.max_connection_idle_ms", 1000 * _KEEP_ALIVE_SECONDS),
     ]
-    interceptors: list[Any] = [ParsingInterceptor(open_calls, models.limits.deadline)]
+    interceptors: list[Any] = [
+        ParsingInterceptor(open_calls, models.limits.deadline, functools.partial(check_text_size, models))
+    ]
     if security.check_token is not None:
         interceptors.insert(0, TokenInterceptor(security.check_token, models.metrics))
     server = grpc.aio.server(

@@ -5,7 +5,7 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/user_gu
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -16,10 +16,13 @@ from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import generator_of
 from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
+from stagepack_serving.server.grpc_message_size import outline_request
 from stagepack_serving.server.grpc_messages import decode_input, decode_parameters, typed_bytes
+from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.messages import InferenceTensor
 from stagepack_serving.server.parameters import timeout_parameter
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.served_models import ServedModels
 
 # A call of the decoder has this input; a prompt has not.
 _CALL_INPUT: Final = "cache_position"
@@ -38,7 +41,30 @@ def asks_for_generation(model: ServedModel, message: Any) -> bool:
     Returns:
         Whether it has.
     """
-    return model.generator is not None and _CALL_INPUT not in [tensor.name for tensor in message.inputs]
+    return _has_prompt(model, (tensor.name for tensor in message.inputs))
+
+
+def check_text_size(models: ServedModels, content: bytes) -> None:
+    """Refuse a large request for a text before it is parsed: its parser holds the interpreter for 10 ms per megabyte of typed contents.
+
+    Args:
+        models: the models to serve.
+        content: a ``ModelInferRequest`` that `check_message_size` has accepted.
+
+    Raises:
+        RequestError: it has a prompt, and is larger than `MAX_TEXT_BYTES`, the limit of REST.
+        DecodeError: it is not a message.
+    """
+    if len(content) <= MAX_TEXT_BYTES:
+        return
+    outline = outline_request(content)
+    try:
+        model = models.find(outline.model_name, outline.version)
+    except RequestError:
+        return  # it is refused, and counted, when it is parsed
+    if _has_prompt(model, outline.input_names):
+        message = f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes, found {len(content)}"
+        raise RequestError(RequestStatus.TOO_LARGE, message)
 
 
 async def generate_responses(
@@ -88,6 +114,10 @@ async def generate_responses(
         response = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=message.id)
         response.parameters[_FINAL_RESPONSE].bool_param = True
         await send(response)
+
+
+def _has_prompt(model: ServedModel, input_names: Iterable[str]) -> bool:
+    return model.generator is not None and _CALL_INPUT not in input_names
 
 
 def _encode_part(model: ServedModel, request_id: str, text: str | None, tokens: list[int]) -> Any:
