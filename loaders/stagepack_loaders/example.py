@@ -11,6 +11,7 @@ from stagepack.errors import InputError, WriteError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS_BYTES
 from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.output_file import output_file
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import (
     ConstantLeaf,
@@ -175,14 +176,15 @@ def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
 
 
 def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: Path) -> None:
-    """Write results of `run_on_inputs` as a safetensors file.
+    """Write results of `run_on_inputs` as a safetensors file. A file of that name is replaced.
 
     Raises:
         WriteError: the file cannot be written, or has no name for the dtype of a result.
     """
     try:
-        pipeline.arrays.save(results, path)
-    except (OSError, SafetensorError) as error:
+        with output_file(path) as new_file:
+            pipeline.arrays.save(results, new_file)
+    except SafetensorError as error:
         raise WriteError(f"{path}: could not be written: {error}") from None
     except KeyError as error:
         raise WriteError(f"{path}: could not be written: a safetensors file has no dtype {error}") from None

@@ -11,15 +11,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from stagepack.errors import InputError, WriteError
+from stagepack.errors import InputError
 from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.output_file import output_file
 from stagepack_loaders.run_trace import RunTrace, Span, SpanKind
 
 _NANOSECONDS = 1000  # in a microsecond, the unit of the format
 
 
 def write_trace(trace: RunTrace, path: str | os.PathLike[str]) -> None:
-    """Write a trace as a file.
+    """Write a trace as a file. A file of that name is replaced.
 
     Args:
         trace: the trace.
@@ -33,10 +34,8 @@ def write_trace(trace: RunTrace, path: str | os.PathLike[str]) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"bundle": trace.bundle, "dropped": trace.dropped},
     }
-    try:
-        Path(path).write_bytes(msgspec.json.encode(content))
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written: {error.strerror}") from None
+    with output_file(path) as new_file:
+        new_file.write_bytes(msgspec.json.encode(content))
 
 
 def read_trace(path: str | os.PathLike[str]) -> RunTrace:

@@ -13,7 +13,7 @@ from stagepack.cli.output import count_of, print_json, print_line, print_table, 
 from stagepack.cli.path_options import PathType, bundle_argument, folder_name, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import byte_size, default_model_name, json_option, limit_option
-from stagepack.errors import OutputExistsError, WriteError
+from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle
 from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
 from stagepack_serving.kubernetes.quantities import memory_quantity
@@ -248,8 +248,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     SERVE_OPTIONS are further options of ``stagepack serve`` in the pods, such as ``-- --runtime onnxruntime --deadline-s 20``.
     """
     options = _Options(**arguments)
-    if options.out.exists() and not options.overwrite:
-        raise OutputExistsError(f"{options.out} exists: choose another name, or pass --overwrite")
+    check_output_file(options.out, overwrite=options.overwrite)
     bundle = open_argument(bundle_path)
     deployment = _deployment_options(bundle, options)
     from stagepack_serving.kubernetes.objects import deployment_objects  # noqa: PLC0415 - after the arguments are checked
@@ -257,10 +256,8 @@ def command(bundle_path: str, **arguments: Any) -> None:
 
     pod_sizes = size_pods(bundle, deployment)
     text = _header(bundle, deployment, pod_sizes) + to_yaml(deployment_objects(bundle, deployment, pod_sizes))
-    try:
-        options.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WriteError(f"{options.out}: cannot be written: {error.strerror}") from error
+    with output_file(options.out) as path:
+        path.write_text(text, encoding="utf-8")
     _print_facts(options, deployment, pod_sizes)
 
 

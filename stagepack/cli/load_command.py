@@ -30,6 +30,7 @@ from stagepack.cli.run_options import (
     verify_option,
 )
 from stagepack.cli.trace_option import trace_options, trace_requests
+from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.launch_environment import is_launched_group
@@ -57,6 +58,7 @@ class _Options:
     compiled_folder: str | None
     processes: int | None
     trace_file: Path | None
+    overwrite: bool
     request_count: int
     imports: tuple[str, ...]
     verify: "Verify"
@@ -116,6 +118,7 @@ class _Options:
 @compiled_option
 @processes_option
 @trace_options
+@click.option("--overwrite", is_flag=True, help="Replace existing files of --outputs and --trace.")
 @verify_option
 @signature_option
 @click.option(
@@ -191,6 +194,8 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
     stage_runtimes = runtime_of_each_stage(options.runtimes, stage_count)
     if options.compile_mode or options.compiled_folder:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
+    for output_path in filter(None, (options.outputs_file, options.trace_file)):
+        check_output_file(output_path, overwrite=options.overwrite)
     if (options.outputs_file or options.trace_file) and options.inputs_file is None and bundle.example is None:
         flag = "--outputs" if options.outputs_file else "--trace"
         fail(f"{flag}: {bundle.location} has no example to run: pass --inputs")

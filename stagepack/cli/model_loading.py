@@ -41,6 +41,7 @@ class ServeOptions:
     processes: int | None
     max_restarts: int
     trace_file: Path | None
+    overwrite: bool
     imports: tuple[str, ...]
     check_example: bool
     repository: Path | None

@@ -22,6 +22,7 @@ from stagepack.cli.run_options import dtype_option
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Edge
+from stagepack.format.output_file import check_output_file
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
@@ -83,6 +84,7 @@ class _PlannedCut(NamedTuple):
     show_default="not written",
     help="Write the plan as JSON, to edit and pass to --plan.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @click.option(
     "--dot", "output_format", flag_value="dot", help="Print the graph of the stages in the DOT language of Graphviz."
 )
@@ -96,6 +98,7 @@ def command(
     inputs_function: str | None,
     dtype: str | None,
     out: Path | None,
+    overwrite: bool,
     output_format: str | None,
 ) -> None:
     """Show how a model or a bundle would be cut.
@@ -105,6 +108,8 @@ def command(
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
     time are estimates for one call with inputs of the example's sizes; with --profile, the time is that of a device, or measured.
     """
+    if out is not None:
+        check_output_file(out, overwrite=overwrite)
     if is_bundle(source):
         if inputs_function is not None or dtype is not None:
             raise click.UsageError(

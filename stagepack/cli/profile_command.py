@@ -13,7 +13,7 @@ from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.profile_facts import link_text, machine_text, profile_facts
 from stagepack.cli.quantities import format_time
 from stagepack.cli.run_options import device_option, json_option, operator_options
-from stagepack.errors import OutputExistsError, WriteError
+from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import DEFAULT_RUNTIME, import_runtime
 
@@ -80,11 +80,8 @@ def command(
     are of the model, not of its cut: 'stagepack plan', 'recut' and 'export' with --profile use them in the place of estimates, for any
     number of stages. One stage after another is loaded, so that only one must fit into the memory of its device.
     """
-    if out.exists() and not overwrite:
-        raise OutputExistsError(f"{out} exists: choose another name, or pass --overwrite")
+    check_output_file(out, overwrite=overwrite)
     bundle = open_argument(bundle_path)
-    if not out.absolute().parent.is_dir():  # before the minutes of measuring
-        raise WriteError(f"{out}: cannot be written: {out.parent} is no folder")
     with progress("importing torch") as next_step:
         import_runtime(DEFAULT_RUNTIME)
         from stagepack.partition.profile import write_profile  # noqa: PLC0415 - after the arguments are checked

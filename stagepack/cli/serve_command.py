@@ -35,6 +35,7 @@ from stagepack.cli.run_options import (
     verify_option,
 )
 from stagepack.cli.security_options import check_security_options, security_options, server_security
+from stagepack.format.output_file import check_output_file
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_serving.server.limits import ServerLimits
 
@@ -127,6 +128,7 @@ _LOGGING_LIBRARIES: Final = ("asyncio", "grpc", "uvicorn")
     help="With --processes or under torchrun: when the server stops, write what each process did for each batch, from its start on, as "
     "'stagepack load --trace' does.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace an existing file of --trace.")
 @click.option(
     "--access-log/--no-access-log",
     default=False,
@@ -324,6 +326,7 @@ def _check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
             raise click.UsageError("--trace requires --processes, or torchrun")
         if only_path is None:
             raise click.UsageError("--trace is of one bundle: serve that bundle alone")
+        check_output_file(options.trace_file, overwrite=options.overwrite)
     if options.device_memory is not None:
         _check_device_memory(options)
         if only_path is None or open_argument(only_path).selected is None:

@@ -6,14 +6,13 @@ folders, it may be missing, and the old bundle is then beside it.
 """
 
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 import msgspec
 
@@ -32,6 +31,7 @@ from stagepack.format.file_writing import (
 )
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.manifest_reader import read_manifest
+from stagepack.format.output_file import is_bundle_folder
 from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.threads import map_in_threads
@@ -55,10 +55,6 @@ class TensorSource:
     read: Callable[[str], Pieces]
 
 
-# The first field of a manifest. A damaged manifest begins with it too.
-_MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
-
-
 def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse an output path that no bundle can be written to, before any work is done.
 
@@ -73,7 +69,7 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     path = Path(os.path.abspath(out))
     if os.path.lexists(path) and not overwrite:
         raise OutputExistsError(f"{out}: already exists: choose another name, or overwrite it (--overwrite)")
-    if os.path.lexists(path) and (path.is_symlink() or not _is_bundle(path)):
+    if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
         raise OutputExistsError(f"{out}: exists and is not a bundle, so it is not overwritten: choose another name")
     if not path.parent.is_dir():
         raise WriteError(f"{out}: expected the folder {path.parent} to exist")
@@ -273,12 +269,3 @@ def _check_digest(path: Path, digest: str) -> None:
             f"{path}: expected the bundle {digest}, found {found_digest}, which was written meanwhile: it is kept, nothing was changed: "
             "repeat the call"
         )
-
-
-def _is_bundle(path: Path) -> bool:
-    """Whether a folder is a bundle, possibly a damaged one. Other folders with a manifest.json must not be removed."""
-    manifest_path = path / MANIFEST_NAME
-    if not manifest_path.is_file():
-        return False
-    with manifest_path.open("rb") as file:
-        return _MANIFEST_START.match(file.read(4096)) is not None

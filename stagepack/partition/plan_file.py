@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from stagepack.errors import CutError, WriteError
+from stagepack.errors import CutError
 from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.output_file import output_file
 from stagepack.format.plan import Plan
 
 
@@ -38,7 +39,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file, with one line for each stage.
+    """Write a plan file, with one line for each stage. A file of that name is replaced.
 
     Args:
         plan: the plan.
@@ -49,7 +50,5 @@ def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """
     stages = ",\n  ".join(json.dumps(msgspec.to_builtins(stage)) for stage in plan.stages)
     json_text = f'{{\n "stages": [\n  {stages}\n ],\n "shared": {json.dumps(plan.shared)}\n}}\n'
-    try:
-        Path(path).write_text(json_text)
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written: {error.strerror}") from None
+    with output_file(path) as new_file:
+        new_file.write_text(json_text)

@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from stagepack.errors import CutError, WriteError
+from stagepack.errors import CutError
 from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.graph import Graph
+from stagepack.format.output_file import output_file
 
 # Finite, so that sums of times are numbers of 64 bits.
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
@@ -138,7 +139,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a profile, with one line for each stage and each node.
+    """Write a profile, with one line for each stage and each node. A file of that name is replaced.
 
     Args:
         profile: the profile.
@@ -153,10 +154,8 @@ def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         for field, value in fields.items()
     ]
     content = ",\n".join(lines)
-    try:
-        Path(path).write_text(f"{{\n{content}\n}}\n", encoding="utf-8")
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written: {error.strerror}") from None
+    with output_file(path) as new_file:
+        new_file.write_text(f"{{\n{content}\n}}\n", encoding="utf-8")
 
 
 def _lines(items: list[object]) -> str:

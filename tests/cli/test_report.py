@@ -104,7 +104,7 @@ def test_names_of_a_bundle_are_text(editor: BundleEditor, tmp_path: Path) -> Non
 def test_a_file_that_is_there_is_kept(sound: Path, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text("mine")
     command_fails(
-        "report", str(sound), "-o", str(tmp_path / "page.html"), says="exists: choose another name, or overwrite it"
+        "report", str(sound), "-o", str(tmp_path / "page.html"), says="exists: choose another name, or replace the file"
     )
     assert (tmp_path / "page.html").read_text() == "mine"
     assert run("report", str(sound), "-o", str(tmp_path / "page.html"), "--overwrite").exit_code == 0

@@ -178,7 +178,7 @@ def test_a_file_is_not_replaced_by_mistake(layers: Bundle, tmp_path: Path) -> No
     out.write_text("mine")
     result = CliRunner().invoke(main, ["k8s", str(layers.path), "-o", str(out)])
     assert result.exit_code == 1
-    assert "x.yaml exists: choose another name, or pass --overwrite" in result.stderr
+    assert "x.yaml: already exists: choose another name, or replace the file (--overwrite)" in result.stderr
     assert out.read_text() == "mine"
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagepack.cli.report.page import bundle_page
-from stagepack.errors import OptionError, OutputExistsError, WriteError
+from stagepack.errors import OptionError
+from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, opened
 
@@ -40,24 +41,20 @@ def write_report(
         OutputExistsError: `out` exists and `overwrite` is false.
         OptionError: the trace is of another bundle, or of no stage.
         CutError: the bundle contains no plan, or the profile is of another model.
-        WriteError: the file cannot be written.
+        WriteError: the file cannot be written, or would be inside a bundle.
         DigestError, FormatError: the bundle is damaged.
 
     Examples:
         >>> stagepack.report("m.stagepack", out="m.html")
     """
-    path = Path(out)
-    if path.exists() and not overwrite:
-        raise OutputExistsError(f"{out} exists: choose another name, or overwrite it (--overwrite)")
+    check_output_file(out, overwrite=overwrite)
     opened_bundle = opened(bundle)
     if trace is not None:
         _check_trace(trace, opened_bundle)
     html = bundle_page(opened_bundle, profile, trace)
-    try:
+    with output_file(out) as path:
         path.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise WriteError(f"{out}: cannot be written: {error.strerror}") from error
-    return path
+    return Path(out)
 
 
 def _check_trace(trace: "RunTrace", bundle: Bundle) -> None:
