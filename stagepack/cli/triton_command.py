@@ -121,7 +121,7 @@ class _Options:
     help="Do not run the example to check that the rows of a batch do not affect each other.",
 )
 @click.option("--copy", is_flag=True, help="Copy the files of the bundle instead of hard-linking them.")
-@click.option("--overwrite", is_flag=True, help="Replace existing models of the same names.")
+@click.option("--overwrite", is_flag=True, help="Replace the existing ensemble of the same name and its parts.")
 @json_option
 def command(bundle_path: str, **arguments: Any) -> None:
     """Write a bundle into a Triton model repository.

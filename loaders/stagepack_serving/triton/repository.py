@@ -13,14 +13,15 @@ from typing import Final
 
 from google.protobuf import text_format
 
-from stagepack.errors import InputError, OutputExistsError, WriteError
+from stagepack.errors import InputError, WriteError
 from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack_serving.triton.ensemble import ensemble_models
 from stagepack_serving.triton.options import RepositoryOptions
+from stagepack_serving.triton.replaced_models import find_replaced_models
 from stagepack_serving.triton.triton_model import TritonModel
-from stagepack_serving.triton.written_models import CONFIG_MARKER, is_written_by_stagepack
+from stagepack_serving.triton.written_models import CONFIG_MARKER
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
@@ -43,7 +44,7 @@ def write_repository(
         bundle: the bundle.
         out: the repository, which may hold other models. It is created if it does not exist.
         options: how the models run.
-        overwrite: replace the models that stagepack wrote for an ensemble of the same name.
+        overwrite: replace the ensemble of the same name and its parts, if stagepack wrote them and nobody else added files to them.
 
     Returns:
         The names of the models, the ensemble last.
@@ -51,7 +52,8 @@ def write_repository(
     Raises:
         InputError: the model name is not a valid folder name, the repository is inside the bundle, or a file of the bundle has a name
             that Triton may run.
-        OutputExistsError: a model of that name exists, and `overwrite` is false or stagepack did not write it.
+        OutputExistsError: a model of that name exists, and `overwrite` is false or the model may not be replaced; see
+            `find_replaced_models`.
         WriteError: a file cannot be written, or the file system does not allow a hard link to the bundle.
         DeviceError: Triton has no such device, or there are more devices than stages.
         OperatorError: the runtime or the backend cannot run a stage.
@@ -65,16 +67,17 @@ def write_repository(
     bundle.check_digests(bundle.files)
     models = ensemble_models(bundle, options)
     _check_file_names(bundle, models)
-    old_folders = _find_old_models(root, options.model_name, overwrite=overwrite)
+    model_names = [model.config.name for model in models]
     try:
+        old_folders = find_replaced_models(root, model_names, overwrite=overwrite)
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryFolder(root.resolve() / options.model_name) as temporary:
             for model in models:
                 _write_model(bundle, temporary.path / "new" / model.config.name, model, copy=options.copy)
-            _put_in_place(temporary.path, root, [model.config.name for model in models], old_folders)
+            _put_in_place(temporary.path, root, model_names, old_folders)
     except OSError as error:
         raise WriteError(f"{error.filename2 or error.filename or root}: {error.strerror}") from None
-    return [model.config.name for model in models]
+    return model_names
 
 
 def _check_file_names(bundle: Bundle, models: Sequence[TritonModel]) -> None:
@@ -87,34 +90,11 @@ def _check_file_names(bundle: Bundle, models: Sequence[TritonModel]) -> None:
                 )
 
 
-def _find_old_models(root: Path, ensemble_name: str, *, overwrite: bool) -> list[Path]:
-    """The models that are replaced.
-
-    Raises:
-        OutputExistsError: there are some, and `overwrite` is false or stagepack did not write them.
-    """
-    folders = [folder for folder in sorted(root.glob(f"{ensemble_name}*")) if _belongs_to(folder.name, ensemble_name)]
-    if folders and not overwrite:
-        raise OutputExistsError(
-            f"{folders[0]}: exists already: choose another name (--name), or replace all its models (--overwrite)"
-        )
-    for folder in folders:
-        if not is_written_by_stagepack(folder):
-            raise OutputExistsError(
-                f"{folder}: was not written by stagepack, and is not overwritten: choose another name (--name)"
-            )
-    return folders
-
-
-def _belongs_to(model_name: str, ensemble_name: str) -> bool:
-    """Whether a model is the ensemble or one of its parts."""
-    return re.fullmatch(r"(_stage_\d+|_results)?", model_name[len(ensemble_name) :]) is not None
-
-
 def _put_in_place(temporary: Path, root: Path, model_names: Sequence[str], old_folders: Sequence[Path]) -> None:
     """Put the models of the folder ``new`` into the repository, and those that they replace into the folder ``old``; or change nothing.
 
-    Where the system can exchange two folders, a process that is killed meanwhile leaves each model as it was, or the new one.
+    Where the system can exchange two folders, a process that is killed meanwhile leaves each model as it was, or the new one. The ensemble
+    is the last: until then the configuration of the old one says which parts are replaced.
     """
     (temporary / "old").mkdir()
     with contextlib.ExitStack() as undo:
@@ -123,17 +103,21 @@ def _put_in_place(temporary: Path, root: Path, model_names: Sequence[str], old_f
             source.rename(target)
             undo.callback(target.rename, source)
 
-        for model_name in model_names:
+        def replace(model_name: str) -> None:
             source, target = temporary / "new" / model_name, root / model_name
             if target in old_folders and exchange_paths(source, target):
                 undo.callback(exchange_paths, source, target)
-                continue
+                return
             if target in old_folders:
                 move(target, temporary / "old" / model_name)
             move(source, target)
+
+        for part_name in model_names[:-1]:
+            replace(part_name)
         for folder in old_folders:
             if folder.name not in model_names:
                 move(folder, temporary / "old" / folder.name)
+        replace(model_names[-1])
         undo.pop_all()
 
 

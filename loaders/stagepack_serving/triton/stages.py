@@ -79,7 +79,8 @@ def _onnxruntime_model(bundle: Bundle, stage_number: int, config: ModelConfig, d
         )
     config.backend = "onnxruntime"
     config.default_model_filename = stage.onnx.model
-    return TritonModel(config, (*stage.onnx_files, *stage.weights))
+    # The manifest names the files that stagepack has written, for the next one that replaces them.
+    return TritonModel(config, (MANIFEST_NAME, *stage.onnx_files, *stage.weights))
 
 
 def _onnxruntime_obstacle(stage: Stage, dtypes: dict[str, str]) -> str:
