@@ -49,7 +49,7 @@ class CutError(StagepackError):
 
 
 class OutputExistsError(StagepackError):
-    """The output exists already. Choose another path, or pass ``overwrite=True``, which replaces bundles only."""
+    """The output exists already. Choose another path, or pass ``overwrite=True``, which replaces only an output of the same kind."""
 
 
 class WriteError(StagepackError):

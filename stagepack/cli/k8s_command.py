@@ -67,6 +67,7 @@ def _check_serve_arguments(
 
     known_options = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
     own_options = {name for option in context.command.params for name in option.opts} | _DEPLOYMENT_OPTIONS
+    own_options -= {"--overwrite"}  # there it is about the file of --trace
     if arguments and not arguments[0].startswith("-"):
         raise click.BadParameter(f"unexpected argument {arguments[0]!r}: options of stagepack serve come after --.")
     for argument in arguments:

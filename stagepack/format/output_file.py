@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,9 @@ _MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
 
 
 def check_output_file(out: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Refuse a path that no file may be written to, before any work is done. Pipes and devices may be written always.
+    """Refuse a path that no file may be written to, before any work is done.
+
+    Pipes and terminals may be written always: they have no content.
 
     Args:
         out: the file to be written.
@@ -26,12 +29,14 @@ def check_output_file(out: str | os.PathLike[str], *, overwrite: bool) -> None:
 
     Raises:
         OutputExistsError: it exists, and `overwrite` is false.
-        WriteError: it is a folder or inside a bundle, or its folder does not exist.
+        WriteError: it is a folder, a disk or a socket, or inside a bundle, or its folder does not exist.
     """
     if _is_stream(out):
         return
     if os.path.isdir(out):
         raise WriteError(f"{out}: expected a file, found a folder: choose another name")
+    if os.path.exists(out) and not os.path.isfile(out):
+        raise WriteError(f"{out}: expected a file, found another kind: choose another name")
     if os.path.lexists(out) and not overwrite:
         raise OutputExistsError(f"{out}: already exists: choose another name, or replace the file (--overwrite)")
     target = Path(os.path.realpath(out))
@@ -49,7 +54,7 @@ def output_file(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Write a file, in the place of the one of that name if there is one.
 
     The ``with`` statement is given the path to write to. The file is put in place at its end, on disk and as a whole; an error in it
-    leaves everything as it was. A link is followed, and pipes and devices are written as they are.
+    leaves everything as it was. A link is followed, and pipes and terminals are written as they are.
 
     Args:
         out: the file.
@@ -76,16 +81,20 @@ def output_file(out: str | os.PathLike[str]) -> Iterator[Path]:
 def is_bundle_folder(path: Path) -> bool:
     """Whether a folder is a bundle, possibly a damaged one. Other folders with a manifest.json must not be removed.
 
-    Raises:
-        OSError: the manifest cannot be read.
+    A folder whose manifest cannot be read is none.
     """
     manifest_path = path / MANIFEST_NAME
-    if not manifest_path.is_file():
-        return False
-    with manifest_path.open("rb") as file:
-        return _MANIFEST_START.match(file.read(4096)) is not None
+    with contextlib.suppress(OSError):
+        if manifest_path.is_file():
+            with manifest_path.open("rb") as file:
+                return _MANIFEST_START.match(file.read(4096)) is not None
+    return False
 
 
 def _is_stream(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a pipe, a device or the like, such as /dev/stdout."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    """Whether a path is a pipe, or a device without blocks such as a terminal or /dev/null."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)

@@ -1,6 +1,9 @@
 """Files that the commands write: an existing one is replaced only with --overwrite, in one step, and none is put into a bundle."""
 
 import filecmp
+import os
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stagepack.errors import WriteError
-from stagepack.format.output_file import output_file
+from stagepack.format.output_file import check_output_file, output_file
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
 
@@ -111,3 +114,29 @@ def test_an_error_leaves_the_file_that_was_there(tmp_path: Path) -> None:
         pass
     assert out.read_text() == "old"
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_socket_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("out")
+        for overwrite in (False, True):
+            with pytest.raises(WriteError, match="out: expected a file, found another kind: choose another name"):
+                check_output_file("out", overwrite=overwrite)
+    assert stat.S_ISSOCK(os.stat("out").st_mode)
+
+
+def test_a_disk_is_no_file(tmp_path: Path) -> None:
+    """It has content, unlike a pipe or a terminal."""
+    disk = tmp_path / "disk"
+    try:
+        os.mknod(disk, stat.S_IFBLK | 0o600, os.makedev(7, 255))
+    except PermissionError:
+        pytest.skip("this user makes no devices")
+    with pytest.raises(WriteError, match="disk: expected a file, found another kind: choose another name"):
+        check_output_file(disk, overwrite=False)
+
+
+def test_a_manifest_beside_the_file_that_cannot_be_read_is_none_of_a_bundle(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").symlink_to("/proc/self/mem")  # it opens, and fails to read its first bytes
+    check_output_file(tmp_path / "out", overwrite=False)

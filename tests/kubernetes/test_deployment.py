@@ -118,6 +118,12 @@ def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
     assert (result.exit_code, "unexpected argument 'other.stagepack'" in result.stderr) == (2, True)
 
 
+def test_a_pod_that_is_restarted_may_replace_its_trace(layers: Bundle, tmp_path: Path) -> None:
+    worker_set, _, _ = write_deployment(layers, tmp_path, "--", "--trace", "/traces/run.json", "--overwrite")
+    for template in templates(worker_set):
+        assert container_of(template)["command"][-3:] == ["--trace", "/traces/run.json", "--overwrite"]
+
+
 def test_only_the_leader_is_asked_and_only_the_group_connects(layers: Bundle, tmp_path: Path) -> None:
     worker_set, service, policy = write_deployment(layers, tmp_path, "--name", "net")
     leader, worker = map(container_of, templates(worker_set))
