@@ -97,6 +97,7 @@ def grpc_parser() -> FuzzedParser:
             request = pb.ModelInferRequest.FromString(content)
         except DecodeError as error:
             raise StagepackError(str(error)) from None
+        _compare_with_outline(content, request)
         loop.run_until_complete(service.ModelInfer(request, _GrpcContext()))
 
     def request(**fields: Any) -> bytes:
@@ -134,6 +135,19 @@ def grpc_parser() -> FuzzedParser:
         ),
     ]
     return FuzzedParser(read=read, seeds=seeds, decode=message_fields, encode=message)
+
+
+def _compare_with_outline(content: bytes, request: Any) -> None:
+    """The names that are read before a request is parsed are those that the parser finds."""
+    try:
+        outline = grpc_message_size.outline_request(content)
+    except DecodeError:
+        return  # the server refuses it
+    assert outline == grpc_message_size.RequestOutline(
+        model_name=request.model_name,
+        version=request.model_version,
+        input_names=frozenset(tensor.name for tensor in request.inputs),
+    )
 
 
 class _GrpcContext:
