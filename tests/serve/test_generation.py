@@ -1,5 +1,7 @@
 """Texts over the server: Triton's generate extension, decoupled gRPC, and OpenAI's API, each with its own client."""
 
+# Long because all its tests ask one server, which takes seconds to start.
+
 import contextlib
 import json
 import queue

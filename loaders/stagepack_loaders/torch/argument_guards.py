@@ -208,27 +208,26 @@ def _check_random_start(arguments: _Arguments) -> None:
 def _check_truncating_division(arguments: _Arguments) -> None:
     # The processor refuses to divide the smallest integer by -1, as no integer is the quotient, and ends the process.
     dividend, divisor = arguments["self"], arguments["other"]
-    if arguments.get("rounding_mode", "trunc") != "trunc" or dividend.is_meta or torch.compiler.is_compiling():
-        return
-    dtype = torch.result_type(dividend, divisor)
-    if dtype in (torch.int32, torch.int64):
-        smallest = torch.iinfo(dtype).min
-        if bool(((dividend == smallest) & (divisor == -1)).any()):
-            raise ValueError(f"expected quotients that are {str(dtype).removeprefix('torch.')}, found {smallest} / -1")
+    if arguments.get("rounding_mode", "trunc") == "trunc":
+        smallest = _smallest_integer(dividend, divisor)
+        if smallest is not None and bool(((dividend == smallest) & (divisor == -1)).any()):
+            raise ValueError(f"expected quotients that are integers of the dtype, found {smallest} / -1")
 
 
 def _check_common_multiple(arguments: _Arguments) -> None:
     # A greatest common divisor that overflows is -1, which the smallest integer is then divided by.
     left, right = arguments["self"], arguments["other"]
+    smallest = _smallest_integer(left, right)
+    if smallest is not None and bool(((left == smallest) & (right != 0)).any()):
+        raise ValueError(f"expected multiples that are integers of the dtype, found ones of {smallest}")
+
+
+def _smallest_integer(left: torch.Tensor, right: torch.Tensor | complex) -> int | None:
+    """The smallest integer of the dtype of a result, if the processor divides integers of it and the operands have data to look at."""
     if left.is_meta or torch.compiler.is_compiling():
-        return
+        return None
     dtype = torch.result_type(left, right)
-    if dtype in (torch.int32, torch.int64):
-        smallest = torch.iinfo(dtype).min
-        if bool(((left == smallest) & (right != 0)).any()):
-            raise ValueError(
-                f"expected multiples that are {str(dtype).removeprefix('torch.')}, found ones of {smallest}"
-            )
+    return torch.iinfo(dtype).min if dtype in (torch.int32, torch.int64) else None
 
 
 def _expect_items(name: str, tensors: Sequence[torch.Tensor], count: int) -> Sequence[torch.Tensor]:
