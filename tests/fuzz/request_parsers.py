@@ -78,7 +78,11 @@ def rest_parser() -> FuzzedParser:
         return [path.decode(), json.loads(body[:json_bytes]), body[json_bytes:].decode("latin-1")]
 
     return FuzzedParser(
-        read=read, seeds=[_encode_rest(*request) for request in REST_REQUESTS], decode=decode, encode=_encode_fields
+        read=read,
+        seeds=[_encode_rest(*request) for request in REST_REQUESTS],
+        decode=decode,
+        encode=_encode_fields,
+        close=loop.close,
     )
 
 
@@ -134,7 +138,7 @@ def grpc_parser() -> FuzzedParser:
             parameters={"sequence_id": pb.InferParameter(string_param="a")},
         ),
     ]
-    return FuzzedParser(read=read, seeds=seeds, decode=message_fields, encode=message)
+    return FuzzedParser(read=read, seeds=seeds, decode=message_fields, encode=message, close=loop.close)
 
 
 def _compare_with_outline(content: bytes, request: Any) -> None:

@@ -1,5 +1,6 @@
 """The parsers raise typed errors alone, for the seeds of the fuzzers and for random changes of them; and the fuzzers run."""
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -24,27 +25,26 @@ def is_read(parser: FuzzedParser, content: bytes) -> bool:
     return True
 
 
-@pytest.mark.filterwarnings("ignore:unclosed event loop:ResourceWarning")
 @pytest.mark.parametrize("name", PARSER_MODULES)
 def test_seeds_and_changes_of_them_are_read_or_refused(name: str) -> None:
-    parser = fuzzed_parser(name)
-    readable = [seed for seed in parser.seeds if is_read(parser, seed)]
-    assert any(is_read(parser, parser.encode(parser.decode(seed))) for seed in readable)
-    generator = random.Random(name)  # noqa: S311 - the same each time is what is wanted
-    encoded_count = 0
-    for _ in range(300):
-        try:
-            fields = parser.decode(generator.choice(parser.seeds))
-            if generator.random() < 0.5:
-                mutate(fields, generator)
-            else:
-                mutate_alike(fields, generator, [])
-            content = parser.encode(fields)
-        except Exception:  # noqa: BLE001, S112 - not every seed has a structure, not every structure is a content
-            continue
-        encoded_count += 1
-        is_read(parser, content)
-    assert encoded_count > 50
+    with contextlib.closing(fuzzed_parser(name)) as parser:
+        readable = [seed for seed in parser.seeds if is_read(parser, seed)]
+        assert any(is_read(parser, parser.encode(parser.decode(seed))) for seed in readable)
+        generator = random.Random(name)  # noqa: S311 - the same each time is what is wanted
+        encoded_count = 0
+        for _ in range(300):
+            try:
+                fields = parser.decode(generator.choice(parser.seeds))
+                if generator.random() < 0.5:
+                    mutate(fields, generator)
+                else:
+                    mutate_alike(fields, generator, [])
+                content = parser.encode(fields)
+            except Exception:  # noqa: BLE001, S112 - not every seed has a structure, not every structure is a content
+                continue
+            encoded_count += 1
+            is_read(parser, content)
+        assert encoded_count > 50
 
 
 @pytest.mark.skipif(
