@@ -131,7 +131,7 @@ def _of_part(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         lambda module: module.to(torch.float64),
         lambda module: module.state_dict(),
         lambda module: module.load_state_dict(
-            {key: value * 0 for key, value in module.named_parameters()}, strict=False
+            {key: torch.zeros_like(value) for key, value in module.named_parameters()}, strict=False
         ),
     ],
     ids=["deepcopy", "double", "to", "state_dict", "load_state_dict"],
