@@ -13,7 +13,7 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.grpc_calls import OpenCalls
 from stagepack_serving.server.grpc_message_size import check_message_size
 
-# Their messages have tensors.
+# Their messages have tensors. `GrpcService` serializes their responses.
 _INFERENCE_METHODS: Final = frozenset(
     {"/inference.GRPCInferenceService/ModelInfer", "/inference.GRPCInferenceService/ModelStreamInfer"}
 )
@@ -49,6 +49,7 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             return None
         check_inference = self._check_inference if details.method in _INFERENCE_METHODS else None
         parse = functools.partial(_parse, handler, check_inference)
+        serialize = None if details.method in _INFERENCE_METHODS else handler.response_serializer
         if handler.unary_unary is not None:
             # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
             async def answer_request(contents: AsyncIterator[bytes], context: Any) -> Any:
@@ -60,7 +61,7 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                     # The generated class raises it in methods that GrpcService does not define.
                     await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {details.method}")
 
-            return grpc.stream_unary_rpc_method_handler(answer_request, None, handler.response_serializer)
+            return grpc.stream_unary_rpc_method_handler(answer_request, None, serialize)
 
         if handler.unary_stream is not None:
 
@@ -69,7 +70,7 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 request = await parse(await self._first(contents, context), context)
                 await self._send_all(handler.unary_stream(request, context), context)
 
-            return grpc.stream_stream_rpc_method_handler(answer_request_by_stream, None, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(answer_request_by_stream, None, serialize)
 
         async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> None:
             await self._open_calls.add(context)
@@ -80,7 +81,7 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
             await self._send_all(handler.stream_stream(requests(), context), context)
 
-        return grpc.stream_stream_rpc_method_handler(answer_stream, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(answer_stream, None, serialize)
 
     async def _send_all(self, responses: AsyncGenerator[Any], context: Any) -> None:
         """Send the responses of a stream; end the call if the client does not read one before the deadline."""

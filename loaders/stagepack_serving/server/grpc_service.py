@@ -17,7 +17,13 @@ from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
-from stagepack_serving.server.grpc_messages import decode_parameters, decode_request, encode_response, typed_bytes
+from stagepack_serving.server.grpc_messages import (
+    decode_parameters,
+    decode_request,
+    encode_response,
+    encode_stream_response,
+    typed_bytes,
+)
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
@@ -88,9 +94,9 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
             return pb.LogSettingsResponse(settings={name: _setting_message(value) for name, value in settings.items()})
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        responses: list[Any] = []
+        responses: list[bytes] = []
 
-        async def keep(response: Any) -> None:
+        async def keep(response: bytes) -> None:
             responses.append(response)
 
         async with _aborts(context):
@@ -98,7 +104,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         return responses[0]
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
-        responses: asyncio.Queue[Any] = asyncio.Queue()
+        responses: asyncio.Queue[bytes | None] = asyncio.Queue()
         # Bounds the requests whose answers are not sent yet.
         unsent_answers = asyncio.Semaphore(self._models.limits.max_pending_requests)
         reading = asyncio.create_task(self._answer_stream(requests, responses, unsent_answers, context))
@@ -117,7 +123,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
     async def _answer_stream(
         self,
         requests: AsyncIterator[Any],
-        responses: asyncio.Queue[Any],
+        responses: asyncio.Queue[bytes | None],
         unsent_answers: asyncio.Semaphore,
         context: Any,
     ) -> None:
@@ -126,12 +132,12 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         async def answer(request: Any) -> None:
             has_place = True  # of the first response: the loop below has waited for it
 
-            async def put(response: Any) -> None:
+            async def put(response: bytes) -> None:
                 nonlocal has_place
                 if not has_place:
                     await unsent_answers.acquire()
                 has_place = False
-                responses.put_nowait(pb.ModelStreamInferResponse(infer_response=response))
+                responses.put_nowait(encode_stream_response(response))
 
             try:
                 await self._answer(request, context.time_remaining(), put, streams=True)
@@ -139,9 +145,8 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 if not has_place:
                     await unsent_answers.acquire()
                 infer_response = pb.ModelInferResponse(id=request.id)
-                responses.put_nowait(
-                    pb.ModelStreamInferResponse(error_message=str(error), infer_response=infer_response)
-                )
+                refusal = pb.ModelStreamInferResponse(error_message=str(error), infer_response=infer_response)
+                responses.put_nowait(refusal.SerializeToString())
 
         async with asyncio.TaskGroup() as running:
             async for request in _until_stopping(self._models.stopping, requests):
@@ -152,7 +157,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         self,
         request: Any,
         remaining_seconds: float | None,
-        send: Callable[[Any], Awaitable[None]],
+        send: Callable[[bytes], Awaitable[None]],
         *,
         streams: bool,
     ) -> None:
@@ -179,7 +184,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         self,
         request: Any,
         remaining_seconds: float | None,
-        send: Callable[[Any], Awaitable[None]],
+        send: Callable[[bytes], Awaitable[None]],
         *,
         streams: bool,
     ) -> None:

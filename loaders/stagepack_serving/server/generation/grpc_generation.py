@@ -71,7 +71,7 @@ async def generate_responses(
     model: ServedModel,
     message: Any,
     deadline: asyncio.Timeout,
-    send: Callable[[Any], Awaitable[None]],
+    send: Callable[[bytes], Awaitable[None]],
     *,
     streams: bool,
 ) -> None:
@@ -81,7 +81,7 @@ async def generate_responses(
         model: the model that the request names.
         message: a ``ModelInferRequest``.
         deadline: the deadline of the request; it is shortened to the parameter ``timeout``.
-        send: takes each ``ModelInferResponse``.
+        send: takes each ``ModelInferResponse``, serialized.
         streams: send a response for each token; otherwise one for all of them.
 
     Raises:
@@ -108,12 +108,12 @@ async def generate_responses(
             if streams:
                 is_final = part.finish_reason is not None and not ends_empty
                 response.parameters[_FINAL_RESPONSE].bool_param = is_final
-            await send(response)
+            await send(response.SerializeToString())
             text, tokens = "", []
     if ends_empty:
         response = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=message.id)
         response.parameters[_FINAL_RESPONSE].bool_param = True
-        await send(response)
+        await send(response.SerializeToString())
 
 
 def _has_prompt(model: ServedModel, input_names: Iterable[str]) -> bool:
