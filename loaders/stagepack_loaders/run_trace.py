@@ -150,6 +150,26 @@ class SpanRecorder:
         )
 
 
+class ConsecutiveSpans:
+    """Records what one thread does, one thing after another: each span begins where the one before has ended."""
+
+    def __init__(self, recorder: SpanRecorder) -> None:
+        """Take the recorder of the process."""
+        self._recorder = recorder
+        self._last_end = 0
+
+    def begin(self) -> None:
+        """Begin the next span now: what the thread has done since the last one is not recorded."""
+        if self._recorder.is_on:
+            self._last_end = trace_clock()
+
+    def end(self, kind: SpanKind, request: int, stage: int | None = None, byte_count: int = 0) -> None:
+        """Record a span up to now; see `SpanRecorder.add`."""
+        if self._recorder.is_on:
+            start, self._last_end = self._last_end, trace_clock()
+            self._recorder.add(kind, request, start, stage, byte_count, self._last_end)
+
+
 class _OpenSpan:
     """A span that has not ended."""
 

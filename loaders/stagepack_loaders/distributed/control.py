@@ -1,10 +1,10 @@
 """What a process is to do: words of fixed number, with which the first message of each route begins."""
 
-import dataclasses
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct, structs
 
 from stagepack.format.shapes import Symbol, format_range, size_in_range
 from stagepack_loaders.distributed.process_group import ConnectionLostError
@@ -28,11 +28,12 @@ class ControlKind(IntEnum):
     STOP_TRACE = 8
 
 
+# Of messages with the values of a request; the others are commands.
+REQUEST_KINDS = (ControlKind.RUN, ControlKind.FAIL)
 _KINDS = {kind.value: kind for kind in ControlKind}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlMessage:
+class ControlMessage(Struct, frozen=True, kw_only=True):
     """One request or command.
 
     Attributes:
@@ -51,7 +52,7 @@ class ControlMessage:
 
     def failed(self) -> "ControlMessage":
         """The request after a stage has failed on it."""
-        return dataclasses.replace(self, kind=ControlKind.FAIL)
+        return structs.replace(self, kind=ControlKind.FAIL)
 
 
 def control_bytes(symbols: Sequence[Symbol]) -> int:
@@ -62,7 +63,8 @@ def control_bytes(symbols: Sequence[Symbol]) -> int:
 def write_control(memory: memoryview, message: ControlMessage) -> None:
     """Write the words of a message at the beginning of some memory."""
     _FIXED_WORDS.pack_into(memory, 0, message.kind, message.number, message.sequence, message.seed)
-    memory[_FIXED_WORDS.size : _FIXED_WORDS.size + len(message.size_words)] = message.size_words
+    if message.size_words:
+        memory[_FIXED_WORDS.size : _FIXED_WORDS.size + len(message.size_words)] = message.size_words
 
 
 def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
@@ -75,7 +77,7 @@ def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
     if kind not in _KINDS:
         raise ConnectionLostError(f"expected a control message, found the kind {kind}")
     size_words = b""
-    if kind <= ControlKind.FAIL:
+    if symbol_count and kind in REQUEST_KINDS:
         size_words = bytes(memory[_FIXED_WORDS.size : _FIXED_WORDS.size + 2 * WORD_BYTES * symbol_count])
     return ControlMessage(kind=_KINDS[kind], number=number, sequence=sequence, seed=seed, size_words=size_words)
 

@@ -286,10 +286,11 @@ class FrontProcess:
 
     def _run_stages(self) -> None:
         """Run the stages of this process."""
-        with self._watch.reported_loss():
+        with self._watch.reported_loss(), self._worker.inference():
             while True:
                 work = self._work.get()
                 if isinstance(work, StageRequest):
+                    self._worker.spans.begin()
                     self._worker.run_request(work)
                 else:
                     self._worker.execute(work)

@@ -25,7 +25,10 @@ from stagepack_loaders.distributed.shared_blocks import KeptBytes, ReadBlocks, W
 
 # Of the block with the large values: its number, the bytes that they take, its size if it is new; 0 otherwise.
 _BLOCK_WORDS: Final = struct.Struct("<3q")
-_DESCRIPTOR_BYTES: Final = array("i").itemsize
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(array("i").itemsize)
+# As integers: operators of the enumerations are Python functions, which take as long as all else that a message needs.
+_MESSAGE_CUT: Final = int(socket.MSG_TRUNC)
+_ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
 # Messages may be as large as half of the memory that the system gives a socket by default.
 LARGEST_HEAD: Final = 2**16 + 2**15
 # Of one route, with tensors on them.
@@ -177,11 +180,11 @@ class LinkReceiver:
         self._words = bytearray(_BLOCK_WORDS.size)
         self._is_acknowledged = True
 
-    def receive(self) -> tuple[MessageHead, torch.Tensor]:
+    def receive(self) -> tuple[MessageHead, torch.Tensor | None]:
         """Wait for the next message.
 
         Returns:
-            Its first message, and the bytes of its large values.
+            Its first message, and the bytes of its large values; None if it has none.
 
         Raises:
             ConnectionLostError: the other process has gone, or is another program.
@@ -189,12 +192,10 @@ class LinkReceiver:
         head = MessageHead(self._capacity)
         self.acknowledge()
         try:
-            size, ancillary, flags, _ = self.connection.recvmsg_into(
-                [self._words, head.view], socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
-            )
-            if not size or flags & socket.MSG_TRUNC:
+            size, ancillary, flags, _ = self.connection.recvmsg_into([self._words, head.view], _ANCILLARY_BYTES)
+            if not size or flags & _MESSAGE_CUT:
                 raise ConnectionLostError("the connection is closed")
-            if flags & socket.MSG_CTRUNC:
+            if flags & _ANCILLARY_CUT:
                 raise ConnectionLostError("this process has too many open files to share memory with another one")
             number, byte_count, new_bytes = _BLOCK_WORDS.unpack(self._words)
             for _, _, content in ancillary:
@@ -203,13 +204,16 @@ class LinkReceiver:
                     self.blocks.add(number, descriptor, new_bytes)
                 finally:
                     os.close(descriptor)
-            body = self.blocks.tensor(number)[:byte_count] if number else head.memory[:0]
-            if self.blocks.used_count > _MOST_BLOCKS // 2:  # the caller keeps what it gets: each block is an open file
-                body = body.clone()
+            body = self._large_values(number, byte_count) if number else None
         except (OSError, ValueError, KeyError) as error:
             raise ConnectionLostError(str(error)) from None
         self._is_acknowledged = False
         return head, body
+
+    def _large_values(self, number: int, byte_count: int) -> torch.Tensor:
+        body = self.blocks.tensor(number)[:byte_count]
+        # The caller may keep what it gets, and each block is an open file.
+        return body.clone() if self.blocks.used_count > _MOST_BLOCKS // 2 else body
 
     def acknowledge(self) -> None:
         """Tell the sender that the last message is taken, and which blocks no tensor is on any more. The next `receive` does it, too.

@@ -16,7 +16,7 @@ from stagepack_loaders.distributed.route_layout import RouteLayout, ValueLayout,
 from stagepack_loaders.distributed.tensor_memory import allocate, is_row_major, to_bytes, to_host_tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PackedValues:
     """The messages of a route for one request or command.
 
@@ -33,11 +33,19 @@ class PackedValues:
     @property
     def byte_count(self) -> int:
         """The bytes of all messages."""
-        return sum(memory.nbytes for memory in (self.head.memory, *self.bodies, *self.late_bodies))
+        byte_count = len(self.head.view)
+        for body in self.bodies + self.late_bodies:
+            byte_count += body.nbytes
+        return byte_count
 
 
 def pack_values(
-    layout: RouteLayout, values: Mapping[str, Any], symbols: Sequence[Symbol], *, copies: bool
+    layout: RouteLayout,
+    values: Mapping[str, Any],
+    symbols: Sequence[Symbol],
+    *,
+    copies: bool,
+    head: MessageHead | None = None,
 ) -> PackedValues:
     """Return the messages with the values of a route.
 
@@ -46,11 +54,13 @@ def pack_values(
         values: the values by edge name.
         symbols: the symbols of the entry point, for the ranges of sizes that depend on data.
         copies: whether the memory of the values may change before they arrive.
+        head: memory for the first message, of the size that the layout says; None for new memory.
 
     Raises:
         InputError: a value is not a dense tensor, or its shape is not the recorded one.
     """
-    head = MessageHead(layout.head_bytes)
+    if head is None:
+        head = MessageHead(layout.head_bytes)
     bodies: list[torch.Tensor] = []
     late_bodies: list[torch.Tensor] = []
     late_shapes: list[tuple[Edge, tuple[int, ...]]] = []

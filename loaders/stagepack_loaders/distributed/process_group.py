@@ -100,7 +100,8 @@ class SentMessages:
     def add(self, request_number: int, transfers: Iterable[Transfer]) -> None:
         """Keep messages of a request; requests come in the order of their numbers."""
         with self._lock:
-            self._messages.extend((request_number, transfer) for transfer in transfers)
+            for transfer in transfers:
+                self._messages.append((request_number, transfer))
 
     def finish(self, request_number: int | None = None) -> None:
         """Wait for the messages of all requests up to one, or of all requests.

@@ -27,6 +27,23 @@ _KEPT_LAYOUTS = 4096
 _INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than messages of their own
 
 
+@dataclass(frozen=True, slots=True)
+class SmallTensor:
+    """A tensor in the first message of a route.
+
+    Attributes:
+        dtype: the name of its dtype.
+        shape: its shape.
+        element_count: the number of its elements, at least 1.
+        offset: where its data begin, in bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    element_count: int
+    offset: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLayout:
     """Where a value is in the messages of its route.
@@ -37,6 +54,7 @@ class ValueLayout:
         strides_offset: where its strides begin in the first message, in bytes; after them its sizes, if `shape` is None.
         data_offset: where its data begin in the first message, in bytes; None for a value with a message of its own.
         byte_count: the bytes of its data; 0 if its shape is not known.
+        small_tensor: what a tensor with elements in the first message is; None for other values.
         row_major_strides: the strides that it most often has; empty if its shape is not known.
         strides_words: packs its strides.
     """
@@ -46,6 +64,7 @@ class ValueLayout:
     strides_offset: int
     data_offset: int | None
     byte_count: int
+    small_tensor: SmallTensor | None
     row_major_strides: tuple[int, ...]
     strides_words: struct.Struct
 
@@ -59,12 +78,14 @@ class RouteLayout:
         values: the values, in the order of the route.
         bodies: those of known shape that have messages of their own.
         body_bytes: the bytes of each of these.
+        late_values: the values whose shape depends on data.
     """
 
     head_bytes: int
     values: tuple[ValueLayout, ...]
     bodies: tuple[ValueLayout, ...]
     body_bytes: tuple[int, ...]
+    late_values: tuple[ValueLayout, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,13 +192,22 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
                 strides_offset=strides_offset,
                 data_offset=data_offset,
                 byte_count=byte_count,
+                small_tensor=None
+                if shape is None or data_offset is None or not byte_count or edge.dtype in SCALAR_DTYPES
+                else SmallTensor(edge.dtype, shape, math.prod(shape), data_offset),
                 row_major_strides=_row_major_strides(shape or ()),
                 strides_words=struct.Struct(f"<{len(edge.shape)}q"),
             )
         )
     bodies = tuple(layout for layout in layouts if layout.data_offset is None and layout.byte_count)
     body_bytes = tuple(layout.byte_count for layout in bodies)
-    return RouteLayout(head_bytes=offset, values=tuple(layouts), bodies=bodies, body_bytes=body_bytes)
+    return RouteLayout(
+        head_bytes=offset,
+        values=tuple(layouts),
+        bodies=bodies,
+        body_bytes=body_bytes,
+        late_values=tuple(layout for layout in layouts if layout.shape is None),
+    )
 
 
 def check_late_shapes(values: Iterable[tuple[Edge, tuple[int, ...]]], symbols: Sequence[Symbol]) -> list[int]:

@@ -14,6 +14,7 @@ from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.control import (
     ANNOUNCEMENT_TAG,
+    REQUEST_KINDS,
     ControlKind,
     ControlMessage,
     control_bytes,
@@ -30,7 +31,7 @@ from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
-from stagepack_loaders.run_trace import SpanRecorder, trace_clock
+from stagepack_loaders.run_trace import SpanRecorder
 
 HEARTBEAT_SECONDS = 0.5
 # The exit status of a process that has lost another one; the launcher starts it again.
@@ -141,13 +142,14 @@ class _StageProcess:
 
     def serve(self) -> None:
         """Do what the front says, until it closes the pipeline."""
-        while (message := self._next_message()).kind != ControlKind.CLOSE:
-            if message.kind in (ControlKind.RUN, ControlKind.FAIL):
-                self._run(message)
-            else:
-                self._worker.execute(message)
-                self._trace(message.kind)
-        self._worker.execute(message)
+        with self._worker.inference():
+            while (message := self._next_message()).kind != ControlKind.CLOSE:
+                if message.kind in REQUEST_KINDS:
+                    self._run(message)
+                else:
+                    self._worker.execute(message)
+                    self._trace(message.kind)
+            self._worker.execute(message)
         self._is_closed.set()
         for thread in self._threads:  # one that waits in gloo would abort the interpreter at its end
             thread.join()
@@ -155,19 +157,17 @@ class _StageProcess:
         self._links.close()
 
     def _next_message(self) -> ControlMessage:
-        start = trace_clock()
         message = self._receivers.next_message()
         if message is None:
             raise ConnectionLostError("no route ends at this process")
-        if message.kind in (ControlKind.RUN, ControlKind.FAIL):
-            self._spans.add("wait", message.number, start, self._first_stage)
+        if message.kind in REQUEST_KINDS:
+            self._worker.spans.end("wait", message.number, self._first_stage)
         return message
 
     def _run(self, message: ControlMessage) -> None:
         layout = self._layouts.find(message.size_words)
-        start = trace_clock()
         values = self._receivers.values(layout)
-        self._spans.add("transfer", message.number, start, self._first_stage)
+        self._worker.spans.end("transfer", message.number, self._first_stage)
         request = StageRequest(message=message, layout=layout, values=values)
         if self._group.rank in layout.body_ranks:
             self._posting_places.release()

@@ -4,7 +4,6 @@ A kernel may add in another order for other strides. So a receiver restores them
 process.
 """
 
-import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch
 from stagepack.errors import InputError
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
-from stagepack_loaders.distributed.route_layout import has_overlap, is_dense
+from stagepack_loaders.distributed.route_layout import SmallTensor, has_overlap, is_dense
 from stagepack_loaders.exchange import to_array
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
@@ -94,16 +93,16 @@ def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: 
     return distinct_elements.expand(tuple(shape))
 
 
-def from_row_major(memory: Any, offset: int, edge: Edge, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a row-major tensor on bytes.
+def from_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
+    """Return a row-major tensor on the memory of the message that it came with.
 
     Args:
-        memory: a buffer.
-        offset: where the tensor begins in it, in bytes, aligned for its dtype.
-        edge: its dtype.
-        shape: its shape, with at least one element.
+        message: the first message of its route.
+        layout: where the tensor is in it.
     """
-    return torch.frombuffer(memory, dtype=_TENSOR_DTYPES[edge.dtype], count=math.prod(shape), offset=offset).view(shape)
+    dtype = _TENSOR_DTYPES[layout.dtype]
+    flat = torch.frombuffer(message, dtype=dtype, count=layout.element_count, offset=layout.offset)
+    return flat if len(layout.shape) == 1 else flat.view(layout.shape)
 
 
 def allocate(byte_count: int) -> torch.Tensor:

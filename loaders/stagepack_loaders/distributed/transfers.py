@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.control import WORD_BYTES, ControlKind, ControlMessage, read_control, write_control
 from stagepack_loaders.distributed.local_links import LinkReceiver, LocalLinks
@@ -109,12 +108,17 @@ class RouteReceivers:
         Raises:
             ConnectionLostError: a process that sends has gone, or is another program.
         """
-        messages = [receiver.next_message() for receiver in self._receivers]
         self._last_number += 1
-        for message in messages:
-            if message.number != self._last_number or message.size_words != messages[0].size_words:
+        first_message = None
+        for receiver in self._receivers:
+            message = receiver.next_message()
+            if first_message is None:
+                first_message = message
+            if message.number != self._last_number or message.size_words != first_message.size_words:
                 raise ConnectionLostError(f"expected message {self._last_number}, found {message}")
-        return max(messages, key=lambda message: message.kind == ControlKind.FAIL, default=None)
+            if message.kind == ControlKind.FAIL:
+                first_message = message
+        return first_message
 
     def values(self, layout: RequestLayout) -> dict[str, Any]:
         """Wait for the values of the request of `next_message`.
@@ -212,7 +216,7 @@ class _LinkMessages:
     def __init__(self, receiver: LinkReceiver, copy_memory: ReceiveMemory | None) -> None:
         self._receiver = receiver
         self._copy_memory = copy_memory
-        self._content: torch.Tensor | None = None
+        self._content: torch.Tensor | None = None  # the large values that are not taken yet
 
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
         pass
@@ -266,25 +270,24 @@ class _RouteReceiver:
         if self._message.kind == ControlKind.FAIL:
             self._messages.discard_bodies(layout.body_bytes)
             return {}
-        bodies = self._messages.bodies(layout.body_bytes)
-        memories = {value_layout.edge.name: memory for value_layout, memory in zip(layout.bodies, bodies, strict=True)}
-        shapes = self._receive_late_bodies(layout, memories)
-        return {
-            value_layout.edge.name: self._value(
-                value_layout,
-                shapes.get(value_layout.edge.name, value_layout.shape or ()),
-                memories.get(value_layout.edge.name),
-            )
-            for value_layout in layout.values
-        }
+        memories: dict[str, torch.Tensor] = {}
+        if layout.bodies:
+            bodies = self._messages.bodies(layout.body_bytes)
+            memories = {
+                value_layout.edge.name: memory for value_layout, memory in zip(layout.bodies, bodies, strict=True)
+            }
+        shapes = self._receive_late_bodies(layout.late_values, memories) if layout.late_values else {}
+        values = {}
+        for value_layout in layout.values:
+            name = value_layout.edge.name
+            shape = shapes[name] if value_layout.shape is None else value_layout.shape
+            values[name] = self._value(value_layout, shape, memories.get(name))
+        return values
 
     def _receive_late_bodies(
-        self, layout: RouteLayout, memories: dict[str, torch.Tensor]
+        self, late_layouts: Sequence[ValueLayout], memories: dict[str, torch.Tensor]
     ) -> dict[str, tuple[int, ...]]:
         """Read the shapes that depend on data from the first message, check them, and receive these values."""
-        late_layouts = [value_layout for value_layout in layout.values if value_layout.shape is None]
-        if not late_layouts:
-            return {}
         shapes: dict[str, tuple[int, ...]] = {}
         for value_layout in late_layouts:
             dim_count = len(value_layout.edge.shape)
@@ -306,9 +309,8 @@ class _RouteReceiver:
 
     def _value(self, layout: ValueLayout, shape: tuple[int, ...], body: torch.Tensor | None) -> Any:
         strides = layout.strides_words.unpack_from(self._head.view, layout.strides_offset)
-        is_row_major_tensor = strides == layout.row_major_strides and layout.edge.dtype not in SCALAR_DTYPES
-        if is_row_major_tensor and layout.data_offset is not None and layout.byte_count:
-            return from_row_major(self._head.view, layout.data_offset, layout.edge, shape)
+        if layout.small_tensor is not None and strides == layout.row_major_strides:
+            return from_row_major(self._head.view, layout.small_tensor)
         memory = self._head.data(layout) if body is None else body
         if strides and min(strides) < 0:
             raise ConnectionLostError(f"the data of another program: {layout.edge.name} has the strides {strides}")
