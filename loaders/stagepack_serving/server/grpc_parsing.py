@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -52,9 +52,9 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         serialize = None if details.method in _INFERENCE_METHODS else handler.response_serializer
         if handler.unary_unary is not None:
             # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
-            async def answer_request(contents: AsyncIterator[bytes], context: Any) -> Any:
+            async def answer_request(_: AsyncIterator[bytes], context: Any) -> Any:
                 await self._open_calls.add(context)
-                request = await parse(await self._first(contents, context), context)
+                request = await parse(await self._first(context), context)
                 try:
                     return await handler.unary_unary(request, context)
                 except NotImplementedError:
@@ -65,9 +65,9 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
 
         if handler.unary_stream is not None:
 
-            async def answer_request_by_stream(contents: AsyncIterator[bytes], context: Any) -> None:
+            async def answer_request_by_stream(_: AsyncIterator[bytes], context: Any) -> None:
                 await self._open_calls.add(context)
-                request = await parse(await self._first(contents, context), context)
+                request = await parse(await self._first(context), context)
                 await self._send_all(handler.unary_stream(request, context), context)
 
             return grpc.stream_stream_rpc_method_handler(answer_request_by_stream, None, serialize)
@@ -98,17 +98,18 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                     context.set_details("the client did not read an answer before the deadline")
                     return
 
-    async def _first(self, contents: AsyncIterator[bytes], context: Any) -> bytes:
+    async def _first(self, context: Any) -> bytes:
         """The only message of a call; aborts the call if it does not come."""
         try:
             async with asyncio.timeout(self._message_seconds):
-                return await anext(aiter(contents))
+                # Not from the iterator of messages, which would be left before its end: the event loop would end it in a task of its own.
+                content = await context.read()
         except TimeoutError:
             message = "the request was not complete before the deadline"
             await context.abort(RequestStatus.TOO_LATE.grpc_code, message)
-        except StopAsyncIteration:
+        if not isinstance(content, bytes):
             await context.abort(RequestStatus.BAD_REQUEST.grpc_code, "expected a message, found none")
-        raise AssertionError  # abort raises
+        return cast("bytes", content)
 
 
 async def _parse(handler: Any, check_inference: Callable[[bytes], None] | None, content: bytes, context: Any) -> Any:
