@@ -1,6 +1,7 @@
 """Runs a bundle whose stages are in processes of their own, for the scheduler."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from stagepack.format.contract import BoundArgument, check_values
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProcessRunner:
-    """Sends batches to the processes of a pipeline. Implements `BatchRunner`: its stage 0 sends a batch, its stage 1 waits for it."""
+    """Sends batches to the processes of a pipeline. Implements `BatchRunner`, with all stages as one that runs elsewhere."""
 
     def __init__(self, pipeline: "DistributedPipeline", interface: Interface) -> None:
         """Create the runner of a model.
@@ -23,9 +24,9 @@ class ProcessRunner:
             pipeline: the bundle in its processes.
             interface: the inputs and outputs of the bundle.
         """
-        # One lane sends batches, and one waits for their results, while the processes work on those in between.
-        self.lanes: Sequence[Sequence[int]] = ((0,), (1,))
-        self.batches_ahead = len({facts.rank for facts in pipeline.stage_facts})
+        self.lanes: Sequence[Sequence[int]] = ((0,),)
+        # One that each process works on, one that it takes next, and one that is answered.
+        self.most_batches = len({facts.rank for facts in pipeline.stage_facts}) + 2
         self._pipeline = pipeline
         self._interface = interface
 
@@ -33,31 +34,30 @@ class ProcessRunner:
         """See `BatchRunner`."""
         return {"inputs": input_values(self._pipeline, self._interface, inputs)}
 
-    def run_stage(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None) -> None:
+    def run_stage(
+        self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None
+    ) -> "Future[dict[str, Any]]":
         """See `BatchRunner`.
 
         Raises:
             InputError: a stage cannot use the values of the inputs.
-            StageFailedError: an operator failed.
             StageLostError: a process is lost.
         """
-        if stage_number == 0:
-            inputs = values["inputs"]
-            sizes = check_values(
-                [tensor.edge for tensor in self._interface.inputs.values()],
-                {edge_name: BoundArgument(edge_name, value) for edge_name, value in inputs.items()},
-                self._pipeline.entry_point.symbols,
-            )
-            if sequence is not None and not sequence.number:
-                sequence.number = self._pipeline.begin_sequence()
-            sequence_number = 0 if sequence is None else sequence.number
-            values["answer"] = self._pipeline.submit_values(inputs, sizes, sequence_number)
-            return
-        values["outputs"] = values["answer"].result()
+        inputs = values["inputs"]
+        sizes = check_values(
+            [tensor.edge for tensor in self._interface.inputs.values()],
+            {edge_name: BoundArgument(edge_name, value) for edge_name, value in inputs.items()},
+            self._pipeline.entry_point.symbols,
+        )
+        if sequence is not None and not sequence.number:
+            sequence.number = self._pipeline.begin_sequence()
+        sequence_number = 0 if sequence is None else sequence.number
+        values["answer"] = answer = self._pipeline.submit_values(inputs, sizes, sequence_number)
+        return answer
 
     def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
         """See `BatchRunner`."""
-        return output_arrays(self._interface, values["outputs"], copies=False)
+        return output_arrays(self._interface, values["answer"].result(), copies=False)
 
     def end_sequence(self, sequence: RequestSequence) -> None:
         """See `BatchRunner`."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import Queue
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy
@@ -67,12 +67,11 @@ class BatchRunner(Protocol):
 
     Attributes:
         lanes: the stage numbers of each lane, in order. The stages of different lanes work at the same time.
-        batches_ahead: how many batches a lane may have run before the next lane takes them. With few, calls gather meanwhile, and become
-            larger batches.
+        most_batches: how many batches may run at the same time. With few, calls gather meanwhile, and become larger batches.
     """
 
     lanes: Sequence[Sequence[int]]
-    batches_ahead: int
+    most_batches: int
 
     def begin(self, inputs: Mapping[str, Array]) -> Any:
         """Convert the inputs of a batch.
@@ -84,13 +83,17 @@ class BatchRunner(Protocol):
             The values that the first stage starts from.
         """
 
-    def run_stage(self, stage_number: int, values: Any, sequence: Any) -> None:
+    def run_stage(self, stage_number: int, values: Any, sequence: Any) -> "Future[Any] | None":
         """Run a stage.
 
         Args:
             stage_number: the stage.
             values: the values, which the stage updates.
             sequence: `QueuedCall.sequence` of the first call of the batch.
+
+        Returns:
+            None when the stage has run. The last stage may run elsewhere: then what tells when it has run. No thread waits for it; `finish`
+            is called in the thread that sets it, and raises the error of the stage.
         """
 
     def finish(self, values: Any, sequence: Any) -> Mapping[str, Array]:
@@ -127,7 +130,7 @@ class BatchRunner(Protocol):
 class Scheduler:
     """Runs calls in batches, with one thread for each lane.
 
-    While the second lane runs a batch, the first one runs the next batch.
+    While the second lane runs a batch, the first one runs the next batch. No thread waits for stages that run in other processes.
 
     Attributes:
         failure: why no call will run any more; empty while calls run.
@@ -161,7 +164,8 @@ class Scheduler:
         self._waiting: deque[QueuedCall] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._lane_inputs: list[Queue[CallBatch | None]] = [Queue(maxsize=runner.batches_ahead) for _ in lanes[1:]]
+        self._lane_inputs: list[SimpleQueue[CallBatch | None]] = [SimpleQueue() for _ in lanes[1:]]
+        self._running_batches: set[CallBatch] = set()
         self._threads = [
             threading.Thread(target=self._run_lane, args=(lane_number,), name=f"lane-{lane_number}", daemon=True)
             for lane_number in range(len(lanes))
@@ -194,18 +198,20 @@ class Scheduler:
         """Run the calls in the queue, and end the threads.
 
         Args:
-            seconds: how long to wait for the threads.
+            seconds: how long to wait for them.
 
         Returns:
-            Whether all threads ended in time.
+            Whether all threads ended, and all batches that run elsewhere, in time.
         """
+        end_time = time.monotonic() + seconds
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
-        end_time = time.monotonic() + seconds
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, end_time - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        with self._changed:
+            has_ended = self._changed.wait_for(lambda: not self._running_batches, max(0.0, end_time - time.monotonic()))
+        return has_ended and not any(thread.is_alive() for thread in self._threads)
 
     def _run_lane(self, lane_number: int) -> None:
         batch = None
@@ -214,7 +220,7 @@ class Scheduler:
                 try:
                     self._advance(batch, lane_number)
                 except Exception as error:  # noqa: BLE001 - a bug here must not end the thread
-                    _refuse_calls(batch.calls, error)
+                    self._refuse(batch, error)
         except BaseException as error:  # noqa: BLE001 - such as SystemExit; without a word, all calls would wait for ever
             self._end_lane(lane_number, batch, error)
         if lane_number < len(self._lane_inputs):
@@ -225,13 +231,24 @@ class Scheduler:
         failure = f"the thread of lane {lane_number} has ended: {type(error).__name__}: {error}".removesuffix(": ")
         with self._changed:
             self.failure = failure
-            _refuse_calls([*self._waiting, *(batch.calls if batch is not None else ())], StageLostError(failure))
+            _refuse_calls(self._waiting, StageLostError(failure))
             self._waiting.clear()
+        if batch is not None:
+            self._refuse(batch, StageLostError(failure))
         while lane_number > 0 and (batch := self._lane_inputs[lane_number - 1].get()) is not None:
-            _refuse_calls(batch.calls, StageLostError(failure))
+            self._refuse(batch, StageLostError(failure))
 
     def _next_batch(self, lane_number: int) -> CallBatch | None:
-        return self._gather_batch() if lane_number == 0 else self._lane_inputs[lane_number - 1].get()
+        if lane_number > 0:
+            return self._lane_inputs[lane_number - 1].get()
+        return self._gather_batch()
+
+    def _end_batch(self, batch: CallBatch) -> None:
+        """Make place for another batch."""
+        with self._changed:
+            self._running_batches.discard(batch)
+            if self._waiting or self._is_closed:  # otherwise, the first lane would wake up for nothing
+                self._changed.notify_all()
 
     def _gather_batch(self) -> CallBatch | None:
         """Take the oldest call, and other calls that may be joined to it; None once the scheduler is closed and the queue empty."""
@@ -251,12 +268,16 @@ class Scheduler:
                 if batch_size >= self._max_batch_size or remaining <= 0 or self._is_closed:
                     break
                 self._changed.wait(remaining)
-        return CallBatch(calls)
+            batch = CallBatch(calls)
+            self._running_batches.add(batch)
+        return batch
 
     def _take_oldest(self) -> QueuedCall | None:
-        """Wait for a call whose answer is not cancelled; None once the scheduler is closed and the queue empty."""
+        """Wait for a call whose answer is not cancelled, and a place; None once the scheduler is closed and the queue empty."""
         while True:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            self._changed.wait_for(
+                lambda: len(self._running_batches) < self._runner.most_batches and (self._waiting or self._is_closed)
+            )
             if not self._waiting:
                 return None
             call = self._waiting.popleft()
@@ -268,9 +289,12 @@ class Scheduler:
         calls = batch.calls
         if calls[0].ends_sequence:
             self._runner.end_sequence(calls[0].sequence)
+            self._end_batch(batch)
             return
         if all(call.is_abandoned for call in calls):
+            self._end_batch(batch)
             return
+        running_elsewhere = None
         try:
             if lane_number == 0:
                 batch.start_time = time.monotonic()
@@ -278,21 +302,44 @@ class Scheduler:
                 batch.values = self._runner.begin(_concatenate([call.inputs for call in calls]))
                 batch.begin_time = time.monotonic()
             for stage_number in self._lanes[lane_number]:
-                self._runner.run_stage(stage_number, batch.values, calls[0].sequence)
-            if lane_number < len(self._lane_inputs):
-                self._lane_inputs[lane_number].put(batch)
-                return
-            batch.run_time = time.monotonic()
-            outputs = self._runner.finish(batch.values, calls[0].sequence)
-            batch.end_time = time.monotonic()
+                running_elsewhere = self._runner.run_stage(stage_number, batch.values, calls[0].sequence)
         except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
-            if len(calls) == 1:
-                calls[0].answer.set_exception(error)
-            else:
-                self._retry_alone(calls)
+            self._fail(batch, error)
             return
-        self._on_end(batch)
-        _set_answers(calls, outputs)
+        if lane_number < len(self._lane_inputs):
+            self._lane_inputs[lane_number].put(batch)
+        elif running_elsewhere is None:
+            self._answer(batch)
+        else:
+            running_elsewhere.add_done_callback(lambda _: self._answer(batch))
+
+    def _answer(self, batch: CallBatch) -> None:
+        """Set the answers of a batch whose stages have run."""
+        batch.run_time = time.monotonic()
+        try:
+            outputs = self._runner.finish(batch.values, batch.calls[0].sequence)
+        except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
+            self._fail(batch, error)
+            return
+        batch.end_time = time.monotonic()
+        try:
+            self._on_end(batch)
+            _set_answers(batch.calls, outputs)
+        except Exception as bug:  # noqa: BLE001 - a bug here must not leave calls without an answer
+            _refuse_calls(batch.calls, bug)
+        self._end_batch(batch)
+
+    def _fail(self, batch: CallBatch, error: Exception) -> None:
+        """Refuse the only call of a batch, or run its calls alone."""
+        if len(batch.calls) == 1:
+            batch.calls[0].answer.set_exception(error)
+        else:
+            self._retry_alone(batch.calls)
+        self._end_batch(batch)
+
+    def _refuse(self, batch: CallBatch, error: Exception) -> None:
+        _refuse_calls(batch.calls, error)
+        self._end_batch(batch)
 
     def _retry_alone(self, calls: Sequence[QueuedCall]) -> None:
         """Put the calls of a failed batch back to run alone, so that the inputs of one do not fail the others."""

@@ -34,7 +34,8 @@ class StageRunner:
             metrics: the metrics of the server.
         """
         self.lanes: Sequence[Sequence[int]] = device_lanes(pipeline)
-        self.batches_ahead = 1
+        # One in each lane, and one between two of them.
+        self.most_batches = 2 * len(self.lanes) - 1
         self._pipeline = pipeline
         self._interface = interface
         self._lost_reason = ""
