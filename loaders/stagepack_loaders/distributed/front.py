@@ -88,7 +88,7 @@ class FrontProcess:
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
         self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
         self._senders = RouteSenders(self._group, membership.links)
-        self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols, copies=True)
+        self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols)
         self.trace = GroupTrace(range(self._group.size), self.command)
         entry_point = bundle.entry_point
         self._worker = StageWorker(entry_point, membership, self._senders, self._record_failure, self.trace.spans)
@@ -129,7 +129,7 @@ class FrontProcess:
         }
 
     def submit(
-        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
+        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0, *, copies_results: bool = True
     ) -> "Future[dict[str, Any]]":
         """Send a request on its way. Waits while as many as allowed are in flight.
 
@@ -137,6 +137,8 @@ class FrontProcess:
             values: the inputs of the model by edge name, known to fit. They must not be written before the answer.
             sizes: the sizes of the symbols that the inputs determine.
             sequence: the sequence whose state the stages use; 0 for that of the stages themselves.
+            copies_results: False for a caller who soon drops the results, and does not fork: large ones may be on memory that is shared
+                with other processes, of which there is little.
 
         Returns:
             The values by edge name, with the results of the model.
@@ -170,7 +172,8 @@ class FrontProcess:
             if lost is not None:
                 answer.set_exception(lost)
                 return answer
-            self._send(StageRequest(message=message, layout=layout, values=dict(values)), packed_inputs)
+            request = StageRequest(message=message, layout=layout, values=dict(values), copies_results=copies_results)
+            self._send(request, packed_inputs)
         self.trace.spans.add("transfer", message.number, start, end=packed)
         self.trace.spans.add("wait", message.number, packed, end=admitted)
         byte_count = sum(values.byte_count for values in packed_inputs) if self.trace.spans.is_on else 0
@@ -316,7 +319,7 @@ class FrontProcess:
     def _answer(self, request: StageRequest, message: ControlMessage | None) -> None:
         number = request.message.number
         start = trace_clock()
-        received_values = self._receivers.values(request.layout)
+        received_values = self._receivers.values(request.layout, copies=request.copies_results)
         self._sent_messages.finish(number)
         self.trace.spans.add("transfer", number, start)
         has_failed = ControlKind.FAIL in (request.message.kind, message.kind if message else None)

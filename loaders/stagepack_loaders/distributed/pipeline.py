@@ -174,15 +174,15 @@ class DistributedPipeline(CallablePipeline):
         )
 
     def submit_values(
-        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
+        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0, *, copies_results: bool = True
     ) -> "Future[dict[str, Any]]":
         """Send a request on its way; see `FrontProcess.submit`. A large batch goes in parts, if it may be cut."""
         if self._microbatches is not None and not sequence:
             return self._microbatches.submit(values, sizes, self._submit_values)
-        return self._submit_values(values, sizes, sequence)
+        return self._submit_values(values, sizes, sequence, copies_results=copies_results)
 
     def _submit_values(
-        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0
+        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0, *, copies_results: bool = True
     ) -> "Future[dict[str, Any]]":
         while self._forgotten_sequences:
             self.end_sequence(self._forgotten_sequences.popleft())
@@ -194,7 +194,7 @@ class DistributedPipeline(CallablePipeline):
             raise StageLostError("the state of the pipeline was lost with a process: call reset_state() to begin anew")
         if sequence and self._generation_of_sequence.setdefault(sequence, self.generation) != self.generation:
             raise StageLostError("the state of the sequence was lost with a process: begin another one")
-        return front.submit(values, sizes, sequence)
+        return front.submit(values, sizes, sequence, copies_results=copies_results)
 
     def begin_sequence(self) -> int:
         """Return the number of a new sequence, for `submit_values` and `end_sequence`."""

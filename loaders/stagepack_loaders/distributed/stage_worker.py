@@ -34,11 +34,13 @@ class StageRequest:
         message: its number, sequence and sizes. Its kind is `FAIL` when a stage has failed on it.
         layout: how its values travel.
         values: the values that the process has so far, by edge name.
+        copies_results: at the front, whether results are copied out of memory that is shared with other processes.
     """
 
     message: ControlMessage
     layout: RequestLayout
     values: dict[str, Any] = field(default_factory=dict)
+    copies_results: bool = True
 
     @property
     def has_failed(self) -> bool:

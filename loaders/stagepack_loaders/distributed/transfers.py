@@ -71,8 +71,6 @@ class RouteReceivers:
         links: LocalLinks,
         routes: Sequence[Route],
         symbols: Sequence[Symbol],
-        *,
-        copies: bool = False,
     ) -> None:
         """Expect the first messages of the routes that end at this process.
 
@@ -81,15 +79,12 @@ class RouteReceivers:
             links: the routes between this process and others of its machine.
             routes: all routes of the pipeline.
             symbols: the symbols of the entry point.
-            copies: copy values out of memory that another process writes: the caller may keep them, and fork.
         """
         memory = ReceiveMemory()
         self._receivers = []
         for route in routes:
             if route in links.receivers:
-                self._receivers.append(
-                    _RouteReceiver(route, _LinkMessages(links.receivers[route], memory if copies else None), symbols)
-                )
+                self._receivers.append(_RouteReceiver(route, _LinkMessages(links.receivers[route], memory), symbols))
             elif route.target_rank == group.rank:
                 self._receivers.append(_RouteReceiver(route, _GroupMessages(group, route, symbols, memory), symbols))
         self._last_number = 0
@@ -120,11 +115,12 @@ class RouteReceivers:
                 first_message = message
         return first_message
 
-    def values(self, layout: RequestLayout) -> dict[str, Any]:
+    def values(self, layout: RequestLayout, *, copies: bool = False) -> dict[str, Any]:
         """Wait for the values of the request of `next_message`.
 
         Args:
             layout: how they travel; `post_bodies` was, or is being, called with it.
+            copies: copy large values out of memory that is shared with another process, so that the caller may keep them, and fork.
 
         Returns:
             The values by edge name, without those of routes on whose way it has failed.
@@ -134,7 +130,7 @@ class RouteReceivers:
         """
         values: dict[str, Any] = {}
         for receiver in self._receivers:
-            values |= receiver.values(layout.of_route[receiver.route])
+            values |= receiver.values(layout.of_route[receiver.route], copies=copies)
         return values
 
 
@@ -147,10 +143,10 @@ class _RouteMessages(Protocol):
     def next_head(self) -> MessageHead:
         """Wait for the next first message."""
 
-    def bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
-        """Wait for the posted values that belong to the last first message."""
+    def bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+        """Wait for the posted values that belong to the last first message; return memory that is not shared if `copies`."""
 
-    def late_bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+    def late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
         """Wait for the values that belong to it and whose sizes it has told."""
 
     def discard_bodies(self, byte_counts: Sequence[int]) -> None:
@@ -182,10 +178,10 @@ class _GroupMessages:
         transfer.wait()
         return head
 
-    def bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+    def bodies(self, byte_counts: Sequence[int], *, copies: bool = False) -> list[torch.Tensor]:
         return [_arrived(body) for body in self._posted_bodies.get()] if byte_counts else []
 
-    def late_bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+    def late_bodies(self, byte_counts: Sequence[int], *, copies: bool = False) -> list[torch.Tensor]:
         return [_arrived(body) for body in [self._receive(count, self._route.late_tag) for count in byte_counts]]
 
     def discard_bodies(self, byte_counts: Sequence[int]) -> None:
@@ -213,9 +209,9 @@ def _arrived(body: tuple[torch.Tensor, Transfer]) -> torch.Tensor:
 class _LinkMessages:
     """What a route brings by a link. Large values are there as soon as their first message."""
 
-    def __init__(self, receiver: LinkReceiver, copy_memory: ReceiveMemory | None) -> None:
+    def __init__(self, receiver: LinkReceiver, memory: ReceiveMemory) -> None:
         self._receiver = receiver
-        self._copy_memory = copy_memory
+        self._memory = memory
         self._content: torch.Tensor | None = None  # the large values that are not taken yet
 
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
@@ -226,18 +222,18 @@ class _LinkMessages:
         head, self._content = self._receiver.receive()
         return head
 
-    def bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
+    def bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
         bodies = []
         for byte_count in byte_counts:
             if self._content is None or self._content.nbytes < byte_count:
                 raise ConnectionLostError("the data of another program: large values are missing")
             body = self._content[:byte_count]
-            bodies.append(body if self._copy_memory is None else self._copy_memory.take(byte_count).copy_(body))
+            bodies.append(self._memory.take(byte_count).copy_(body) if copies else body)
             self._content = self._content[aligned(byte_count) :]
         return bodies
 
-    def late_bodies(self, byte_counts: Sequence[int]) -> list[torch.Tensor]:
-        return self.bodies(byte_counts)
+    def late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+        return self.bodies(byte_counts, copies=copies)
 
     def discard_bodies(self, byte_counts: Sequence[int]) -> None:
         pass
@@ -265,18 +261,20 @@ class _RouteReceiver:
             self._messages.end()
         return self._message
 
-    def values(self, layout: RouteLayout) -> dict[str, Any]:
+    def values(self, layout: RouteLayout, *, copies: bool) -> dict[str, Any]:
         """Wait for the values that belong to the last first message; none if the request has failed."""
         if self._message.kind == ControlKind.FAIL:
             self._messages.discard_bodies(layout.body_bytes)
             return {}
         memories: dict[str, torch.Tensor] = {}
         if layout.bodies:
-            bodies = self._messages.bodies(layout.body_bytes)
+            bodies = self._messages.bodies(layout.body_bytes, copies=copies)
             memories = {
                 value_layout.edge.name: memory for value_layout, memory in zip(layout.bodies, bodies, strict=True)
             }
-        shapes = self._receive_late_bodies(layout.late_values, memories) if layout.late_values else {}
+        shapes = {}
+        if layout.late_values:
+            shapes = self._receive_late_bodies(layout.late_values, memories, copies=copies)
         values = {}
         for value_layout in layout.values:
             name = value_layout.edge.name
@@ -285,7 +283,7 @@ class _RouteReceiver:
         return values
 
     def _receive_late_bodies(
-        self, late_layouts: Sequence[ValueLayout], memories: dict[str, torch.Tensor]
+        self, late_layouts: Sequence[ValueLayout], memories: dict[str, torch.Tensor], *, copies: bool
     ) -> dict[str, tuple[int, ...]]:
         """Read the shapes that depend on data from the first message, check them, and receive these values."""
         shapes: dict[str, tuple[int, ...]] = {}
@@ -303,7 +301,7 @@ class _RouteReceiver:
             for value_layout, byte_count in zip(late_layouts, byte_counts, strict=True)
             if byte_count
         ]
-        bodies = self._messages.late_bodies([byte_count for byte_count in byte_counts if byte_count])
+        bodies = self._messages.late_bodies([byte_count for byte_count in byte_counts if byte_count], copies=copies)
         memories |= zip(names, bodies, strict=True)
         return shapes
 

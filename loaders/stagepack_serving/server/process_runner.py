@@ -52,7 +52,12 @@ class ProcessRunner:
         if sequence is not None and not sequence.number:
             sequence.number = self._pipeline.begin_sequence()
         sequence_number = 0 if sequence is None else sequence.number
-        values["answer"] = answer = self._pipeline.submit_values(inputs, sizes, sequence_number)
+        values["answer"] = answer = self._pipeline.submit_values(
+            inputs,
+            sizes,
+            sequence_number,
+            copies_results=False,  # encoding an answer copies them
+        )
         return answer
 
     def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
