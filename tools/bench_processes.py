@@ -3,7 +3,8 @@
 The model has two equal stages; each process has one thread. `CALLS` calls are submitted at once, so the bubble limits the throughput to
 twice `CALLS / (CALLS + 1)` times that of one process. The hand-written code sends tensors of one fixed shape through the same modules,
 with two receives posted ahead. Triton runs the ensemble that ``stagepack triton`` writes, whose stages are in processes of their own,
-against ``stagepack serve --processes 2`` with the same client.
+against ``stagepack serve --processes 2`` with the same client: as it starts by itself, where each stage computes on all cores, and with the
+variable that gives each stage one thread, which ``serve`` does by itself. The servers are there at once, and are asked in turns.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +39,8 @@ LAYERS, WIDTH, BATCH_SIZE = 12, 1024, 128
 CALLS = 60
 REPETITIONS = 7
 CLIENTS = 8
-SERVER_SECONDS = 10.0
+SERVER_SECONDS = 4.0
+SERVER_TURNS = 9
 
 
 class Layers(torch.nn.Module):
@@ -106,23 +108,43 @@ def measure_throughput(results: BenchmarkResults, bundle: Bundle) -> None:
 
 def measure_servers(results: BenchmarkResults, bundle: Bundle, folder: Path) -> None:
     """How many requests a second servers answer that run each stage in a process of its own."""
-    table = results.table("servers, 8 clients over gRPC", "server", "answers/s, best of 2")
+    table = results.table(
+        "servers, 8 clients over gRPC", "server", "answers/s, median", "stagepack over it, median of turns"
+    )
     if reason := why_no_triton():
         print(reason)
         return
     repository = folder / "repository"
     subprocess.run([STAGEPACK, "triton", str(bundle.path), "-o", str(repository)], check=True, capture_output=True)
-    scratch = folder / "triton"
-    scratch.mkdir()
-    rates: dict[str, list[float]] = {"stagepack serve --processes 2": [], "Triton, ensemble": []}
-    for _ in range(2):
-        with stagepack_server([bundle.path], "--processes", "2", "--max-batch", "1") as server:
-            rates["stagepack serve --processes 2"].append(asyncio.run(answer_rate(server.grpc)))
-        with triton_server(repository, scratch) as server:
-            rates["Triton, ensemble"].append(asyncio.run(answer_rate(server.grpc)))
-    for title, runs in rates.items():
-        table.add(title, max(runs))
-    table.add("stagepack over Triton", max(rates["stagepack serve --processes 2"]) / max(rates["Triton, ensemble"]))
+    with ExitStack() as contexts:
+        with thread_variable(None):
+            own_server = contexts.enter_context(stagepack_server([bundle.path], "--processes", "2", "--max-batch", "1"))
+        servers = {"stagepack serve --processes 2": own_server}
+        for title, thread_count in (("Triton, ensemble", None), ("Triton, ensemble, OMP_NUM_THREADS=1", "1")):
+            scratch = folder / f"triton-{thread_count}"
+            scratch.mkdir()
+            with thread_variable(thread_count):
+                servers[title] = contexts.enter_context(triton_server(repository, scratch))
+        rates: dict[str, list[float]] = {title: [] for title in servers}
+        for _ in range(SERVER_TURNS):
+            for title, server in servers.items():
+                rates[title].append(asyncio.run(answer_rate(server.grpc)))
+    own_rates = rates["stagepack serve --processes 2"]
+    for title, turns in rates.items():
+        ratio = statistics.median(own_rate / rate for own_rate, rate in zip(own_rates, turns, strict=True))
+        table.add(title, statistics.median(turns), ratio)
+
+
+@contextmanager
+def thread_variable(thread_count: str | None) -> Iterator[None]:
+    """Start programs with so many threads of OpenMP; None for as many as there are cores."""
+    variables = {} if thread_count is None else {"OMP_NUM_THREADS": thread_count}
+    earlier_count = os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.update(variables)
+    yield
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if earlier_count is not None:
+        os.environ["OMP_NUM_THREADS"] = earlier_count
 
 
 async def answer_rate(port: int) -> float:

@@ -110,14 +110,14 @@ class Connection:
         size_words = encode_sizes({"rows": rows}, SYMBOLS)
         return ControlMessage(kind=ControlKind.RUN, number=self.number, size_words=size_words)
 
-    def pass_on(self, values: dict[str, Any], rows: int = 0) -> dict[str, Any]:
+    def pass_on(self, values: dict[str, Any], rows: int = 0, *, copies: bool = False) -> dict[str, Any]:
         message = self.message(rows)
         layout = self.layouts.find(message.size_words)
         packed_values = pack_values(layout.of_route[self.route], values, SYMBOLS, copies=False)
         self.receivers.post_bodies(layout)
         transfers = self.send(message, packed_values)
         assert self.receivers.next_message() == message
-        received = self.receivers.values(layout)
+        received = self.receivers.values(layout, copies=copies)
         self.wait(transfers)
         return received
 
@@ -269,6 +269,18 @@ def test_results_that_a_caller_keeps_do_not_change_and_keep_few_files_open(
     del kept
     addresses = {connection.pass_on({"x": torch.ones(rows)}, rows)["x"].data_ptr() for _ in range(50)}
     assert len(addresses) <= 34
+    connection.close()
+
+
+def test_copies_leave_the_shared_memory_to_the_sender(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+    (receiver,) = connection.links.receivers.values()
+    x = torch.arange(70_000.0)
+    for copies, used_count in ((True, 1), (False, 2)):
+        kept = connection.pass_on({"x": x}, 70_000, copies=copies)
+        connection.pass_on({"x": x + 1}, 70_000, copies=True)
+        assert receiver.blocks.used_count == used_count  # that of the last message is in use until the next one
+        assert torch.equal(kept["x"], x)
     connection.close()
 
 

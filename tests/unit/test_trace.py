@@ -11,7 +11,7 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError, WriteError
-from stagepack_loaders.run_trace import RunTrace, Span, SpanRecorder, trace_clock
+from stagepack_loaders.run_trace import ConsecutiveSpans, RunTrace, Span, SpanRecorder, trace_clock
 from stagepack_loaders.trace_file import read_trace, write_trace
 from tests.hostile.tiny import write_tiny
 
@@ -103,6 +103,28 @@ def test_clocks_of_threads_compare() -> None:
     assert (inner.thread, inner.bytes) == ("inner", 8)
     assert outer.start <= inner.start <= inner.end <= outer.end
     assert abs(outer.start - time.time_ns()) < 60e9
+
+
+def test_consecutive_spans_begin_where_the_last_one_ended() -> None:
+    recorder = SpanRecorder(process=1)
+    spans = ConsecutiveSpans(recorder)
+    spans.end("wait", 1)
+    recorder.start()
+    spans.end("wait", 2, stage=0)
+    spans.end("compute", 2, stage=0)
+    between = trace_clock()
+    spans.begin()
+    spans.end("transfer", 3, byte_count=8)
+    wait, compute, transfer = recorder.stop()
+    assert (wait.kind, wait.request, compute.kind, transfer.kind, transfer.bytes) == (
+        "wait",
+        2,
+        "compute",
+        "transfer",
+        8,
+    )
+    assert wait.end == compute.start
+    assert compute.end <= between <= transfer.start
 
 
 def test_a_trace_file_is_read_back(sound: Path, tmp_path: Path) -> None:

@@ -245,6 +245,8 @@ class Scheduler:
 
     def _end_batch(self, batch: CallBatch) -> None:
         """Make place for another batch."""
+        # The future of a batch that runs elsewhere refers to the batch, and its values to the future; nothing else would free them soon.
+        batch.values = None
         with self._changed:
             self._running_batches.discard(batch)
             if self._waiting or self._is_closed:  # otherwise, the first lane would wake up for nothing
