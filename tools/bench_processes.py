@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,8 @@ import numpy
 import torch
 import tritonclient.grpc
 import tritonclient.grpc.aio
+import tritonclient.http
+import tritonclient.http.aio
 
 import stagepack
 from stagepack.format.reader import Bundle
@@ -39,7 +41,7 @@ LAYERS, WIDTH, BATCH_SIZE = 12, 1024, 128
 CALLS = 60
 REPETITIONS = 7
 CLIENTS = 8
-SERVER_SECONDS = 4.0
+SERVER_SECONDS = 3.0
 SERVER_TURNS = 9
 
 
@@ -108,9 +110,8 @@ def measure_throughput(results: BenchmarkResults, bundle: Bundle) -> None:
 
 def measure_servers(results: BenchmarkResults, bundle: Bundle, folder: Path) -> None:
     """How many requests a second servers answer that run each stage in a process of its own."""
-    table = results.table(
-        "servers, 8 clients over gRPC", "server", "answers/s, median", "stagepack over it, median of turns"
-    )
+    columns = ("server", "protocol", "answers/s, median", "stagepack over it, median of turns")
+    table = results.table("servers, 8 clients", *columns)
     if reason := why_no_triton():
         print(reason)
         return
@@ -125,14 +126,15 @@ def measure_servers(results: BenchmarkResults, bundle: Bundle, folder: Path) -> 
             scratch.mkdir()
             with thread_variable(thread_count):
                 servers[title] = contexts.enter_context(triton_server(repository, scratch))
-        rates: dict[str, list[float]] = {title: [] for title in servers}
+        rates: dict[tuple[str, str], list[float]] = {}
         for _ in range(SERVER_TURNS):
             for title, server in servers.items():
-                rates[title].append(asyncio.run(answer_rate(server.grpc)))
-    own_rates = rates["stagepack serve --processes 2"]
-    for title, turns in rates.items():
-        ratio = statistics.median(own_rate / rate for own_rate, rate in zip(own_rates, turns, strict=True))
-        table.add(title, statistics.median(turns), ratio)
+                rates.setdefault((title, "gRPC"), []).append(asyncio.run(grpc_rate(server.grpc)))
+                rates.setdefault((title, "REST"), []).append(asyncio.run(rest_rate(server.http)))
+    for (title, protocol), turns in rates.items():
+        own_turns = rates["stagepack serve --processes 2", protocol]
+        ratio = statistics.median(own_rate / rate for own_rate, rate in zip(own_turns, turns, strict=True))
+        table.add(title, protocol, statistics.median(turns), ratio)
 
 
 @contextmanager
@@ -147,22 +149,34 @@ def thread_variable(thread_count: str | None) -> Iterator[None]:
         os.environ["OMP_NUM_THREADS"] = earlier_count
 
 
-async def answer_rate(port: int) -> float:
+async def grpc_rate(port: int) -> float:
     """The answers a second of the model `layers`, over gRPC."""
-    client = tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}")
     x = numpy.ones((BATCH_SIZE, WIDTH), dtype=numpy.float32)
     inputs = [tritonclient.grpc.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)]
-    await client.infer("layers", inputs)
+    async with tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        return await answer_rate(lambda: client.infer("layers", inputs))
+
+
+async def rest_rate(port: int) -> float:
+    """The same over REST, with tensors as bytes."""
+    x = numpy.ones((BATCH_SIZE, WIDTH), dtype=numpy.float32)
+    inputs = [tritonclient.http.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)]
+    async with tritonclient.http.aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        return await answer_rate(lambda: client.infer("layers", inputs))
+
+
+async def answer_rate(infer: Callable[[], Awaitable[object]]) -> float:
+    """The answers a second to `CLIENTS` requests at a time."""
+    await infer()
     end_time, answer_count = time.perf_counter() + SERVER_SECONDS, 0
 
     async def ask() -> None:
         nonlocal answer_count
         while time.perf_counter() < end_time:
-            await client.infer("layers", inputs)
+            await infer()
             answer_count += 1
 
     await asyncio.gather(*(ask() for _ in range(CLIENTS)))
-    await client.close()
     return answer_count / SERVER_SECONDS
 
 
