@@ -79,7 +79,7 @@ class _ProcessStage:
 
     Attributes:
         number: its number.
-        stage: the loaded stage.
+        loaded: the loaded stage.
         runtime: what runs it.
         inputs: its inputs.
         outputs: the names of its outputs.
@@ -90,7 +90,7 @@ class _ProcessStage:
     """
 
     number: int
-    stage: LoadedStage
+    loaded: LoadedStage
     runtime: Runtime
     inputs: tuple[Edge, ...]
     outputs: tuple[str, ...]
@@ -133,14 +133,14 @@ class StageWorker:
         edges = {edge.name: edge for edge in entry_point.edges}
         rank = membership.group.rank
         self._stages = []
-        for number, stage in membership.stages.items():
+        for number, loaded in membership.stages.items():
             entry = entry_point.stages[number]
             routes = [route for route in membership.routes if (route.source_rank, route.source_stage) == (rank, number)]
             self._stages.append(
                 _ProcessStage(
                     number=number,
-                    stage=stage,
-                    runtime=find_runtime(stage.runtime),
+                    loaded=loaded,
+                    runtime=find_runtime(loaded.runtime),
                     inputs=tuple(edges[name] for name in entry.inputs),
                     outputs=tuple(entry.outputs),
                     has_state=bool(entry.state),
@@ -199,7 +199,7 @@ class StageWorker:
             self._sequence_states.pop(command.sequence, None)
         elif command.kind == ControlKind.RESET_STATE:
             for stage in self._stages:
-                stage.stage.reset_state()
+                stage.loaded.reset_state()
         elif command.kind == ControlKind.SEED:
             for runtime in self._runtimes():
                 runtime.seed(command.seed)
@@ -225,7 +225,7 @@ class StageWorker:
         try:
             with typed_stage_errors(stage.number):
                 outputs = self._run_in_sequence(stage, inputs, request.message.sequence)
-                runtime.wait(stage.stage.device)
+                runtime.wait(stage.loaded.device)
         finally:
             self.spans.end("compute", request.message.number, stage.number)
         stage.busy_seconds += time.perf_counter() - start
@@ -235,9 +235,9 @@ class StageWorker:
     def _run_in_sequence(self, stage: _ProcessStage, inputs: list[Any], sequence: int) -> tuple[Any, ...]:
         """Run a stage with the state of a sequence."""
         if not sequence or not stage.has_state:
-            return stage.stage.run(inputs)
-        with stage_state(stage.stage, stage.number, self._sequence_states.setdefault(sequence, {})):
-            return stage.stage.run(inputs)
+            return stage.loaded.run(inputs)
+        with stage_state(stage.loaded, stage.number, self._sequence_states.setdefault(sequence, {})):
+            return stage.loaded.run(inputs)
 
     def _send_values(self, stage: _ProcessStage, outgoing: _OutgoingRoute, request: StageRequest) -> None:
         """Send what a route brings: the outputs of a stage, or that the request has failed."""
