@@ -25,7 +25,7 @@ from stagepack_loaders.distributed.group_watch import GroupWatch
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values
-from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
+from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
@@ -119,14 +119,7 @@ class FrontProcess:
     @property
     def process_names(self) -> dict[int, str]:
         """The rank, host and stages of each process for people, by rank."""
-        stages_of_rank: dict[int, list[int]] = {rank: [] for rank in range(self._group.size)}
-        for facts in self.stage_facts:
-            stages_of_rank[facts.rank].append(facts.stage)
-        identities = self._membership.identities
-        return {
-            rank: f"process {rank} on {identities[rank].host}, {stages_text(stages) if stages else 'the caller'}"
-            for rank, stages in stages_of_rank.items()
-        }
+        return self._membership.process_names
 
     def submit(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0, *, copies_results: bool = True

@@ -29,6 +29,7 @@ from stagepack_loaders.distributed.handshake import (
 from stagepack_loaders.distributed.link_listener import LinkListener, connect_links, find_local_routes
 from stagepack_loaders.distributed.loading_progress import loading_progress
 from stagepack_loaders.distributed.local_links import LocalLinks
+from stagepack_loaders.distributed.process_end import stages_text
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes
 from stagepack_loaders.placement import place_stages
@@ -106,6 +107,17 @@ class Membership:
         """What the processes have loaded, in the order of the stages."""
         facts = (stage for report in self.reports for stage in report.stages)
         return tuple(sorted(facts, key=lambda stage: stage.stage))
+
+    @property
+    def process_names(self) -> dict[int, str]:
+        """The rank, host and stages of each process for people, by rank."""
+        stages_of_rank: dict[int, list[int]] = {rank: [] for rank in range(self.group.size)}
+        for facts in self.stage_facts:
+            stages_of_rank[facts.rank].append(facts.stage)
+        return {
+            rank: f"process {rank} on {self.identities[rank].host}, {stages_text(stages) if stages else 'the caller'}"
+            for rank, stages in stages_of_rank.items()
+        }
 
     def abort(self) -> None:
         """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
