@@ -1,6 +1,8 @@
 """The scheduler with stages that run elsewhere: no thread waits for them, and every call is answered."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -109,6 +111,34 @@ def test_the_calls_of_a_batch_that_fails_run_alone() -> None:
     with pytest.raises(ValueError, match="the first"):
         answers[0].result(timeout=WAIT_SECONDS)
     assert answers[1].result(timeout=WAIT_SECONDS)["y"] == [3]
+    assert scheduler.close(WAIT_SECONDS)
+
+
+class Mark:
+    """Stands for a large value."""
+
+
+def test_values_are_freed_with_the_answer() -> None:
+    marks: list[weakref.ref[Mark]] = []
+
+    class MarkingRunner(RemoteRunner):
+        def begin(self, inputs: Mapping[str, Any]) -> Any:
+            mark = Mark()
+            marks.append(weakref.ref(mark))
+            return super().begin(inputs) | {"mark": mark}
+
+    runner = MarkingRunner()
+    scheduler = schedule(runner)
+    gc.disable()
+    try:
+        answer = submit(scheduler, 1)
+        started = runner.next_started()
+        assert marks[0]() is not None
+        started.set_result(None)
+        assert answer.result(timeout=WAIT_SECONDS)["y"] == [2]
+        assert marks[0]() is None
+    finally:
+        gc.enable()
     assert scheduler.close(WAIT_SECONDS)
 
 
