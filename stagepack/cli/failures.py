@@ -6,7 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -21,8 +21,11 @@ class Failure(click.ClickException):
     exit_code = 1
 
     def show(self, file: Any = None) -> None:
-        """Print the line."""
-        click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file, err=True)
+        """Print the line, if standard error can be written."""
+        try:
+            click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file, err=True)
+        except OSError:
+            _discard(sys.stderr)
 
 
 @contextlib.contextmanager
@@ -64,11 +67,11 @@ def _message(error: Exception) -> str:
         case StagepackError():
             return str(error)
         case OutputError():
-            _discard_output()
+            _discard(sys.stdout)
             return f"standard output: {error}"
         case OSError():
             if error.filename is None:
-                _discard_output()  # click could not print a help text
+                _discard(sys.stdout)  # click could not print a help text
                 return error.strerror or str(error)
             return f"{error.filename}: {error.strerror}"
         case ModuleNotFoundError():
@@ -82,7 +85,7 @@ def _message(error: Exception) -> str:
             )
 
 
-def _discard_output() -> None:
-    """Drop the buffered output, which Python would write again at exit, changing the exit status."""
-    with contextlib.suppress(OSError, ValueError):  # standard output may not be a file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Drop the buffered content of a standard stream, which Python would write again at exit, changing the exit status."""
+    with contextlib.suppress(OSError, ValueError):  # the stream may not be a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
