@@ -34,6 +34,7 @@ _EXTRAS = {
     "tokenizers": "serve",
     "tritonclient": "serve",
     "uvicorn": "serve",
+    "uvloop": "serve",
 }
 
 

@@ -1,6 +1,5 @@
 """`stagepack serve`."""
 
-import asyncio
 import dataclasses
 import logging
 import os
@@ -280,13 +279,11 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             )
         if not is_front:
             return
-        is_drained = asyncio.run(
-            serve(
-                control,
-                addresses,
-                lambda bound_addresses: _print_listening(bound_addresses, models, options),
-                security,
-            )
+        is_drained = serve(
+            control,
+            addresses,
+            lambda bound_addresses: _print_listening(bound_addresses, models, options),
+            security,
         )
         _print_stopped(models.metrics.answer_counts, options.as_json)
         if not is_drained:  # threads that still work on abandoned requests would keep the process alive

@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 import stagepack
 from stagepack.errors import StagepackError
-from stagepack_serving.server import grpc_message_size, rest_request
+from stagepack_serving.server import grpc_message_fields, grpc_messages, rest_request
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, decode_openai_request
 from stagepack_serving.server.generation.prompts import GenerateParameters
@@ -93,16 +93,17 @@ def grpc_parser() -> FuzzedParser:
 
     def read(content: bytes) -> None:
         try:
-            with mock.patch.object(grpc_message_size, "_MAX_OTHER_BYTES", 0):
-                grpc_message_size.check_message_size(content, is_inference=True)
+            with mock.patch.object(grpc_message_fields, "_MAX_OTHER_BYTES", 0):
+                grpc_message_fields.check_message_size(content, is_inference=True)
         except (DecodeError, RequestError):
             pass
         try:
-            request = pb.ModelInferRequest.FromString(content)
+            message = pb.ModelInferRequest.FromString(content)
         except DecodeError as error:
             raise StagepackError(str(error)) from None
-        _compare_with_outline(content, request)
-        loop.run_until_complete(service.ModelInfer(request, _GrpcContext()))
+        _compare_with_outline(content, message)
+        _compare_with_separation(content, message)
+        loop.run_until_complete(service.ModelInfer(grpc_messages.parse_inference(content), _GrpcContext()))
 
     def request(**fields: Any) -> bytes:
         content: bytes = pb.ModelInferRequest(**fields).SerializeToString()
@@ -144,21 +145,31 @@ def grpc_parser() -> FuzzedParser:
 def _compare_with_outline(content: bytes, request: Any) -> None:
     """The names that are read before a request is parsed are those that the parser finds."""
     try:
-        outline = grpc_message_size.outline_request(content)
+        outline = grpc_message_fields.outline_request(content)
     except DecodeError:
         return  # the server refuses it
-    assert outline == grpc_message_size.RequestOutline(
+    assert outline == grpc_message_fields.RequestOutline(
         model_name=request.model_name,
         version=request.model_version,
         input_names=frozenset(tensor.name for tensor in request.inputs),
     )
 
 
+def _compare_with_separation(content: bytes, message: Any) -> None:
+    """The raw contents that are separated before a request is parsed, and the rest, are what the parser finds."""
+    try:
+        with mock.patch.object(grpc_message_fields, "_FEW_BYTES", 0):
+            request = grpc_messages.parse_inference(content)
+    except DecodeError:
+        return  # the server refuses it
+    assert [bytes(raw_content) for raw_content in request.raw_contents] == list(message.raw_input_contents)
+    message.ClearField("raw_input_contents")
+    request.message.ClearField("raw_input_contents")
+    assert request.message.SerializeToString(deterministic=True) == message.SerializeToString(deterministic=True)
+
+
 class _GrpcContext:
     """A call of gRPC."""
-
-    async def abort(self, _: Any, message: str) -> None:
-        raise StagepackError(message)
 
     def time_remaining(self) -> None:
         return None

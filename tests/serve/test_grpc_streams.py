@@ -39,10 +39,10 @@ from stagepack_serving.server import grpc_service
 decode_request = grpc_service.decode_request
 
 
-def decode_or_fail(message):
-    if message.id == "bug":
+def decode_or_fail(request):
+    if request.message.id == "bug":
         raise KeyError("in these tests")
-    return decode_request(message)
+    return decode_request(request)
 
 
 grpc_service.decode_request = decode_or_fail

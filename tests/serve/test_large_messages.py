@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError
-from stagepack_serving.server.grpc_message_size import check_message_size
+from stagepack_serving.server.grpc_message_fields import check_message_size, separate_raw_contents
 from tests.serve.servers import Server
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -71,6 +71,26 @@ def test_messages_of_many_parts_are_refused(content: bytes, says: str) -> None:
         check_message_size(content, is_inference=True)
 
 
+def test_raw_contents_are_separated_from_a_large_request_without_a_copy() -> None:
+    message = request_of()
+    message.raw_input_contents.extend([b"a" * 80_000, b"", b"b" * 30_000])
+    # Fields may come in any order: here one before the others.
+    content = field(7, b"first") + message.SerializeToString()
+    other_content, raw_contents = separate_raw_contents(content)
+    assert [bytes(raw_content) for raw_content in raw_contents] == [b"first", *message.raw_input_contents]
+    assert all(raw_content.obj is content for raw_content in raw_contents)
+    assert pb.ModelInferRequest.FromString(other_content) == request_of()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [field(7, bytes(60_000)), field(5, field(5, bytes(80_000))), field(7, b"") * 300 + field(7, bytes(80_000))],
+    ids=["small", "typed", "many"],
+)
+def test_other_requests_are_parsed_as_they_are(content: bytes) -> None:
+    assert separate_raw_contents(content) == (content, [])
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -84,6 +104,8 @@ def test_messages_of_many_parts_are_refused(content: bytes, says: str) -> None:
 def test_bytes_that_are_no_message(content: bytes) -> None:
     with pytest.raises((DecodeError, RequestError)):
         check_message_size(content, is_inference=True)
+    with pytest.raises(DecodeError):
+        pb.ModelInferRequest.FromString(separate_raw_contents(content)[0])
 
 
 @pytest.mark.xdist_group("serve")

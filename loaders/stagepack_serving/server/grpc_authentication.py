@@ -38,7 +38,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         """Find the handler of a method, or one that aborts the call.
 
         Args:
-            continuation: finds the handler, which takes a stream of messages: see `ParsingInterceptor`.
+            continuation: finds the handler, which takes a stream of messages: see `ParsedMethods`.
             details: the name of the method, and the metadata of the call.
 
         Returns:

@@ -1,6 +1,8 @@
 """Inference requests and answers as messages of gRPC."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy
@@ -9,6 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.beside_loop import with_pauses
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.grpc_message_fields import separate_raw_contents
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.parameters import refuse_shared_memory
 from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_reader
@@ -34,11 +37,60 @@ _CONTENT_FIELDS: Final = {
 }
 
 
-def decode_request(message: Any) -> InferenceRequest:
+@dataclass(frozen=True, slots=True)
+class ParsedInference:
+    """A request that is parsed, but not decoded.
+
+    Attributes:
+        message: the ``ModelInferRequest``; its raw contents may be missing.
+        raw_contents: its raw contents.
+    """
+
+    message: Any
+    raw_contents: Sequence[bytes | memoryview]
+
+    def input_contents(self) -> Iterator[tuple[Any, bytes | memoryview | None]]:
+        """Pair the inputs with their raw contents.
+
+        Returns:
+            Each ``InferInputTensor``, and its elements, little-endian; None if the message has them.
+
+        Raises:
+            RequestError: some inputs have raw contents and others have none.
+        """
+        inputs = self.message.inputs
+        if not self.raw_contents:
+            return zip(inputs, itertools.repeat(None), strict=False)
+        if len(self.raw_contents) != len(inputs):
+            raise RequestError(
+                RequestStatus.BAD_REQUEST,
+                f"expected raw contents for all {len(inputs)} inputs or none, found {len(self.raw_contents)}",
+            )
+        return zip(inputs, self.raw_contents, strict=True)
+
+
+def parse_inference(content: bytes) -> ParsedInference:
+    """Parse a request.
+
+    Args:
+        content: the bytes of a ``ModelInferRequest``.
+
+    Returns:
+        The request.
+
+    Raises:
+        DecodeError: it is not a message.
+    """
+    other_content, raw_contents = separate_raw_contents(content)
+    message = pb.ModelInferRequest.FromString(other_content)
+    return ParsedInference(message, raw_contents or message.raw_input_contents)
+
+
+def decode_request(request: ParsedInference) -> InferenceRequest:
     """Decode a request.
 
     Args:
-        message: a ``ModelInferRequest``.
+        request: the request, parsed.
 
     Returns:
         The request.
@@ -46,18 +98,10 @@ def decode_request(message: Any) -> InferenceRequest:
     Raises:
         RequestError: the message violates the protocol.
     """
-    raw_contents = message.raw_input_contents
-    if raw_contents and len(raw_contents) != len(message.inputs):
-        raise RequestError(
-            RequestStatus.BAD_REQUEST,
-            f"expected raw contents for all {len(message.inputs)} inputs or none, found {len(raw_contents)}",
-        )
+    message = request.message
     for output in message.outputs:
         refuse_shared_memory(output.name, output.parameters)
-    inputs = [
-        decode_input(input_message, raw_contents[position] if raw_contents else None)
-        for position, input_message in enumerate(message.inputs)
-    ]
+    inputs = [decode_input(input_message, raw_content) for input_message, raw_content in request.input_contents()]
     output_names = [output.name for output in message.outputs]
     parameters = decode_parameters(message.parameters)
     return InferenceRequest(inputs=inputs, output_names=output_names or None, parameters=parameters)
@@ -108,7 +152,7 @@ def decode_parameters(parameters: Any) -> dict[str, Any]:
     return {parameter_name: _parameter_value(value) for parameter_name, value in parameters.items()}
 
 
-def decode_input(message: Any, raw_content: bytes | None) -> InferenceTensor:
+def decode_input(message: Any, raw_content: bytes | memoryview | None) -> InferenceTensor:
     """Decode an input.
 
     Args:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import grpc
@@ -11,7 +11,8 @@ from google.protobuf.message import DecodeError
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.grpc_calls import OpenCalls
-from stagepack_serving.server.grpc_message_size import check_message_size
+from stagepack_serving.server.grpc_message_fields import check_message_size
+from stagepack_serving.server.grpc_messages import parse_inference
 
 # Their messages have tensors. `GrpcService` serializes their responses.
 _INFERENCE_METHODS: Final = frozenset(
@@ -19,37 +20,62 @@ _INFERENCE_METHODS: Final = frozenset(
 )
 
 
-class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Parses requests in the place of grpc, which would report bytes that are no message as an unknown error of the server."""
+class ParsedMethods:
+    """Adds the methods of services to a gRPC server, and parses their requests in the place of grpc.
 
-    def __init__(self, open_calls: OpenCalls, message_seconds: float, check_inference: Callable[[bytes], None]) -> None:
-        """Create the interceptor.
+    It would report bytes that are no message as an unknown error of the server. Generated code adds the methods of a service to this class
+    as it would add them to a server.
+    """
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        open_calls: OpenCalls,
+        message_seconds: float,
+        check_inference: Callable[[bytes], None],
+    ) -> None:
+        """Add no methods yet.
 
         Args:
+            server: the server.
             open_calls: counts the calls.
             message_seconds: the time that the message of a call with one message has from its start, in seconds.
             check_inference: raises a RequestError for a ``ModelInferRequest`` that is not to be parsed.
         """
+        self._server = server
         self._open_calls = open_calls
         self._message_seconds = message_seconds
         self._check_inference = check_inference
 
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Wrap the handler of a method.
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Add nothing: generated code adds all methods a second time, with their names.
 
         Args:
-            continuation: finds the handler.
-            details: the name of the method.
-
-        Returns:
-            A handler that takes bytes instead of messages; None if the service has no such method.
+            handlers: the handlers of a service.
         """
-        handler = await continuation(details)
-        if handler is None:
-            return None
-        check_inference = self._check_inference if details.method in _INFERENCE_METHODS else None
-        parse = functools.partial(_parse, handler, check_inference)
-        serialize = None if details.method in _INFERENCE_METHODS else handler.response_serializer
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Any]) -> None:
+        """Add the methods of a service.
+
+        They are added as generic ones. For each registered one, grpc would wait for its next call with a future of its own, and a call of
+        any method would begin and end the wait for all of them: 25 callbacks and 150 calls of Python for each request.
+
+        Args:
+            service_name: the name of the service.
+            handlers: the handlers by the names of the methods.
+        """
+        parsed_handlers = {
+            method_name: self._parsed_handler(f"/{service_name}/{method_name}", handler)
+            for method_name, handler in handlers.items()
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, parsed_handlers),))
+
+    def _parsed_handler(self, method: str, handler: Any) -> Any:
+        """A handler that takes a stream of bytes in the place of a message or a stream of messages."""
+        is_inference = method in _INFERENCE_METHODS
+        parser = parse_inference if is_inference else handler.request_deserializer
+        parse = functools.partial(_parse, parser, self._check_inference if is_inference else None)
+        serialize = None if is_inference else handler.response_serializer
         if handler.unary_unary is not None:
             # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
             async def answer_request(_: AsyncIterator[bytes], context: Any) -> Any:
@@ -57,9 +83,11 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
                 request = await parse(await self._first(context), context)
                 try:
                     return await handler.unary_unary(request, context)
+                except RequestError as error:
+                    await context.abort(error.status.grpc_code, str(error))
                 except NotImplementedError:
                     # The generated class raises it in methods that GrpcService does not define.
-                    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {details.method}")
+                    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {method}")
 
             return grpc.stream_unary_rpc_method_handler(answer_request, None, serialize)
 
@@ -112,13 +140,15 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         return cast("bytes", content)
 
 
-async def _parse(handler: Any, check_inference: Callable[[bytes], None] | None, content: bytes, context: Any) -> Any:
+async def _parse(
+    parser: Callable[[bytes], Any], check_inference: Callable[[bytes], None] | None, content: bytes, context: Any
+) -> Any:
     """The message in the bytes of a request; aborts the call if there is none."""
     try:
         check_message_size(content, is_inference=check_inference is not None)
         if check_inference is not None:
             check_inference(content)
-        return handler.request_deserializer(content)
+        return parser(content)
     except DecodeError as error:
         message = f"the request is not a message of the protocol: {error}"
         await context.abort(RequestStatus.BAD_REQUEST.grpc_code, message)

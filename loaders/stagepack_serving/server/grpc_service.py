@@ -5,7 +5,6 @@ generated service is that of `tritonclient`.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
@@ -18,6 +17,7 @@ from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
 from stagepack_serving.server.grpc_messages import (
+    ParsedInference,
     decode_parameters,
     decode_request,
     encode_response,
@@ -44,7 +44,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         self._control = control
         self._models = control.models
 
-    # The protocol defines the names and the effects of the methods.
+    # The protocol defines the names and the effects of the methods. A RequestError that one raises becomes the status of its call.
 
     async def ServerLive(self, _: Any, context: Any) -> Any:  # noqa: D102, N802
         return pb.ServerLiveResponse(live=True)
@@ -56,42 +56,34 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         return pb.ServerMetadataResponse(**server_metadata())
 
     async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            return pb.ModelReadyResponse(ready=self._models.is_model_ready(request.name, request.version))
+        return pb.ModelReadyResponse(ready=self._models.is_model_ready(request.name, request.version))
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            metadata = self._models.find_versions(request.name).metadata(request.version)
-            return pb.ModelMetadataResponse(**metadata)
+        metadata = self._models.find_versions(request.name).metadata(request.version)
+        return pb.ModelMetadataResponse(**metadata)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            return pb.ModelConfigResponse(config=self._models.find(request.name, request.version).config())
+        return pb.ModelConfigResponse(config=self._models.find(request.name, request.version).config())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            return pb.RepositoryIndexResponse(models=await self._control.index(ready_only=request.ready))
+        return pb.RepositoryIndexResponse(models=await self._control.index(ready_only=request.ready))
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            refuse_load_parameters(request.parameters)
-            await self._control.load(request.model_name)
-            return pb.RepositoryModelLoadResponse()
+        refuse_load_parameters(request.parameters)
+        await self._control.load(request.model_name)
+        return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            await self._control.unload(request.model_name)
-            return pb.RepositoryModelUnloadResponse()
+        await self._control.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
 
     async def ModelStatistics(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            return pb.ModelStatisticsResponse(**self._models.statistics(request.name, request.version))
+        return pb.ModelStatisticsResponse(**self._models.statistics(request.name, request.version))
 
     async def LogSettings(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        async with _aborts(context):
-            changes = {name: _setting_value(value) for name, value in request.settings.items()}
-            settings = update_log_settings(changes)
-            return pb.LogSettingsResponse(settings={name: _setting_message(value) for name, value in settings.items()})
+        changes = {name: _setting_value(value) for name, value in request.settings.items()}
+        settings = update_log_settings(changes)
+        return pb.LogSettingsResponse(settings={name: _setting_message(value) for name, value in settings.items()})
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         responses: list[bytes] = []
@@ -99,8 +91,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         async def keep(response: bytes) -> None:
             responses.append(response)
 
-        async with _aborts(context):
-            await self._answer(request, context.time_remaining(), keep, streams=False)
+        await self._answer(request, context.time_remaining(), keep, streams=False)
         return responses[0]
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
@@ -122,14 +113,14 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
 
     async def _answer_stream(
         self,
-        requests: AsyncIterator[Any],
+        requests: AsyncIterator[ParsedInference],
         responses: asyncio.Queue[bytes | None],
         unsent_answers: asyncio.Semaphore,
         context: Any,
     ) -> None:
         """Answer the requests of a stream at the same time, so that they can be batched."""
 
-        async def answer(request: Any) -> None:
+        async def answer(request: ParsedInference) -> None:
             has_place = True  # of the first response: the loop below has waited for it
 
             async def put(response: bytes) -> None:
@@ -144,7 +135,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
             except RequestError as error:
                 if not has_place:
                     await unsent_answers.acquire()
-                infer_response = pb.ModelInferResponse(id=request.id)
+                infer_response = pb.ModelInferResponse(id=request.message.id)
                 refusal = pb.ModelStreamInferResponse(error_message=str(error), infer_response=infer_response)
                 responses.put_nowait(refusal.SerializeToString())
 
@@ -155,7 +146,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
 
     async def _answer(
         self,
-        request: Any,
+        request: ParsedInference,
         remaining_seconds: float | None,
         send: Callable[[bytes], Awaitable[None]],
         *,
@@ -177,30 +168,31 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         except RequestError:
             raise
         except Exception as error:
-            _LOG.exception("%s: a bug in stagepack", request.model_name)
+            _LOG.exception("%s: a bug in stagepack", request.message.model_name)
             raise RequestError(RequestStatus.MODEL_FAILED, f"a bug in stagepack: {error!r}") from error
 
     async def _answer_in_scope(
         self,
-        request: Any,
+        request: ParsedInference,
         remaining_seconds: float | None,
         send: Callable[[bytes], Awaitable[None]],
         *,
         streams: bool,
     ) -> None:
         """Answer a request, of whose time and result is taken note."""
-        request_scope = self._models.request_scope(request.model_name, request.model_version, "grpc")
+        message = request.message
+        request_scope = self._models.request_scope(message.model_name, message.model_version, "grpc")
         async with request_scope as scope:
             if remaining_seconds is not None:
                 shorten_deadline(scope.deadline, remaining_seconds)
-            check_request_id(request.id)
-            with scope.reserve_place(decode_parameters(request.parameters)) as model:
+            check_request_id(message.id)
+            with scope.reserve_place(decode_parameters(message.parameters)) as model:
                 if asks_for_generation(model, request):
                     await generate_responses(model, request, scope.deadline, send, streams=streams)
                     return
-                inference_request = await beside_loop(typed_bytes(request), decode_request, request)
+                inference_request = await beside_loop(typed_bytes(message), decode_request, request)
                 outputs = await model.infer(inference_request, scope.deadline)
-            await send(encode_response(model.name, model.version, request.id, outputs))
+            await send(encode_response(model.name, model.version, message.id, outputs))
 
 
 def _setting_value(message: Any) -> Any:
@@ -211,15 +203,6 @@ def _setting_value(message: Any) -> Any:
 def _setting_message(value: Any) -> Any:
     field_name = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
     return pb.LogSettingsResponse.SettingValue(**{field_name: value})
-
-
-@contextlib.asynccontextmanager
-async def _aborts(context: Any) -> AsyncIterator[None]:
-    """End the call with the status of a request that is refused in the block."""
-    try:
-        yield
-    except RequestError as error:
-        await context.abort(error.status.grpc_code, str(error))
 
 
 async def _until_stopping(stopping: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -1,6 +1,5 @@
 """A server of loaded pipelines: the function `stagepack.serve`."""
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping
 
@@ -84,6 +83,6 @@ def serve_pipelines(
     control = ModelControl(models, FixedBundles(dict.fromkeys(pipelines, "")), load_bundle)
     control.load_at_start()
     addresses = ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port)
-    asyncio.run(serve(control, addresses, on_listening, security))
+    serve(control, addresses, on_listening, security)
     if models.has_failed:
         raise StageLostError("; ".join(reason for model in models if (reason := model.unavailable_reason())))

@@ -16,8 +16,8 @@ from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import generator_of
 from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
-from stagepack_serving.server.grpc_message_size import outline_request
-from stagepack_serving.server.grpc_messages import decode_input, decode_parameters, typed_bytes
+from stagepack_serving.server.grpc_message_fields import outline_request
+from stagepack_serving.server.grpc_messages import ParsedInference, decode_input, decode_parameters, typed_bytes
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.messages import InferenceTensor
 from stagepack_serving.server.parameters import timeout_parameter
@@ -31,17 +31,17 @@ _FINAL_RESPONSE: Final = "triton_final_response"
 _LENGTH: Final = struct.Struct("<I")
 
 
-def asks_for_generation(model: ServedModel, message: Any) -> bool:
+def asks_for_generation(model: ServedModel, inference: ParsedInference) -> bool:
     """Return whether a request has a prompt, and not the inputs of one call of the model.
 
     Args:
         model: the model that the request names.
-        message: a ``ModelInferRequest``.
+        inference: the request.
 
     Returns:
         Whether it has.
     """
-    return _has_prompt(model, (tensor.name for tensor in message.inputs))
+    return _has_prompt(model, (tensor.name for tensor in inference.message.inputs))
 
 
 def check_text_size(models: ServedModels, content: bytes) -> None:
@@ -69,7 +69,7 @@ def check_text_size(models: ServedModels, content: bytes) -> None:
 
 async def generate_responses(
     model: ServedModel,
-    message: Any,
+    inference: ParsedInference,
     deadline: asyncio.Timeout,
     send: Callable[[bytes], Awaitable[None]],
     *,
@@ -79,7 +79,7 @@ async def generate_responses(
 
     Args:
         model: the model that the request names.
-        message: a ``ModelInferRequest``.
+        inference: the request.
         deadline: the deadline of the request; it is shortened to the parameter ``timeout``.
         send: takes each ``ModelInferResponse``, serialized.
         streams: send a response for each token; otherwise one for all of them.
@@ -87,10 +87,10 @@ async def generate_responses(
     Raises:
         RequestError: the request does not fit the model, or the model fails.
     """
-    generator = generator_of(model)
+    generator, message = generator_of(model), inference.message
     parameters = decode_parameters(message.parameters)
     shorten_deadline(deadline, timeout_parameter(parameters))
-    prompts = await beside_loop(typed_bytes(message), _decode_prompts, message)
+    prompts = await beside_loop(typed_bytes(message), _decode_prompts, inference)
     request, fields = await read_request(generator, prompts, parameters)
     has_text = generator.text_format is not None
     ends_empty = streams and fields.triton_enable_empty_final_response
@@ -132,18 +132,14 @@ def _encode_part(model: ServedModel, request_id: str, text: str | None, tokens: 
     return response
 
 
-def _decode_prompts(message: Any) -> dict[str, str | InferenceTensor]:
+def _decode_prompts(inference: ParsedInference) -> dict[str, str | InferenceTensor]:
     """The inputs of a request by name.
 
     Raises:
         RequestError: an input violates the protocol.
     """
     prompts: dict[str, str | InferenceTensor] = {}
-    raw_contents = list(message.raw_input_contents) or [None] * len(message.inputs)
-    if len(raw_contents) != len(message.inputs):
-        expected = f"expected raw contents for all {len(message.inputs)} inputs or none"
-        raise RequestError(RequestStatus.BAD_REQUEST, f"{expected}, found {len(raw_contents)}")
-    for tensor, raw_content in zip(message.inputs, raw_contents, strict=True):
+    for tensor, raw_content in inference.input_contents():
         if tensor.name == TEXT_INPUT:
             prompts[tensor.name] = _decode_text(tensor, raw_content)
         else:
@@ -151,7 +147,7 @@ def _decode_prompts(message: Any) -> dict[str, str | InferenceTensor]:
     return prompts
 
 
-def _decode_text(tensor: Any, raw_content: bytes | None) -> str:
+def _decode_text(tensor: Any, raw_content: bytes | memoryview | None) -> str:
     """The text of a tensor that is one string: in raw contents, its length precedes it."""
     strings = list(tensor.contents.bytes_contents)
     if raw_content is not None and len(raw_content) == _LENGTH.size + int.from_bytes(

@@ -1,4 +1,4 @@
-"""What a message of gRPC would become when it is parsed: a few bytes may describe a hundred bytes of objects.
+"""The fields of a message of gRPC, read before it is parsed, when a few bytes may become a hundred bytes of objects.
 
 Source: https://protobuf.dev/programming-guides/encoding/. A request of 64 MB with empty inputs alone took 2.8 GB and 2.6 s to parse.
 """
@@ -15,6 +15,9 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 _MAX_FIELDS: Final = 20_000
 # Beside the data of tensors.
 _MAX_OTHER_BYTES: Final = 1_000_000
+# The parser copies less in less time than it takes to look for what it would copy.
+_FEW_BYTES: Final = 65_536
+_FEW_FIELDS: Final = 256
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
@@ -48,6 +51,36 @@ def check_message_size(content: bytes, *, is_inference: bool) -> None:
     if other_bytes > _MAX_OTHER_BYTES:
         message = f"expected at most {_MAX_OTHER_BYTES} bytes beside the data of tensors, found {other_bytes}"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+
+def separate_raw_contents(content: bytes) -> tuple[bytes, list[memoryview]]:
+    """Take the data of tensors out of a large request, so that its parser does not copy them twice.
+
+    Args:
+        content: a ``ModelInferRequest`` that `check_message_size` has accepted.
+
+    Returns:
+        The request without its raw contents, and these, on the memory of the request. The request as it is, and none, if it is small, has
+        none, or has so many fields that the parser is faster.
+
+    Raises:
+        DecodeError: it is not a message.
+    """
+    raw_contents: list[memoryview] = []
+    if len(content) <= _FEW_BYTES:
+        return content, raw_contents
+    view = memoryview(content)
+    other_fields: list[memoryview] = []
+    field_start = 0
+    for position, (field_number, start, end) in enumerate(_fields(content, 0, len(content))):
+        if position >= _FEW_FIELDS:
+            return content, []
+        if field_number == _RAW_CONTENTS:
+            raw_contents.append(view[start:end])
+        else:
+            other_fields.append(view[field_start:end])
+        field_start = end
+    return (b"".join(other_fields), raw_contents) if raw_contents else (content, raw_contents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
