@@ -118,15 +118,14 @@ class Connection:
         transfers = self.send(message, packed_values)
         assert self.receivers.next_message() == message
         received = self.receivers.values(layout, copies=copies)
-        self.wait(transfers)
+        wait_for(transfers)
         return received
 
-    def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait until messages have arrived."""
-        for receiver in self.links.receivers.values():
-            receiver.acknowledge()
-        for transfer in transfers:
-            transfer.wait()
+
+def wait_for(transfers: Sequence[Transfer]) -> None:
+    """Wait until messages have arrived."""
+    for transfer in transfers:
+        transfer.wait()
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -201,7 +200,7 @@ def test_a_failed_request_and_a_command_keep_the_order(connect: Connect) -> None
         seed = ControlMessage(kind=ControlKind.SEED, number=connection.number, seed=-3)
         transfers += connection.send(seed, pack_command(SYMBOLS))
         assert connection.receivers.next_message() == seed
-        connection.wait(transfers)
+        wait_for(transfers)
         assert_same(connection.pass_on({"x": torch.ones(rows)}, rows)["x"], torch.ones(rows))
 
 
@@ -238,7 +237,7 @@ def test_a_size_that_data_decide_is_checked_before_memory_is_taken(connect: Conn
     packed_values.head.write(value_layout.strides_offset + 16, [2**50, 2])
     transfers = connection.send(message, packed_values)
     assert connection.receivers.next_message() == message
-    connection.wait(transfers[:1])
+    wait_for(transfers[:1])
     with pytest.raises(ConnectionLostError, match=r"the data of another program: .*found"):
         connection.receivers.values(layout)
 
@@ -302,6 +301,25 @@ def test_a_sender_waits_for_a_receiver_that_takes_nothing(groups: tuple[ProcessG
     for number in range(100):
         assert connection.receivers.next_message() is not None
         assert bool((connection.receivers.values(layout)["x"] == number).all())
+    thread.join(5)
+    assert not thread.is_alive()
+    connection.close()
+
+
+def test_a_sender_that_finishes_waits_until_the_last_message_is_taken(
+    groups: tuple[ProcessGroup, ProcessGroup],
+) -> None:
+    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+    for number in range(3):  # returns blocks that nobody takes back
+        connection.pass_on({"x": torch.full((70_000,), float(number))}, 70_000)
+    connection.number += 1
+    last_message = ControlMessage(kind=ControlKind.CLOSE, number=connection.number)
+    connection.send(last_message, pack_command(SYMBOLS))
+    thread = threading.Thread(target=connection.senders.finish)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert connection.receivers.next_message() == last_message
     thread.join(5)
     assert not thread.is_alive()
     connection.close()

@@ -244,6 +244,7 @@ class FrontProcess:
                 time.sleep(_CLOSE_SECONDS)
             if self._watch.lost is None:
                 self._sent_messages.finish()
+                self._senders.finish()
         except ConnectionLostError as error:
             self._watch.lose_unknown(error)
         return True

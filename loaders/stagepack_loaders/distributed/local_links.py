@@ -9,7 +9,6 @@ import os
 import select
 import socket
 import struct
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,28 +32,12 @@ _ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
 LARGEST_HEAD: Final = 2**16 + 2**15
 # Of one route, with tensors on them.
 _MOST_BLOCKS: Final = 64
-# One of the message itself, 0, then the numbers of the blocks that are returned with it, negative for those that are not kept.
-_ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS
-
-
-class LinkTransfer:
-    """A message under way. Its values are copied already."""
-
-    def __init__(self, sender: "LinkSender", message_number: int) -> None:
-        self._sender = sender
-        self._message_number = message_number
-
-    def wait(self) -> None:
-        """Return when the other process has taken the message.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
-        self._sender.wait(self._message_number)
+# The numbers of the blocks that are returned at a time, negative for those that are not kept.
+_RETURN_WORDS: Final = 2 * _MOST_BLOCKS
 
 
 class LinkSender:
-    """Sends what one route brings. One thread at a time sends; others may wait for transfers.
+    """Sends what one route brings. One thread at a time uses it.
 
     Attributes:
         connection: the socket.
@@ -65,13 +48,10 @@ class LinkSender:
         """Take a connection."""
         self.connection = connection
         self.blocks = WrittenBlocks()
-        self._sent_count = 0
-        self._taken_count = 0
         self._is_ended = False
-        self._acknowledgement = array("q", [0] * _ACKNOWLEDGEMENT_WORDS)
-        self._lock = threading.Lock()  # of all but sending
+        self._returned_numbers = array("q", [0] * _RETURN_WORDS)
 
-    def send(self, head: memoryview, bodies: Sequence[torch.Tensor]) -> LinkTransfer:
+    def send(self, head: memoryview, bodies: Sequence[torch.Tensor]) -> None:
         """Send a first message and large values, which are copied before this returns.
 
         Args:
@@ -84,9 +64,8 @@ class LinkSender:
         number = byte_count = new_bytes = 0
         descriptor = None
         if bodies:
-            with self._lock:
-                while self._read_acknowledgement():
-                    pass
+            while self._take_back_blocks():
+                pass
             byte_count = sum(aligned(body.nbytes) for body in bodies)
             number, address, descriptor = self._take_block(byte_count)
             new_bytes = 0 if descriptor is None else os.fstat(descriptor).st_size
@@ -101,50 +80,47 @@ class LinkSender:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        self._sent_count += 1
-        return LinkTransfer(self, self._sent_count)
+
+    def finish(self) -> None:
+        """Return when the other process has taken all messages and ended the route, or has gone.
+
+        If this one closed the connection before, with returned blocks in it that nobody has taken back, the other one could lose messages.
+        """
+        self._wait_until(lambda: self._is_ended)
 
     def _take_block(self, byte_count: int) -> tuple[int, int, int | None]:
         """Take a block; if there are too many, or the system has no more files or memory, wait for one that the receiver returns."""
         most_blocks = _MOST_BLOCKS
         while True:
             self._wait_until(lambda limit=most_blocks: self.blocks.used_count < limit)  # type: ignore[misc]
-            with self._lock:
-                try:
-                    return self.blocks.take(byte_count)
-                except OSError as error:
-                    most_blocks = self.blocks.used_count
-                    if not most_blocks:
-                        raise ConnectionLostError(f"no memory can be shared with the other process: {error}") from None
-
-    def wait(self, message_number: int) -> None:
-        """Return when the other process has taken a message.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
-        self._wait_until(lambda: self._taken_count >= message_number)
+            try:
+                return self.blocks.take(byte_count)
+            except OSError as error:
+                most_blocks = self.blocks.used_count
+                if not most_blocks:
+                    raise ConnectionLostError(f"no memory can be shared with the other process: {error}") from None
 
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """Read acknowledgements until they have brought something."""
+        """Take back blocks until that has brought something.
+
+        Raises:
+            ConnectionLostError: the other process has gone, or ended the route.
+        """
         poll = None
-        while True:
-            with self._lock:
-                if has_come():
-                    return
-                if self._read_acknowledgement():
-                    continue
-                if self._is_ended:
-                    raise ConnectionLostError("the connection is closed")
+        while not has_come():
+            if self._take_back_blocks():
+                continue
+            if self._is_ended and not has_come():
+                raise ConnectionLostError("the connection is closed")
             if poll is None:
                 poll = select.poll()
                 poll.register(self.connection, select.POLLIN)
             poll.poll()
 
-    def _read_acknowledgement(self) -> bool:
-        """Read that the receiver has taken a message, and which blocks it has returned, if that has come."""
+    def _take_back_blocks(self) -> bool:
+        """Take back the blocks that the receiver has returned at a time, if there are some."""
         try:
-            byte_count = self.connection.recv_into(self._acknowledgement, 0, socket.MSG_DONTWAIT)
+            byte_count = self.connection.recv_into(self._returned_numbers, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:
@@ -152,8 +128,7 @@ class LinkSender:
         if not byte_count:
             self._is_ended = True
             return False
-        self._taken_count += 1
-        for number in self._acknowledgement[1 : byte_count // self._acknowledgement.itemsize]:
+        for number in self._returned_numbers[: byte_count // self._returned_numbers.itemsize]:
             self.blocks.take_back(abs(number), is_kept=number > 0)
         return True
 
@@ -178,7 +153,6 @@ class LinkReceiver:
         self._capacity = capacity
         self.blocks = ReadBlocks(kept_bytes)
         self._words = bytearray(_BLOCK_WORDS.size)
-        self._is_acknowledged = True
 
     def receive(self) -> tuple[MessageHead, torch.Tensor | None]:
         """Wait for the next message.
@@ -190,8 +164,8 @@ class LinkReceiver:
             ConnectionLostError: the other process has gone, or is another program.
         """
         head = MessageHead(self._capacity)
-        self.acknowledge()
         try:
+            self._return_blocks()
             size, ancillary, flags, _ = self.connection.recvmsg_into([self._words, head.view], _ANCILLARY_BYTES)
             if not size or flags & _MESSAGE_CUT:
                 raise ConnectionLostError("the connection is closed")
@@ -207,7 +181,6 @@ class LinkReceiver:
             body = self._large_values(number, byte_count) if number else None
         except (OSError, ValueError, KeyError) as error:
             raise ConnectionLostError(str(error)) from None
-        self._is_acknowledged = False
         return head, body
 
     def _large_values(self, number: int, byte_count: int) -> torch.Tensor:
@@ -215,20 +188,15 @@ class LinkReceiver:
         # The caller may keep what it gets, and each block is an open file.
         return body.clone() if self.blocks.used_count > _MOST_BLOCKS // 2 else body
 
-    def acknowledge(self) -> None:
-        """Tell the sender that the last message is taken, and which blocks no tensor is on any more. The next `receive` does it, too.
+    def end(self) -> None:
+        """Tell the sender that no more messages are expected: the last one is taken."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
 
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
-        if self._is_acknowledged:
-            return
-        self._is_acknowledged = True
-        returned = [number if is_kept else -number for number, is_kept in self.blocks.find_unused()]
-        try:
-            self.connection.send(array("q", [0, *returned]))
-        except OSError as error:
-            raise ConnectionLostError(str(error)) from None
+    def _return_blocks(self) -> None:
+        """Tell the sender which blocks no tensor is on any more."""
+        if unused_blocks := self.blocks.find_unused():
+            self.connection.send(array("q", [number if is_kept else -number for number, is_kept in unused_blocks]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -97,11 +97,11 @@ class SentMessages:
         self._messages: deque[tuple[int, Transfer]] = deque()
         self._lock = threading.Lock()
 
-    def add(self, request_number: int, transfers: Iterable[Transfer]) -> None:
+    def add(self, request_number: int, transfers: Sequence[Transfer]) -> None:
         """Keep messages of a request; requests come in the order of their numbers."""
-        with self._lock:
-            for transfer in transfers:
-                self._messages.append((request_number, transfer))
+        if transfers:
+            with self._lock:
+                self._messages.extend((request_number, transfer) for transfer in transfers)
 
     def finish(self, request_number: int | None = None) -> None:
         """Wait for the messages of all requests up to one, or of all requests.

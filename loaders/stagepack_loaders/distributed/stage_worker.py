@@ -205,6 +205,7 @@ class StageWorker:
                 runtime.seed(command.seed)
         elif command.kind == ControlKind.CLOSE:
             self._sent_messages.finish()
+            self._senders.finish()
 
     def _outgoing_route(self, route: Route, *, has_state: bool) -> _OutgoingRoute:
         copies_at_once = self._senders.copies_at_once(route)

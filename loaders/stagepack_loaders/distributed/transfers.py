@@ -46,6 +46,9 @@ class RouteSenders:
     def send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
         """Send a request or command on a route, without waiting until it arrives.
 
+        Returns:
+            The messages whose values must not change before they have arrived.
+
         Raises:
             ConnectionLostError: the other process has gone.
         """
@@ -54,12 +57,18 @@ class RouteSenders:
         if link is not None:
             bodies = [] if message.kind == ControlKind.FAIL else packed_values.bodies + packed_values.late_bodies
             self._group.sent_bytes += packed_values.byte_count
-            return [link.send(packed_values.head.view, bodies)]
+            link.send(packed_values.head.view, bodies)
+            return []
         return [
             self._group.send(packed_values.head.memory, route.target_rank, route.head_tag),
             *(self._group.send(body, route.target_rank, route.body_tag) for body in packed_values.bodies),
             *(self._group.send(body, route.target_rank, route.late_tag) for body in packed_values.late_bodies),
         ]
+
+    def finish(self) -> None:
+        """Wait until other processes of this machine have taken all messages, when all routes have brought that the pipeline closes."""
+        for link in self._links.values():
+            link.finish()
 
 
 class RouteReceivers:
@@ -239,7 +248,7 @@ class _LinkMessages:
         pass
 
     def end(self) -> None:
-        self._receiver.acknowledge()
+        self._receiver.end()
 
 
 class _RouteReceiver:
