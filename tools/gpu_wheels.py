@@ -25,7 +25,7 @@ PACKAGES: Final = {
     "stagepack": ("blake3", "click", "msgspec", "rich", "markdown-it-py", "mdurl", "Pygments"),
     "the server": (
         "anyio", "grpcio", "grpcio-health-checking", "grpcio-reflection", "h11", "idna", "prometheus_client", "protobuf",
-        "python-rapidjson", "starlette", "tritonclient", "typing_extensions", "urllib3", "uvicorn",
+        "python-rapidjson", "starlette", "tritonclient", "typing_extensions", "urllib3", "uvicorn", "uvloop",
     ),
     "tests": ("execnet", "pytest-xdist", "torchao"),
 }  # fmt: skip

@@ -92,7 +92,9 @@ def attention_calls() -> dict[str, list[Call]]:
     mask_shapes = {0: (length, length), 1: (batch_size, length), 2: (batch_size, head_count, length, length)}
     masks: list[dict[str, Any]] = [{}]
     for mask_type, shape in mask_shapes.items():
-        masks.append({"mask": torch.rand(shape) > 0.8, "mask_type": mask_type})
+        mask = torch.rand(shape) > 0.8
+        mask[..., 0] = False  # of positions that are all masked, the result is not a number
+        masks.append({"mask": mask, "mask_type": mask_type})
     return {name: [bind(find_operator(name), args[name], mask) for mask in masks] for name in args}
 
 
