@@ -84,7 +84,7 @@ class LinkSender:
     def finish(self) -> None:
         """Return when the other process has taken all messages and ended the route, or has gone.
 
-        If this one closed the connection before, with returned blocks in it that nobody has taken back, the other one could lose messages.
+        If this process closed the connection before, with returned blocks that it has not taken back, the other one would lose messages.
         """
         self._wait_until(lambda: self._is_ended)
 
@@ -108,10 +108,10 @@ class LinkSender:
         """
         poll = None
         while not has_come():
-            if self._take_back_blocks():
-                continue
-            if self._is_ended and not has_come():
+            if self._is_ended:
                 raise ConnectionLostError("the connection is closed")
+            if self._take_back_blocks() or self._is_ended:
+                continue
             if poll is None:
                 poll = select.poll()
                 poll.register(self.connection, select.POLLIN)

@@ -117,7 +117,7 @@ def serve(
     Raises:
         AddressError: the server cannot listen at an address.
     """
-    # Its event loop takes a third of the time of that of asyncio.
+    # For a request over gRPC, the event loop of asyncio makes some 200 calls of Python, that of uvloop none.
     return uvloop.run(_serve(control, addresses, on_listening, security))
 
 
