@@ -93,7 +93,12 @@ def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: 
     return distinct_elements.expand(tuple(shape))
 
 
-def from_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
+def large_row_major(memory: torch.Tensor, edge: Edge, shape: Sequence[int]) -> torch.Tensor:
+    """Return a row-major tensor on its bytes, as `from_bytes` does for any strides."""
+    return memory.view(_TENSOR_DTYPES[edge.dtype]).view(tuple(shape))
+
+
+def small_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
     """Return a row-major tensor on the memory of the message that it came with.
 
     Args:

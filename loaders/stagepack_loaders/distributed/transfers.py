@@ -23,7 +23,7 @@ from stagepack_loaders.distributed.route_layout import (
     head_capacity,
 )
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import ReceiveMemory, from_bytes, from_row_major
+from stagepack_loaders.distributed.tensor_memory import ReceiveMemory, from_bytes, large_row_major, small_row_major
 
 
 class RouteSenders:
@@ -317,7 +317,9 @@ class _RouteReceiver:
     def _value(self, layout: ValueLayout, shape: tuple[int, ...], body: torch.Tensor | None) -> Any:
         strides = layout.strides_words.unpack_from(self._head.view, layout.strides_offset)
         if layout.small_tensor is not None and strides == layout.row_major_strides:
-            return from_row_major(self._head.view, layout.small_tensor)
+            return small_row_major(self._head.view, layout.small_tensor)
+        if body is not None and strides == layout.row_major_strides:
+            return large_row_major(body, layout.edge, shape)
         memory = self._head.data(layout) if body is None else body
         if strides and min(strides) < 0:
             raise ConnectionLostError(f"the data of another program: {layout.edge.name} has the strides {strides}")
