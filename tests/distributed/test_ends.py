@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -92,6 +93,16 @@ def test_a_pipeline_that_nobody_has_any_more_ends_its_processes(layers: Bundle) 
     del pipeline
     gc.collect()
     wait_until(lambda: not any(map(is_running, numbers.values())))
+
+
+def test_the_inputs_of_a_call_are_not_kept_after_it(layers: Bundle) -> None:
+    with stagepack.load(layers, processes=2) as pipeline:
+        ids = IDS.clone()
+        reference = weakref.ref(ids)
+        pipeline(ids)
+        del ids
+        gc.collect()
+        wait_until(lambda: reference() is None)
 
 
 def test_processes_that_still_start_end_with_the_one_that_started_them(layers: Bundle) -> None:

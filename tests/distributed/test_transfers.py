@@ -6,6 +6,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from stagepack_loaders.distributed.process_group import (
 )
 from stagepack_loaders.distributed.route_layout import RequestLayouts, head_capacity
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.shared_blocks import KeptBytes
+from stagepack_loaders.distributed.shared_blocks import LARGEST_KEPT_BYTES, KeptBytes
 from stagepack_loaders.distributed.tensor_memory import ReceiveMemory
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 
@@ -280,6 +281,18 @@ def test_copies_leave_the_shared_memory_to_the_sender(groups: tuple[ProcessGroup
         connection.pass_on({"x": x + 1}, 70_000, copies=True)
         assert receiver.blocks.used_count == used_count  # that of the last message is in use until the next one
         assert torch.equal(kept["x"], x)
+    connection.close()
+
+
+def test_large_memory_is_given_back_with_the_next_small_message(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    columns = LARGEST_KEPT_BYTES // 2**22 + 1
+    connection = Connection(groups, [edge_of("x", "float32", ["rows", columns])], is_local=True)
+    maps, first_count = Path("/proc/self/maps"), Path("/proc/self/maps").read_text().count("memfd:stagepack")
+    connection.pass_on({"x": torch.ones(2**20, columns)}, 2**20)
+    assert maps.read_text().count("memfd:stagepack") == first_count + 2  # both ends are in this process
+    for _ in range(2):
+        connection.pass_on({"x": torch.ones(1, columns)}, 1)
+    assert maps.read_text().count("memfd:stagepack") == first_count
     connection.close()
 
 

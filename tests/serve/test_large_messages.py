@@ -84,8 +84,14 @@ def test_raw_contents_are_separated_from_a_large_request_without_a_copy() -> Non
 
 @pytest.mark.parametrize(
     "content",
-    [field(7, bytes(60_000)), field(5, field(5, bytes(80_000))), field(7, b"") * 300 + field(7, bytes(80_000))],
-    ids=["small", "typed", "many"],
+    [
+        field(7, bytes(60_000)),
+        field(5, field(5, bytes(80_000))),
+        field(7, b"") * 300 + field(7, bytes(80_000)),
+        field(7, bytes(80_000)) + b"\x7b\x7c",  # an unknown group
+        field(7, bytes(80_000)) + b"\xba\x80\x80\x80\x80\x00\x00",  # a number of a field with more bytes than the parser takes
+    ],
+    ids=["small", "typed", "many", "group", "number"],
 )
 def test_other_requests_are_parsed_as_they_are(content: bytes) -> None:
     assert separate_raw_contents(content) == (content, [])

@@ -294,6 +294,7 @@ class FrontProcess:
                 self._finished_here.put(work)
                 if not isinstance(work, StageRequest) and work.kind == ControlKind.CLOSE:
                     return
+                del work  # its values are not kept until the next one comes
 
     def _collect_results(self) -> None:
         """Answer requests in their order, when the stages here have run and the results of the others have come."""
@@ -309,6 +310,7 @@ class FrontProcess:
                     self.trace.add_own()
                 elif work.kind == ControlKind.CLOSE:
                     return
+                del work
 
     def _answer(self, request: StageRequest, message: ControlMessage | None) -> None:
         number = request.message.number

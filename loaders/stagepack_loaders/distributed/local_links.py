@@ -63,9 +63,10 @@ class LinkSender:
         """
         number = byte_count = new_bytes = 0
         descriptor = None
-        if bodies:
+        if bodies or self.blocks.used_count:
             while self._take_back_blocks():
                 pass
+        if bodies:
             byte_count = sum(aligned(body.nbytes) for body in bodies)
             number, address, descriptor = self._take_block(byte_count)
             new_bytes = 0 if descriptor is None else os.fstat(descriptor).st_size

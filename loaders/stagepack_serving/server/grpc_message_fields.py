@@ -19,6 +19,9 @@ _MAX_OTHER_BYTES: Final = 1_000_000
 _FEW_BYTES: Final = 65_536
 _FEW_FIELDS: Final = 256
 
+# What the parser takes.
+_MOST_TAG_BYTES: Final = 5
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
 
@@ -61,10 +64,7 @@ def separate_raw_contents(content: bytes) -> tuple[bytes, list[memoryview]]:
 
     Returns:
         The request without its raw contents, and these, on the memory of the request. The request as it is, and none, if it is small, has
-        none, or has so many fields that the parser is faster.
-
-    Raises:
-        DecodeError: it is not a message.
+        none, has so many fields that the parser is faster, or is no message but perhaps for the parser.
     """
     raw_contents: list[memoryview] = []
     if len(content) <= _FEW_BYTES:
@@ -72,14 +72,17 @@ def separate_raw_contents(content: bytes) -> tuple[bytes, list[memoryview]]:
     view = memoryview(content)
     other_fields: list[memoryview] = []
     field_start = 0
-    for position, (field_number, start, end) in enumerate(_fields(content, 0, len(content))):
-        if position >= _FEW_FIELDS:
-            return content, []
-        if field_number == _RAW_CONTENTS:
-            raw_contents.append(view[start:end])
-        else:
-            other_fields.append(view[field_start:end])
-        field_start = end
+    try:
+        for position, (field_number, start, end) in enumerate(_fields(content, 0, len(content))):
+            if position >= _FEW_FIELDS:
+                return content, []
+            if field_number == _RAW_CONTENTS:
+                raw_contents.append(view[start:end])
+            else:
+                other_fields.append(view[field_start:end])
+            field_start = end
+    except DecodeError:
+        return content, []
     return (b"".join(other_fields), raw_contents) if raw_contents else (content, raw_contents)
 
 
@@ -149,7 +152,10 @@ def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int,
         DecodeError: the bytes are not a message.
     """
     while position < end:
+        start = position
         tag, position = _read_varint(content, position, end)
+        if position - start > _MOST_TAG_BYTES:
+            raise DecodeError("the number of a field is too long")
         wire_type = tag & 7
         start = position
         if wire_type == _VARINT:

@@ -30,8 +30,8 @@ def tensor_from_bytes(
         tensor_name: the name of the input.
         datatype: a datatype of the protocol.
         shape: the shape.
-        content: the elements, little-endian. They are copied, so that the array may be written, and is aligned as new memory is: results may
-            differ by the alignment of the inputs.
+        content: the elements, little-endian. They are copied, so that the array may be written, and is aligned: results
+            may differ by the alignment of the inputs.
 
     Returns:
         The tensor.
