@@ -89,7 +89,8 @@ def test_raw_contents_are_separated_from_a_large_request_without_a_copy() -> Non
         field(5, field(5, bytes(80_000))),
         field(7, b"") * 300 + field(7, bytes(80_000)),
         field(7, bytes(80_000)) + b"\x7b\x7c",  # an unknown group
-        field(7, bytes(80_000)) + b"\xba\x80\x80\x80\x80\x00\x00",  # a number of a field with more bytes than the parser takes
+        field(7, bytes(80_000))
+        + b"\xba\x80\x80\x80\x80\x00\x00",  # a number of a field with more bytes than the parser takes
     ],
     ids=["small", "typed", "many", "group", "number"],
 )
