@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import check_case, in_processes, process_ids
+from tests.distributed.waiting_operator import Waiting
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES, named
 from tests.zoo.test_zoo import name_of
@@ -57,6 +59,26 @@ def test_sixteen_requests_of_changing_sizes_are_in_flight(layers: Bundle) -> Non
     with in_processes(layers, in_flight=16) as pipeline:
         results = [answer.result() for answer in [pipeline.submit(ids) for ids in calls]]
     assert all(torch.equal(result, one(ids)) for result, ids in zip(results, calls, strict=True))
+
+
+def shared_files(process_id: int) -> set[str]:
+    """The files of memory that a process shares with others."""
+    lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:stagepack" in line}
+
+
+def test_a_slow_process_holds_up_the_one_before_it(tmp_path: Path) -> None:
+    seconds = torch.full((70_000,), 0.1)  # more than goes without shared memory
+    bundle = stagepack.export(Waiting(), (seconds,), out=tmp_path / "waiting.stagepack", split_at=["wait"])
+    with in_processes(bundle, imports=[Waiting.__module__]) as pipeline:
+        first_process = process_ids(pipeline)[1]
+        calls = [pipeline.submit(seconds) for _ in range(16)]
+        block_counts = []
+        while not all(call.done() for call in calls):
+            block_counts.append(len(shared_files(first_process) - shared_files(os.getpid())))
+            time.sleep(0.02)
+        assert all(torch.equal(call.result(), seconds * 2) for call in calls)
+    assert 2 <= max(block_counts) <= 6
 
 
 def test_fewer_processes_than_stages_share_them(layers: Bundle) -> None:

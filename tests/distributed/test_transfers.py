@@ -87,7 +87,7 @@ class Connection:
         self.links = links = LocalLinks(senders=senders, receivers=receivers)
         self.group = groups[0]
         self.layouts = RequestLayouts([self.route], SYMBOLS, set(senders))
-        self.senders = RouteSenders(groups[0], links)
+        self.senders = RouteSenders(groups[0], links, [self.route])
         self.receivers = RouteReceivers(groups[1], links, [self.route], SYMBOLS)
         self.number = 0
 
@@ -314,6 +314,26 @@ def test_a_sender_waits_for_a_receiver_that_takes_nothing(groups: tuple[ProcessG
     for number in range(100):
         assert connection.receivers.next_message() is not None
         assert bool((connection.receivers.values(layout)["x"] == number).all())
+    thread.join(5)
+    assert not thread.is_alive()
+    connection.close()
+
+
+def test_a_sender_waits_until_all_but_some_large_messages_are_taken(
+    groups: tuple[ProcessGroup, ProcessGroup],
+) -> None:
+    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+    for rows in (70_000, 1, 70_000, 1, 70_000):
+        message = connection.message(rows)
+        layout = connection.layouts.find(message.size_words).of_route[connection.route]
+        connection.send(message, pack_values(layout, {"x": torch.ones(rows)}, SYMBOLS, copies=False))
+    connection.senders.limit_untaken(3)
+    thread = threading.Thread(target=connection.senders.limit_untaken, args=(2,))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    for _ in range(2):  # the first one is acknowledged when the second one is expected
+        connection.receivers.next_message()
     thread.join(5)
     assert not thread.is_alive()
     connection.close()

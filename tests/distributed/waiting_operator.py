@@ -16,12 +16,19 @@ def _(seconds: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(seconds)
 
 
+class Wait(torch.nn.Module):
+    """Waits."""
+
+    def forward(self, seconds: torch.Tensor) -> torch.Tensor:
+        return wait(seconds)
+
+
 class Waiting(torch.nn.Module):
-    """Waits in its first stage, if it is cut before `second`."""
+    """Waits in its first stage, if it is cut before `second`, and in its second one, if it is cut before `wait`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.ReLU(), torch.nn.ReLU()
+        self.first, self.wait, self.second = torch.nn.ReLU(), Wait(), torch.nn.ReLU()
 
     def forward(self, seconds: torch.Tensor) -> torch.Tensor:
-        return self.second(wait(self.first(seconds)))
+        return self.second(self.wait(self.first(seconds)))

@@ -87,11 +87,11 @@ class FrontProcess:
         self._symbols = bundle.entry_point.symbols
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
         self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
-        self._senders = RouteSenders(self._group, membership.links)
+        self._senders = RouteSenders(self._group, membership.links, self._input_routes)
         self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols)
         self.trace = GroupTrace(range(self._group.size), self.command)
         entry_point = bundle.entry_point
-        self._worker = StageWorker(entry_point, membership, self._senders, self._record_failure, self.trace.spans)
+        self._worker = StageWorker(entry_point, membership, self._record_failure, self.trace.spans)
         self._threads = [
             *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
             threading.Thread(target=self._collect_results, name="results", daemon=True),

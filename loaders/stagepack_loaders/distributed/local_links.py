@@ -32,8 +32,8 @@ _ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
 LARGEST_HEAD: Final = 2**16 + 2**15
 # Of one route, with tensors on them.
 _MOST_BLOCKS: Final = 64
-# The numbers of the blocks that are returned at a time, negative for those that are not kept.
-_RETURN_WORDS: Final = 2 * _MOST_BLOCKS
+# How many messages with large values are taken, then the numbers of the blocks that are returned, negative for those that are not kept.
+_ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS
 
 
 class LinkSender:
@@ -48,8 +48,9 @@ class LinkSender:
         """Take a connection."""
         self.connection = connection
         self.blocks = WrittenBlocks()
+        self._untaken_count = 0  # of messages with large values
         self._is_ended = False
-        self._returned_numbers = array("q", [0] * _RETURN_WORDS)
+        self._acknowledgement = array("q", [0] * _ACKNOWLEDGEMENT_WORDS)
 
     def send(self, head: memoryview, bodies: Sequence[torch.Tensor]) -> None:
         """Send a first message and large values, which are copied before this returns.
@@ -64,7 +65,7 @@ class LinkSender:
         number = byte_count = new_bytes = 0
         descriptor = None
         if bodies or self.blocks.used_count:
-            while self._take_back_blocks():
+            while self._read_acknowledgement():
                 pass
         if bodies:
             byte_count = sum(aligned(body.nbytes) for body in bodies)
@@ -81,11 +82,21 @@ class LinkSender:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+        if bodies:
+            self._untaken_count += 1
+
+    def limit_untaken(self, message_count: int) -> None:
+        """Wait until the other process has taken all messages with large values but so many. Small ones take no memory worth a wait.
+
+        Raises:
+            ConnectionLostError: the other process has gone.
+        """
+        self._wait_until(lambda: self._untaken_count <= message_count)
 
     def finish(self) -> None:
         """Return when the other process has taken all messages and ended the route, or has gone.
 
-        If this process closed the connection before, with returned blocks that it has not taken back, the other one would lose messages.
+        If this process closed the connection before, with acknowledgements that it has not read, the other one would lose messages.
         """
         self._wait_until(lambda: self._is_ended)
 
@@ -102,7 +113,7 @@ class LinkSender:
                     raise ConnectionLostError(f"no memory can be shared with the other process: {error}") from None
 
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """Take back blocks until that has brought something.
+        """Read acknowledgements until they have brought something.
 
         Raises:
             ConnectionLostError: the other process has gone, or ended the route.
@@ -111,17 +122,17 @@ class LinkSender:
         while not has_come():
             if self._is_ended:
                 raise ConnectionLostError("the connection is closed")
-            if self._take_back_blocks() or self._is_ended:
+            if self._read_acknowledgement() or self._is_ended:
                 continue
             if poll is None:
                 poll = select.poll()
                 poll.register(self.connection, select.POLLIN)
             poll.poll()
 
-    def _take_back_blocks(self) -> bool:
-        """Take back the blocks that the receiver has returned at a time, if there are some."""
+    def _read_acknowledgement(self) -> bool:
+        """Read what the receiver has taken and which blocks it has returned, if that has come."""
         try:
-            byte_count = self.connection.recv_into(self._returned_numbers, 0, socket.MSG_DONTWAIT)
+            byte_count = self.connection.recv_into(self._acknowledgement, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:
@@ -129,7 +140,8 @@ class LinkSender:
         if not byte_count:
             self._is_ended = True
             return False
-        for number in self._returned_numbers[: byte_count // self._returned_numbers.itemsize]:
+        self._untaken_count -= self._acknowledgement[0]
+        for number in self._acknowledgement[1 : byte_count // self._acknowledgement.itemsize]:
             self.blocks.take_back(abs(number), is_kept=number > 0)
         return True
 
@@ -154,6 +166,7 @@ class LinkReceiver:
         self._capacity = capacity
         self.blocks = ReadBlocks(kept_bytes)
         self._words = bytearray(_BLOCK_WORDS.size)
+        self._taken_count = 0  # of messages with large values that are not acknowledged yet
 
     def receive(self) -> tuple[MessageHead, torch.Tensor | None]:
         """Wait for the next message.
@@ -166,7 +179,7 @@ class LinkReceiver:
         """
         head = MessageHead(self._capacity)
         try:
-            self._return_blocks()
+            self._acknowledge()
             size, ancillary, flags, _ = self.connection.recvmsg_into([self._words, head.view], _ANCILLARY_BYTES)
             if not size or flags & _MESSAGE_CUT:
                 raise ConnectionLostError("the connection is closed")
@@ -180,6 +193,7 @@ class LinkReceiver:
                 finally:
                     os.close(descriptor)
             body = self._large_values(number, byte_count) if number else None
+            self._taken_count = int(body is not None)
         except (OSError, ValueError, KeyError) as error:
             raise ConnectionLostError(str(error)) from None
         return head, body
@@ -194,10 +208,13 @@ class LinkReceiver:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
-    def _return_blocks(self) -> None:
-        """Tell the sender which blocks no tensor is on any more."""
-        if unused_blocks := self.blocks.find_unused():
-            self.connection.send(array("q", [number if is_kept else -number for number, is_kept in unused_blocks]))
+    def _acknowledge(self) -> None:
+        """Tell the sender that large values are taken, and which blocks no tensor is on any more."""
+        unused_blocks = self.blocks.find_unused()
+        if self._taken_count or unused_blocks:
+            returned_numbers = [number if is_kept else -number for number, is_kept in unused_blocks]
+            self.connection.send(array("q", [self._taken_count, *returned_numbers]))
+            self._taken_count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

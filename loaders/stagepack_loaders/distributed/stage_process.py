@@ -30,7 +30,7 @@ from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender
-from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
+from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.run_trace import SpanRecorder
 
 HEARTBEAT_SECONDS = 0.5
@@ -124,13 +124,7 @@ class _StageProcess:
         self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
         self._spans = SpanRecorder(membership.group.rank)
         self._first_stage = min(membership.stages, default=None)
-        self._worker = StageWorker(
-            bundle.entry_point,
-            membership,
-            RouteSenders(membership.group, membership.links),
-            self._report_failure,
-            self._spans,
-        )
+        self._worker = StageWorker(bundle.entry_point, membership, self._report_failure, self._spans)
         self._threads = [
             threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True),
             threading.Thread(target=self._post_bodies, name="receives", daemon=True),

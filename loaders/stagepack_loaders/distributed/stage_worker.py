@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from stagepack.format.manifest import Edge, EntryPoint
@@ -22,7 +23,8 @@ from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import ConsecutiveSpans, SpanRecorder
 from stagepack_loaders.stage_errors import typed_stage_errors
 
-# What was sent for the request so many before has arrived before another one is run: a slow process holds up those before it.
+# A slow process holds up those before it: what was sent for the request so many before has arrived before another one is run, and of
+# routes between processes of one machine, which need memory for each message, all but so many large messages are taken.
 _REQUESTS_SENT_AHEAD = 4
 
 
@@ -111,7 +113,6 @@ class StageWorker:
         self,
         entry_point: EntryPoint,
         membership: Membership,
-        senders: RouteSenders,
         report_failure: Callable[[int, int, Exception], None],
         spans: SpanRecorder,
     ) -> None:
@@ -120,22 +121,24 @@ class StageWorker:
         Args:
             entry_point: the entry point of the bundle.
             membership: this process in the group, with its stages.
-            senders: send on what the stages return.
             report_failure: called with the number of a request and of a stage, and the error of the stage.
             spans: records what the stages do.
         """
         self.spans = ConsecutiveSpans(spans)
-        self._senders = senders
+        rank = membership.group.rank
+        routes_of_stage = {
+            number: [route for route in membership.routes if (route.source_rank, route.source_stage) == (rank, number)]
+            for number in membership.stages
+        }
+        self._senders = RouteSenders(membership.group, membership.links, chain.from_iterable(routes_of_stage.values()))
         self._symbols = entry_point.symbols
         self._sent_messages = SentMessages()
         self._report_failure = report_failure
         self._sequence_states: dict[int, dict[int, Any]] = {}
         edges = {edge.name: edge for edge in entry_point.edges}
-        rank = membership.group.rank
         self._stages = []
         for number, loaded in membership.stages.items():
             entry = entry_point.stages[number]
-            routes = [route for route in membership.routes if (route.source_rank, route.source_stage) == (rank, number)]
             self._stages.append(
                 _ProcessStage(
                     number=number,
@@ -144,7 +147,9 @@ class StageWorker:
                     inputs=tuple(edges[name] for name in entry.inputs),
                     outputs=tuple(entry.outputs),
                     has_state=bool(entry.state),
-                    outgoing=tuple(self._outgoing_route(route, has_state=bool(entry.state)) for route in routes),
+                    outgoing=tuple(
+                        self._outgoing_route(route, has_state=bool(entry.state)) for route in routes_of_stage[number]
+                    ),
                 )
             )
         self._last_stage = max(membership.stages, default=None)
@@ -184,6 +189,7 @@ class StageWorker:
             for outgoing in stage.outgoing:
                 self._send_values(stage, outgoing, request)
         self._sent_messages.finish(request.message.number - _REQUESTS_SENT_AHEAD)
+        self._senders.limit_untaken(_REQUESTS_SENT_AHEAD)
         self.spans.end("wait", request.message.number, self._last_stage)
 
     def execute(self, command: ControlMessage) -> None:

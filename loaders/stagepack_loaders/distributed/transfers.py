@@ -1,7 +1,7 @@
 """Send and receive the values of a route: between processes of one machine by a link, between machines by gloo."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -27,17 +27,18 @@ from stagepack_loaders.distributed.tensor_memory import ReceiveMemory, from_byte
 
 
 class RouteSenders:
-    """Sends what the routes from a process bring."""
+    """Sends what some routes from a process bring. One thread at a time uses it."""
 
-    def __init__(self, group: ProcessGroup, links: LocalLinks) -> None:
+    def __init__(self, group: ProcessGroup, links: LocalLinks, routes: Iterable[Route]) -> None:
         """Keep the connections.
 
         Args:
             group: the processes.
             links: the routes between this process and others of its machine.
+            routes: the routes that are used; no other object sends on them.
         """
         self._group = group
-        self._links = links.senders
+        self._links = {route: links.senders[route] for route in routes if route in links.senders}
 
     def copies_at_once(self, route: Route) -> bool:
         """Whether values may change as soon as they are sent."""
@@ -65,8 +66,17 @@ class RouteSenders:
             *(self._group.send(body, route.target_rank, route.late_tag) for body in packed_values.late_bodies),
         ]
 
+    def limit_untaken(self, message_count: int) -> None:
+        """Wait until other processes of this machine have taken all messages with large values but so many of each route.
+
+        Raises:
+            ConnectionLostError: another process has gone.
+        """
+        for link in self._links.values():
+            link.limit_untaken(message_count)
+
     def finish(self) -> None:
-        """Wait until other processes of this machine have taken all messages, when all routes have brought that the pipeline closes."""
+        """Wait until other processes of this machine have taken all messages, when the routes have brought that the pipeline closes."""
         for link in self._links.values():
             link.finish()
 
