@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -103,6 +104,31 @@ def test_the_inputs_of_a_call_are_not_kept_after_it(layers: Bundle) -> None:
         del ids
         gc.collect()
         wait_until(lambda: reference() is None)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_while_the_others_connect_is_found(layers: Bundle, killed: int) -> None:
+    script = [
+        "import os, signal, sys, time, stagepack",
+        "from pathlib import Path",
+        "from stagepack_loaders.distributed import membership, process_group",
+        "def connect(*arguments):",
+        "    children = [int(n) for path in Path('/proc/self/task').glob('*/children') for n in path.read_text().split()]",
+        "    os.kill(sorted(children)[int(sys.argv[2])], signal.SIGKILL)",
+        "    kills.append(time.monotonic())",
+        "    return connect_all(*arguments)",
+        "kills, connect_all, process_group._connect = [], process_group._connect, connect",
+        "try:",
+        "    stagepack.load(sys.argv[1], processes=2)",
+        "except stagepack.errors.StageLostError as error:",
+        "    print(kills[0], time.monotonic(), error, flush=True)",
+    ]
+    finished = run_script(script, str(layers.path), str(killed))
+    ended = time.monotonic()
+    assert (finished.returncode, "terminate called" in finished.stderr) == (0, False), finished.stderr
+    kill_time, error_time, error = finished.stdout.split(maxsplit=2)
+    assert float(error_time) - float(kill_time) < 5 > ended - float(error_time)
+    assert re.match(rf"process {killed + 1} on .* lost .*signal 9", error)
 
 
 def test_processes_that_still_start_end_with_the_one_that_started_them(layers: Bundle) -> None:

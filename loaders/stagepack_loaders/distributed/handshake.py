@@ -37,6 +37,7 @@ class Identity(Struct, frozen=True, kw_only=True):
         torch: its version of torch.
         machine: its `machine_id`.
         listener: the name of its `LinkListener`; empty if it has none.
+        address: the address of its machine that it has chosen; None to leave the choice to gloo.
     """
 
     host: str
@@ -46,6 +47,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     torch: str
     machine: str
     listener: str
+    address: str | None
 
 
 class StageFacts(Struct, frozen=True, kw_only=True):
@@ -88,8 +90,8 @@ class LoadReport(Struct, frozen=True, kw_only=True):
     error: ErrorReport | None = None
 
 
-def own_identity(bundle: Bundle, listener_name: str) -> Identity:
-    """Return the identity of this process, which listens by a name for others of its machine."""
+def own_identity(bundle: Bundle, listener_name: str, address: str | None) -> Identity:
+    """Return the identity of this process, which listens by a name for others of its machine, and at an address for others."""
     return Identity(
         host=host_name(),
         process_id=os.getpid(),
@@ -98,6 +100,7 @@ def own_identity(bundle: Bundle, listener_name: str) -> Identity:
         torch=str(torch.__version__),
         machine=machine_id(),
         listener=listener_name,
+        address=address,
     )
 
 

@@ -29,6 +29,7 @@ from stagepack_loaders.distributed.handshake import (
 from stagepack_loaders.distributed.link_listener import LinkListener, connect_links, find_local_routes
 from stagepack_loaders.distributed.loading_progress import loading_progress
 from stagepack_loaders.distributed.local_links import LocalLinks
+from stagepack_loaders.distributed.network_address import reachable_address
 from stagepack_loaders.distributed.process_end import stages_text
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes
@@ -176,7 +177,7 @@ def join_group(
     with contextlib.closing(LinkListener()) as listener:
         # The front gives up first, and names the processes that are missing.
         seconds = options.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)
-        identity = own_identity(bundle, listener.name)
+        identity = own_identity(bundle, listener.name, LOOPBACK if options.is_local else options.address)
         identities = exchange_identities(store, rank, size, identity, seconds=seconds, check=check)
         stage_numbers = [number for number, stage_rank in enumerate(options.rank_of_stage) if stage_rank == rank]
         stages: dict[int, LoadedStage] = {}
@@ -201,7 +202,8 @@ def join_group(
         routes = find_routes(bundle.entry_point, options.rank_of_stage, written_inputs)
         symbols = bundle.entry_point.symbols
         local_routes = find_local_routes(routes, [identity.machine for identity in identities], symbols)
-        group = ProcessGroup(store, rank, size, address=LOOPBACK if options.is_local else options.address)
+        address = reachable_address(identity.address, [other.address for other in identities])
+        group = ProcessGroup(store, rank, size, address=address, check=check)
         listener_names = [identity.listener for identity in identities]
         links = connect_links(listener, listener_names, rank, routes, local_routes, symbols, check)
     return Membership(

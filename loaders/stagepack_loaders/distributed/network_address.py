@@ -3,8 +3,7 @@
 import ipaddress
 import os
 import socket
-
-from torch.distributed.distributed_c10d import Store
+from collections.abc import Iterable
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _ANY_PORT = 9  # nothing is sent to it
@@ -24,26 +23,19 @@ def chosen_address(target: str) -> str | None:
     return None if os.environ.get(_INTERFACE_VARIABLE) else _address_towards(target)
 
 
-def reachable_address(store: Store, rank: int, size: int, address: str | None) -> str | None:
-    """Return the address of this machine that all other processes of a group reach. All processes must call it.
+def reachable_address(address: str | None, other_addresses: Iterable[str | None]) -> str | None:
+    """Return the address of this machine that all other processes of a group reach.
 
     The name of a machine stands for a loopback address in its own ``/etc/hosts`` on Debian. A process that has such an address takes that
     from which it reaches the processes on other machines.
 
     Args:
-        store: where the processes publish their addresses.
-        rank: the number of this process.
-        size: the number of processes.
         address: the address that this process has chosen so far; None to leave the choice to gloo.
-
-    Raises:
-        RuntimeError: the store is gone, or a process has not published its address in time.
+        other_addresses: those that the other processes have chosen.
     """
-    store.set(f"address/{rank}", address or "")
     if address is None or not _is_loopback(address):
         return address
-    for other_rank in range(size):
-        other_address = store.get(f"address/{other_rank}").decode()
+    for other_address in other_addresses:
         if other_address and not _is_loopback(other_address):
             return _address_towards(other_address)
     return address

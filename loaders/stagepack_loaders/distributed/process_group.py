@@ -7,7 +7,8 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,13 +18,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stagepack.errors import GroupError
 from stagepack.torch_internals import gloo_process_group
-from stagepack_loaders.distributed.network_address import reachable_address
 
 # Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
 _NO_TIMEOUT = timedelta(days=365)
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 # Gloo waits five times as long for a connection.
 _GLOO_TIMEOUT = _CONNECT_TIMEOUT / 5
+_CHECK_SECONDS = 0.1
 _SHORTEST_TIMEOUT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**30  # of messages that are never sent
 LOOPBACK = "127.0.0.1"
@@ -126,16 +127,18 @@ class ProcessGroup:
         sent_bytes: the bytes that this process has sent.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, address: str | None) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, *, address: str | None, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Connect to all others; returns when they have connected too.
 
         Args:
             store: where the processes find each other's addresses.
             rank: the number of this process.
             size: the number of processes.
-            address: an address of this machine, on whose interface the process listens. If it is a loopback address and that of another
-                process is not, the process listens on the interface that leads to the other one. None for the interface of the variable
+            address: an address of this machine, on whose interface the process listens. None for the interface of the variable
                 ``GLOO_SOCKET_IFNAME``, or of the name of the host.
+            check: called again and again; raises when there is no use in waiting.
 
         Raises:
             GroupError: processes on several machines did not connect within a minute.
@@ -144,18 +147,19 @@ class ProcessGroup:
         self.rank = rank
         self.size = size
         self.sent_bytes = 0
-        try:
-            address = reachable_address(store, rank, size, address)
-            self._backend = gloo_process_group(PrefixStore("gloo", store), rank, size, _GLOO_TIMEOUT, address)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            if address == LOOPBACK:  # a process has ended
-                raise ConnectionLostError(reason) from None
-            raise GroupError(
-                f"process {rank} on {host_name()} has no connection with all others, which look for it at "
-                f"{address or 'the address of its name'}: {reason}; look for processes that have ended and for firewalls, or name the "
-                "interface by GLOO_SOCKET_IFNAME"
-            ) from None
+        connected: Future[Any] = Future()
+
+        def connect() -> None:
+            try:
+                connected.set_result(_connect(store, rank, size, address))
+            except Exception as error:  # noqa: BLE001 - raised below
+                connected.set_exception(error)
+
+        # Gloo waits a minute for a process that has ended. This one may end meanwhile: the thread has the store, so nothing wakes it.
+        threading.Thread(target=connect, name="connect", daemon=True).start()
+        while not wait([connected], _CHECK_SECONDS).done:
+            check()
+        self._backend = connected.result()
 
     def send(self, memory: torch.Tensor, target_rank: int, tag: int) -> Transfer:
         """Send bytes, without waiting until they arrive. The memory must not change before.
@@ -197,6 +201,22 @@ class ProcessGroup:
             # Gloo has no call for it, but closes them when a wait times out.
             with contextlib.suppress(RuntimeError):
                 self._backend.recv([torch.empty(1, dtype=torch.uint8)], other_rank, _ABORT_TAG).wait(_SHORTEST_TIMEOUT)
+
+
+def _connect(store: Store, rank: int, size: int, address: str | None) -> Any:
+    try:
+        # Another connection: one on which a thread waits lets no other one in.
+        own_store = store.clone()  # type: ignore[attr-defined] # public, and not in its type hints
+        return gloo_process_group(PrefixStore("gloo", own_store), rank, size, _GLOO_TIMEOUT, address)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if address == LOOPBACK:  # a process has ended
+            raise ConnectionLostError(reason) from None
+        raise GroupError(
+            f"process {rank} on {host_name()} has no connection with all others, which look for it at "
+            f"{address or 'the address of its name'}: {reason}; look for processes that have ended and for firewalls, or name the "
+            "interface by GLOO_SOCKET_IFNAME"
+        ) from None
 
 
 def host_name() -> str:

@@ -20,7 +20,7 @@ from stagepack_loaders.distributed.handshake import (
     own_identity,
 )
 from stagepack_loaders.distributed.launch_environment import has_launcher, launched_address
-from stagepack_loaders.distributed.network_address import chosen_address
+from stagepack_loaders.distributed.network_address import chosen_address, reachable_address
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name, open_store
 from stagepack_loaders.torch.stage import TorchStage
 
@@ -65,10 +65,11 @@ def meet_processes(bundle: Bundle, stages: Mapping[int, TorchStage], group: Torc
     torch.distributed.broadcast_object_list(location, group=group, group_src=0)
     if store is None:
         store = open_store(*location[0])
-    identity = own_identity(bundle, "")
+    identity = own_identity(bundle, "", address)
     identities = exchange_identities(store, rank, size, identity, seconds=_MEET_SECONDS, check=lambda: None)
     report = LoadReport(stages=tuple(_facts(number, stage, rank) for number, stage in stages.items()))
     reports = exchange_reports(store, "loaded stages", rank, size, report, seconds=_MEET_SECONDS, check=lambda: None)
+    address = reachable_address(address, [other.address for other in identities])
     return TrainingProcesses(
         store=store,
         group=ProcessGroup(store, rank, size, address=address),
