@@ -140,8 +140,8 @@ _LOGGING_LIBRARIES: Final = ("asyncio", "grpc", "uvicorn")
     metavar="LEVEL",
     default="info",
     show_default=True,
-    help="What is written to standard error: debug, info (versions that are loaded and closed), warning (requests on which a model fails), "
-    "or error (versions that are refused).",
+    help="What is written to standard error: debug, info (versions that are loaded and closed), warning (requests on which a model fails, "
+    "processes that are lost), or error (versions that are refused).",
 )
 @click.option(
     "--threads",

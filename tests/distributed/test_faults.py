@@ -1,6 +1,8 @@
 """A process that is lost, stopped, late or wrong: typed errors within seconds, nothing hangs, nothing is left behind."""
 
+import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -105,12 +107,17 @@ class FailsOnce(ForkedProcesses):
         return super().start(report_loss, check)
 
 
-def test_a_start_that_fails_is_tried_again(layers: Bundle) -> None:
+def test_a_start_that_fails_is_tried_again(layers: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="stagepack")
     with in_processes(layers, launcher=FailsOnce, max_restarts=2) as pipeline:
         os.kill(process_ids(pipeline)[1], signal.SIGKILL)
         wait_until(partial(has_generation, pipeline, 1))
         assert torch.equal(pipeline(IDS), stagepack.load(layers)(IDS))
         assert not pipeline.has_ended
+    first, second, ready = [record.getMessage() for record in caplog.records if record.name == "stagepack"]
+    assert re.fullmatch(r".*layers.stagepack: process 1 .* signal 9; all processes are started again", first)
+    assert "could not be started again: no process can be started; all processes are started again" in second
+    assert re.fullmatch(r".*layers.stagepack: all processes are ready again, after .* s", ready)
     with in_processes(layers, launcher=FailsOnce, max_restarts=1) as pipeline:
         numbers = process_ids(pipeline)
         os.kill(numbers[1], signal.SIGKILL)

@@ -176,41 +176,40 @@ def exchange_reports(
 
 def tell_start_error(store: Store, rank: int, error: Exception) -> None:
     """Tell the front why this process cannot meet the others."""
-    with contextlib.suppress(RuntimeError):
-        store.set(f"{_START_ERROR_TOPIC}/{rank}", msgspec.json.encode(report_error(error)).decode())
+    _set_quietly(store, f"{_START_ERROR_TOPIC}/{rank}", msgspec.json.encode(report_error(error)).decode())
 
 
 def find_start_error(store: Store, rank: int) -> Exception | None:
     """Return why a process could not meet the others, if it has told."""
-    key = f"{_START_ERROR_TOPIC}/{rank}"
-    try:
-        content = store.get(key) if store.check([key]) else None
-    except RuntimeError:
-        return None
+    content = _find_value(store, f"{_START_ERROR_TOPIC}/{rank}")
     return None if content is None else rebuild_error(msgspec.json.decode(content, type=ErrorReport))
 
 
-def tell_follower(store: Store, rank: int) -> None:
-    """Tell the front that this process ends because it has lost another one. Its own connections break too, and look the same.
+def tell_follower(store: Store, rank: int, reason: str) -> None:
+    """Tell the front that this process ends because it has lost another one, and why. Its own connections break too, and look the same.
 
     Waits a moment only, since the store may have gone.
     """
-    thread = threading.Thread(target=_set_quietly, args=(store, f"{_FOLLOWER_TOPIC}/{rank}"), daemon=True)
+    thread = threading.Thread(target=_set_quietly, args=(store, f"{_FOLLOWER_TOPIC}/{rank}", reason), daemon=True)
     thread.start()
     thread.join(_TELL_SECONDS)
 
 
-def is_follower(store: Store, rank: int) -> bool:
-    """Whether a process has told that it ends because it has lost another one."""
+def find_follower_reason(store: Store, rank: int) -> str | None:
+    """Return why a process has lost its connection to another one, if it has told that it ends because of that."""
+    return _find_value(store, f"{_FOLLOWER_TOPIC}/{rank}")
+
+
+def _find_value(store: Store, key: str) -> str | None:
     try:
-        return bool(store.check([f"{_FOLLOWER_TOPIC}/{rank}"]))
+        return store.get(key).decode() if store.check([key]) else None
     except RuntimeError:
-        return False
+        return None
 
 
-def _set_quietly(store: Store, key: str) -> None:
+def _set_quietly(store: Store, key: str, value: str) -> None:
     with contextlib.suppress(RuntimeError):
-        store.set(key, "")
+        store.set(key, value)
 
 
 def _missing_text(topic: str, missing: Sequence[int], size: int, seconds: float) -> str:

@@ -200,7 +200,7 @@ class LinkReceiver:
 
     def _large_values(self, number: int, byte_count: int) -> torch.Tensor:
         body = self.blocks.tensor(number)[:byte_count]
-        # The caller may keep what it gets, and each block is an open file.
+        # The caller may keep what it gets, and a sender without blocks waits.
         return body.clone() if self.blocks.used_count > _MOST_BLOCKS // 2 else body
 
     def end(self) -> None:

@@ -1,7 +1,9 @@
 """The processes of a pipeline: started, started again when one is lost, and ended with the pipeline."""
 
+import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -9,6 +11,7 @@ from typing import Protocol
 from stagepack.errors import OptionError, StageLostError, StagepackError
 from stagepack_loaders.distributed.front import FrontProcess
 
+_LOGGER = logging.getLogger("stagepack")
 # How long calls in flight have when the pipeline was not closed before this process ends, or before it is collected.
 _FORGOTTEN_SECONDS = 1.0
 # Between starts that fail, at first and at most.
@@ -49,16 +52,18 @@ class PipelineProcesses:
 
     front: FrontProcess
 
-    def __init__(self, launcher: GroupLauncher, max_restarts: int, prepare: Callable[[], None]) -> None:
+    def __init__(self, title: str, launcher: GroupLauncher, max_restarts: int, prepare: Callable[[], None]) -> None:
         """Name what starts them.
 
         Args:
+            title: names the pipeline in the log.
             launcher: starts the processes.
             max_restarts: how often they are started again after one was lost.
             prepare: a method, called when they have been started, before others may call them. It does not keep its object alive.
         """
         self.generation = 0
         self.has_ended = False
+        self._title = title
         self._launcher = launcher
         self._restarts_left = max_restarts
         self._prepare = weakref.WeakMethod(prepare)
@@ -162,8 +167,9 @@ class PipelineProcesses:
             if self._is_closed or self.front.lost is not lost:  # of a group that has been replaced since
                 return
             self._failure = lost
-            pause_seconds = 0.0
+            pause_seconds, start_time = 0.0, time.monotonic()
             while self._restarts_left and not self._is_closing.wait(pause_seconds):
+                _LOGGER.warning("%s: %s; all processes are started again", self._title, self._failure)
                 self._restarts_left -= 1
                 pause_seconds = min(max(2 * pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
                 self._launcher.stop(wait=False)
@@ -177,6 +183,8 @@ class PipelineProcesses:
                 else:
                     self.generation += 1
                     self._failure = None
+                    seconds = time.monotonic() - start_time
+                    _LOGGER.info("%s: all processes are ready again, after %.1f s", self._title, seconds)
                     return
             self._launcher.stop(wait=False)
             self.front.join_threads()

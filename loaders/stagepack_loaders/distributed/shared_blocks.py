@@ -4,14 +4,12 @@ The memory has no name, so nothing is left of it when both have ended. A block h
 no tensor is on it any more, and the writer uses it again: memory that the system has to clear first is slow to touch.
 """
 
-import mmap
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 
 LARGEST_KEPT_BYTES = 2**27  # unused, of all routes to a process
@@ -35,8 +33,14 @@ class _Block:
 
 
 def _map_block(descriptor: int, byte_count: int) -> _Block:
-    array = numpy.frombuffer(mmap.mmap(descriptor, byte_count), dtype=numpy.uint8)
-    return _Block(array, array.ctypes.data)
+    file_bytes = os.fstat(descriptor).st_size
+    if not 0 < byte_count <= file_bytes:
+        raise ValueError(f"expected a block of at most {file_bytes} bytes, found {byte_count}")
+    try:  # not by the module mmap, which keeps a file open for each mapping
+        memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=byte_count, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).partition("\n")[0]) from None
+    return _Block(memory.numpy(), memory.data_ptr())
 
 
 def _count_used(blocks: Mapping[int, _Block]) -> int:
@@ -124,6 +128,7 @@ class ReadBlocks:
 
         Raises:
             ValueError: the file of the descriptor is smaller.
+            OSError: the system has no more memory, or this process too many open files.
         """
         self._blocks[number] = _map_block(descriptor, byte_count)
 

@@ -69,8 +69,8 @@ def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, option
         membership = join_group(bundle, store, rank, size, options)
         with _ignored_stop_signals():
             _StageProcess(bundle, membership).serve()
-    except ConnectionLostError:
-        _end_after_loss(store, rank)
+    except ConnectionLostError as error:
+        _end_after_loss(store, rank, error)
 
 
 def end_with_parent(process_id: int) -> None:
@@ -84,9 +84,9 @@ def end_with_parent(process_id: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _end_after_loss(store: Store, rank: int) -> None:
+def _end_after_loss(store: Store, rank: int, error: ConnectionLostError) -> None:
     """End this process because another one is lost, at once: threads may wait for its data for ever."""
-    tell_follower(store, rank)
+    tell_follower(store, rank, str(error))
     os._exit(LOST_STATUS)
 
 
@@ -188,8 +188,8 @@ class _StageProcess:
                 layout = self._layouts.find(message.size_words)
                 self._posting_places.acquire()
                 self._receivers.post_bodies(layout)
-        except ConnectionLostError:
-            _end_after_loss(self._store, self._group.rank)
+        except ConnectionLostError as error:
+            _end_after_loss(self._store, self._group.rank, error)
         except StagepackError:  # no size that the contract allows
             os._exit(LOST_STATUS)
 
@@ -212,8 +212,8 @@ class _StageProcess:
                     )
                 )
                 self._last_heartbeat = time.monotonic()
-        except ConnectionLostError:
-            _end_after_loss(self._store, self._group.rank)
+        except ConnectionLostError as error:
+            _end_after_loss(self._store, self._group.rank, error)
 
     def _watch_front(self) -> None:
         """End this process when the front takes no heartbeats: its host may be gone without a word."""
