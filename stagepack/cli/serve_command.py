@@ -266,6 +266,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     _write_log(logging.getLogger("stagepack"), _LOG_FORMAT, options.log_level.upper())
     for library_name in _LOGGING_LIBRARIES:
         _write_log(logging.getLogger(library_name), _LOG_FORMAT, "WARNING")
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_client)
     _write_log(ACCESS_LOGGER, "%(asctime)s %(message)s", "INFO" if options.access_log else "CRITICAL")
     security = server_security(options)
     models = ServedModels(limits, Metrics())
@@ -300,6 +301,11 @@ def _write_log(logger: logging.Logger, line_format: str, level: str) -> None:
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
+
+
+def _is_no_lost_client(record: logging.LogRecord) -> bool:
+    """Whether a record of gRPC tells another thing than a client that went away while its answer was sent, which needs no traceback."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 
 
 def _check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
