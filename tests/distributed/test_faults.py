@@ -115,9 +115,9 @@ def test_a_start_that_fails_is_tried_again(layers: Bundle, caplog: pytest.LogCap
         assert torch.equal(pipeline(IDS), stagepack.load(layers)(IDS))
         assert not pipeline.has_ended
     first, second, ready = [record.getMessage() for record in caplog.records if record.name == "stagepack"]
-    assert re.fullmatch(r".*layers.stagepack: process 1 .* signal 9; all processes are started again", first)
+    assert re.fullmatch(r".*layers.stagepack': process 1 .* signal 9; all processes are started again", first)
     assert "could not be started again: no process can be started; all processes are started again" in second
-    assert re.fullmatch(r".*layers.stagepack: all processes are ready again, after .* s", ready)
+    assert re.fullmatch(r".*layers.stagepack': all processes are ready again, after .* s", ready)
     with in_processes(layers, launcher=FailsOnce, max_restarts=1) as pipeline:
         numbers = process_ids(pipeline)
         os.kill(numbers[1], signal.SIGKILL)

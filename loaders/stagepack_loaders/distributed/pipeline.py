@@ -97,7 +97,7 @@ class DistributedPipeline(CallablePipeline):
         self._generation_of_sequence: dict[int, int] = {}
         self._forgotten_sequences: deque[int] = deque()
         self._microbatches: Microbatches | None = None
-        self._processes = PipelineProcesses(str(bundle.path), launcher, max_restarts, self._prepare)
+        self._processes = PipelineProcesses(repr(str(bundle.path)), launcher, max_restarts, self._prepare)
         self._processes.start()
         # At the end of this process, too, whose threads must not wait for the other processes then.
         weakref.finalize(self, self._processes.end)
