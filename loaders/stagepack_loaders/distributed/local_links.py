@@ -62,21 +62,21 @@ class LinkSender:
         Raises:
             ConnectionLostError: the other process has gone.
         """
-        number = byte_count = new_bytes = 0
+        block_number = byte_count = new_bytes = 0
         descriptor = None
         if bodies or self.blocks.used_count:
             while self._read_acknowledgement():
                 pass
         if bodies:
             byte_count = sum(aligned(body.nbytes) for body in bodies)
-            number, address, descriptor = self._take_block(byte_count)
+            block_number, address, descriptor = self._take_block(byte_count)
             new_bytes = 0 if descriptor is None else os.fstat(descriptor).st_size
         for body in bodies:
             ctypes.memmove(address, body.data_ptr(), body.nbytes)
             address += aligned(body.nbytes)
         rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
         try:
-            self.connection.sendmsg([_BLOCK_WORDS.pack(number, byte_count, new_bytes), head], rights)
+            self.connection.sendmsg([_BLOCK_WORDS.pack(block_number, byte_count, new_bytes), head], rights)
         except OSError as error:
             raise ConnectionLostError(str(error)) from None
         finally:
@@ -141,8 +141,8 @@ class LinkSender:
             self._is_ended = True
             return False
         self._untaken_count -= self._acknowledgement[0]
-        for number in self._acknowledgement[1 : byte_count // self._acknowledgement.itemsize]:
-            self.blocks.take_back(abs(number), is_kept=number > 0)
+        for block_number in self._acknowledgement[1 : byte_count // self._acknowledgement.itemsize]:
+            self.blocks.take_back(abs(block_number), is_kept=block_number > 0)
         return True
 
 
@@ -185,21 +185,21 @@ class LinkReceiver:
                 raise ConnectionLostError("the connection is closed")
             if flags & _ANCILLARY_CUT:
                 raise ConnectionLostError("this process has too many open files to share memory with another one")
-            number, byte_count, new_bytes = _BLOCK_WORDS.unpack(self._words)
+            block_number, byte_count, new_bytes = _BLOCK_WORDS.unpack(self._words)
             for _, _, content in ancillary:
                 descriptor = array("i", content)[0]
                 try:
-                    self.blocks.add(number, descriptor, new_bytes)
+                    self.blocks.add(block_number, descriptor, new_bytes)
                 finally:
                     os.close(descriptor)
-            body = self._large_values(number, byte_count) if number else None
+            body = self._large_values(block_number, byte_count) if block_number else None
             self._taken_count = int(body is not None)
         except (OSError, ValueError, KeyError) as error:
             raise ConnectionLostError(str(error)) from None
         return head, body
 
-    def _large_values(self, number: int, byte_count: int) -> torch.Tensor:
-        body = self.blocks.tensor(number)[:byte_count]
+    def _large_values(self, block_number: int, byte_count: int) -> torch.Tensor:
+        body = self.blocks.tensor(block_number)[:byte_count]
         # The caller may keep what it gets, and a sender without blocks waits.
         return body.clone() if self.blocks.used_count > _MOST_BLOCKS // 2 else body
 
@@ -212,7 +212,7 @@ class LinkReceiver:
         """Tell the sender that large values are taken, and which blocks no tensor is on any more."""
         unused_blocks = self.blocks.find_unused()
         if self._taken_count or unused_blocks:
-            returned_numbers = [number if is_kept else -number for number, is_kept in unused_blocks]
+            returned_numbers = [block_number if is_kept else -block_number for block_number, is_kept in unused_blocks]
             self.connection.send(array("q", [self._taken_count, *returned_numbers]))
             self._taken_count = 0
 

@@ -202,7 +202,7 @@ def join_group(
         routes = find_routes(bundle.entry_point, options.rank_of_stage, written_inputs)
         symbols = bundle.entry_point.symbols
         local_routes = find_local_routes(routes, [identity.machine for identity in identities], symbols)
-        address = reachable_address(identity.address, [other.address for other in identities])
+        address = reachable_address(identity.address, [member.address for member in identities])
         group = ProcessGroup(store, rank, size, address=address, check=check)
         listener_names = [identity.listener for identity in identities]
         links = connect_links(listener, listener_names, rank, routes, local_routes, symbols, check)

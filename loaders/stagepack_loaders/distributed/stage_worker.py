@@ -127,8 +127,10 @@ class StageWorker:
         self.spans = ConsecutiveSpans(spans)
         rank = membership.group.rank
         routes_of_stage = {
-            number: [route for route in membership.routes if (route.source_rank, route.source_stage) == (rank, number)]
-            for number in membership.stages
+            stage_number: [
+                route for route in membership.routes if (route.source_rank, route.source_stage) == (rank, stage_number)
+            ]
+            for stage_number in membership.stages
         }
         self._senders = RouteSenders(membership.group, membership.links, chain.from_iterable(routes_of_stage.values()))
         self._symbols = entry_point.symbols

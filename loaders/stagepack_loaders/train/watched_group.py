@@ -69,7 +69,7 @@ def meet_processes(bundle: Bundle, stages: Mapping[int, TorchStage], group: Torc
     identities = exchange_identities(store, rank, size, identity, seconds=_MEET_SECONDS, check=lambda: None)
     report = LoadReport(stages=tuple(_facts(number, stage, rank) for number, stage in stages.items()))
     reports = exchange_reports(store, "loaded stages", rank, size, report, seconds=_MEET_SECONDS, check=lambda: None)
-    address = reachable_address(address, [other.address for other in identities])
+    address = reachable_address(address, [member.address for member in identities])
     return TrainingProcesses(
         store=store,
         group=ProcessGroup(store, rank, size, address=address),
