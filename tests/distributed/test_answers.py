@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import check_case, in_processes, process_ids
+from tests.distributed.bundles import check_case, in_processes, process_ids, wait_until
 from tests.distributed.waiting_operator import Waiting
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES, named
@@ -59,6 +60,23 @@ def test_sixteen_requests_of_changing_sizes_are_in_flight(layers: Bundle) -> Non
     with in_processes(layers, in_flight=16) as pipeline:
         results = [answer.result() for answer in [pipeline.submit(ids) for ids in calls]]
     assert all(torch.equal(result, one(ids)) for result, ids in zip(results, calls, strict=True))
+
+
+def test_callbacks_may_submit_the_next_requests(layers: Bundle) -> None:
+    ids = torch.arange(4096) % 10  # of 16 requests, more than the socket to a process holds
+    expected = stagepack.load(layers)(ids)
+    results: list[torch.Tensor] = []
+    with in_processes(layers, 1) as pipeline:
+
+        def submit_next(answer: "Future[torch.Tensor]") -> None:
+            results.append(answer.result())
+            if len(results) <= 200:
+                pipeline.submit(ids).add_done_callback(submit_next)
+
+        for _ in range(16):
+            pipeline.submit(ids).add_done_callback(submit_next)
+        wait_until(lambda: len(results) == 216)
+    assert all(torch.equal(result, expected) for result in results)
 
 
 def shared_files(process_id: int) -> set[str]:

@@ -27,10 +27,12 @@ from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
+from stagepack_loaders.distributed.queued_senders import QueuedSenders
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError
+from stagepack_loaders.distributed.tensor_memory import write_array
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import trace_clock
 
@@ -87,13 +89,13 @@ class FrontProcess:
         self._symbols = bundle.entry_point.symbols
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
         self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
-        self._senders = RouteSenders(self._group, membership.links, self._input_routes)
+        self._senders = QueuedSenders(RouteSenders(self._group, membership.links, self._input_routes))
         self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols)
         self.trace = GroupTrace(range(self._group.size), self.command)
-        entry_point = bundle.entry_point
-        self._worker = StageWorker(entry_point, membership, self._record_failure, self.trace.spans)
+        self._worker = StageWorker(bundle.entry_point, membership, self._record_failure, self.trace.spans)
         self._threads = [
             *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
+            threading.Thread(target=self._send_queued, name="sends", daemon=True),
             threading.Thread(target=self._collect_results, name="results", daemon=True),
         ]
         self._watch = GroupWatch(
@@ -220,7 +222,8 @@ class FrontProcess:
         for thread in set(self._threads + self._watch.threads) - {threading.current_thread()}:
             thread.join(_ABORT_SECONDS)
         if not any(thread.is_alive() for thread in self._threads):
-            self._membership.links.close()
+            with self._send_lock:  # a caller may still copy inputs into shared memory
+                self._membership.links.close()
 
     def refuse_waiting(self) -> None:
         """Refuse to wait for an answer in the thread that answers.
@@ -238,6 +241,7 @@ class FrontProcess:
         self._watch.expect_close()
         try:
             self._send_command(self._next_message(ControlKind.CLOSE))
+            self._senders.end()
             while self._watch.lost is None and any(thread.is_alive() for thread in self._threads + self._watch.threads):
                 if time.monotonic() > deadline:
                     return False
@@ -280,6 +284,10 @@ class FrontProcess:
         write_control(head.view, message)
         transfers = [self._group.send(head.memory, rank, ANNOUNCEMENT_TAG) for rank in ranks if rank != FRONT_RANK]
         self._sent_messages.add(message.number, transfers)
+
+    def _send_queued(self) -> None:
+        with self._watch.reported_loss():
+            self._senders.run()
 
     def _run_stages(self) -> None:
         """Run the stages of this process."""
@@ -380,20 +388,13 @@ class FrontProcess:
 
     def _fail_all(self, lost: StageLostError) -> None:
         """Fail all requests, since a process is lost."""
+        self._membership.abort()  # before callbacks run
+        self._senders.end()
         with self._state_lock:
             pending, self._pending = list(self._pending.values()), {}
         for answer in pending:
             answer.set_exception(lost)
         self.trace.fail(lost)
-        self._membership.abort()
         for queue in (self._work, self._finished_here):  # whose threads wait for work, not for another process
             queue.put(ControlMessage(kind=ControlKind.CLOSE, number=0))
         self._report_loss(lost)
-
-
-def write_array(target: Any, source: Any) -> None:
-    """Write the content of a received tensor into the array of a caller: the model writes into this input."""
-    import torch  # noqa: PLC0415 - a torch tensor, or a numpy array on its memory
-
-    with torch.no_grad():
-        (target if isinstance(target, torch.Tensor) else torch.from_numpy(target)).copy_(source)

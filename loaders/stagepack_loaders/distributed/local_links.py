@@ -51,6 +51,14 @@ class LinkSender:
         self._untaken_count = 0  # of messages with large values
         self._is_ended = False
         self._acknowledgement = array("q", [0] * _ACKNOWLEDGEMENT_WORDS)
+        self._writable_poll = select.poll()
+        self._writable_poll.register(connection, select.POLLOUT)
+
+    def has_room(self) -> bool:
+        """Whether the other process has taken so many messages that `send` would not wait."""
+        while self._read_acknowledgement():
+            pass
+        return self.blocks.used_count < _MOST_BLOCKS and bool(self._writable_poll.poll(0))
 
     def send(self, head: memoryview, bodies: Sequence[torch.Tensor]) -> None:
         """Send a first message and large values, which are copied before this returns.

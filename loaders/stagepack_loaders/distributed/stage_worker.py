@@ -216,7 +216,7 @@ class StageWorker:
             self._senders.finish()
 
     def _outgoing_route(self, route: Route, *, has_state: bool) -> _OutgoingRoute:
-        copies_at_once = self._senders.copies_at_once(route)
+        copies_at_once = self._senders.has_link(route)
         # The next request may write the buffers that outputs are views of, before these have arrived.
         return _OutgoingRoute(route, copies_at_once, copies_values=has_state and not copies_at_once)
 

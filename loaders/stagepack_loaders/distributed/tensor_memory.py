@@ -110,6 +110,12 @@ def small_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
     return flat if len(layout.shape) == 1 else flat.view(layout.shape)
 
 
+def write_array(target: Any, source: torch.Tensor) -> None:
+    """Write the content of a received tensor into the tensor or numpy array of a caller: the model writes into this input."""
+    with torch.no_grad():
+        (target if isinstance(target, torch.Tensor) else torch.from_numpy(target)).copy_(source)
+
+
 def allocate(byte_count: int) -> torch.Tensor:
     """Return memory for bytes, aligned for every dtype."""
     return torch.empty(byte_count, dtype=torch.uint8)

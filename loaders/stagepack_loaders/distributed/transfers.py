@@ -40,12 +40,16 @@ class RouteSenders:
         self._group = group
         self._links = {route: links.senders[route] for route in routes if route in links.senders}
 
-    def copies_at_once(self, route: Route) -> bool:
-        """Whether values may change as soon as they are sent."""
+    def has_link(self, route: Route) -> bool:
+        """Whether a route ends at a process of this machine: values may change as soon as they are sent, and `send` may wait."""
         return route in self._links
 
+    def has_room(self, route: Route) -> bool:
+        """Whether `send` on a route with a link would not wait for the other process."""
+        return self._links[route].has_room()
+
     def send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
-        """Send a request or command on a route, without waiting until it arrives.
+        """Send a request or command on a route, without waiting until it arrives; a link waits until the other process has room for it.
 
         Returns:
             The messages whose values must not change before they have arrived.
