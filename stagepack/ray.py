@@ -1,8 +1,8 @@
-"""Stages in actors of Ray: the public names of `stagepack_loaders.distributed.ray_actors`. Needs the extra ``ray``."""
+"""Stages in actors of Ray: the public names of `stagepack_loaders.distributed.ray_launcher`. Needs the extra ``ray``."""
 
 from stagepack.extras import explain_missing_packages
 
 with explain_missing_packages("ray"):
-    from stagepack_loaders.distributed.ray_actors import launch as launch
+    from stagepack_loaders.distributed.ray_launcher import launch as launch
 
 __all__ = ["launch"]

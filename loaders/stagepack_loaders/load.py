@@ -194,7 +194,7 @@ def load(
             raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
         if isinstance(imports, str):
             raise OptionError(f"imports: expected a sequence of modules, found {imports!r}")
-        from stagepack_loaders.distributed.local_processes import start_local_pipeline  # noqa: PLC0415 - imports torch
+        from stagepack_loaders.distributed.local_launcher import start_local_pipeline  # noqa: PLC0415 - imports torch
         from stagepack_loaders.distributed.membership import GroupOptions  # noqa: PLC0415 - the same
 
         options = GroupOptions(

@@ -99,8 +99,8 @@ def in_processes(
         stall_seconds=stall_seconds,
         is_local=True,
     )
-    local_processes = launcher(bundle, options, imports=imports)
-    with DistributedPipeline(bundle, local_processes, types, max_restarts) as pipeline:
+    group_launcher = launcher(bundle, options, imports=imports)
+    with DistributedPipeline(bundle, group_launcher, types, max_restarts) as pipeline:
         yield pipeline
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import torch
 
-from stagepack_loaders.distributed import local_process
-from stagepack_loaders.distributed.local_process import ProcessDescription
-from stagepack_loaders.distributed.local_processes import LocalProcesses
+from stagepack_loaders.distributed import launched_process
+from stagepack_loaders.distributed.launched_process import ProcessDescription
+from stagepack_loaders.distributed.local_launcher import LocalLauncher
 from tests.fork_server import FORK_SERVER
 
 
 class ForkedProcess:
-    """A process with the methods of `subprocess.Popen` that `LocalProcesses` uses."""
+    """A process with the methods of `subprocess.Popen` that `LocalLauncher` uses."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
@@ -37,7 +37,7 @@ class ForkedProcess:
         self._process.kill()
 
 
-class ForkedProcesses(LocalProcesses):
+class ForkedProcesses(LocalLauncher):
     """Starts its processes from one that has imported torch."""
 
     def _launch(self, description: ProcessDescription) -> Any:
@@ -53,4 +53,4 @@ class ForkedProcesses(LocalProcesses):
 
 def _run_process(content: bytes) -> None:
     torch.set_num_threads(1)
-    local_process.run_process(msgspec.json.decode(content, type=ProcessDescription))
+    launched_process.run_process(msgspec.json.decode(content, type=ProcessDescription))

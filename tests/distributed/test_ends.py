@@ -96,6 +96,21 @@ def test_a_pipeline_that_nobody_has_any_more_ends_its_processes(layers: Bundle) 
     wait_until(lambda: not any(map(is_running, numbers.values())))
 
 
+def test_a_pipeline_that_nobody_has_any_more_while_its_processes_start_again_ends_them(tmp_path: Path) -> None:
+    example = (torch.full((3,), 1.0),)  # the time in which the example is run
+    bundle = stagepack.export(Waiting(), example, out=tmp_path / "waiting.stagepack", split_at=["second"])
+    pipeline = stagepack.load(
+        bundle, processes=1, max_restarts=1, imports=[Waiting.__module__], allow_ops=["stagepack_waiting"]
+    )
+    first_process = process_ids(pipeline)[1]
+    os.kill(first_process, signal.SIGKILL)
+    while (second_process := process_ids(pipeline)[1]) == first_process:
+        time.sleep(0.01)
+    del pipeline  # the thread that runs the example has the last reference
+    wait_until(lambda: not is_running(second_process))
+    wait_until(lambda: not any(thread.name == "restart" for thread in threading.enumerate()))
+
+
 def test_the_inputs_of_a_call_are_not_kept_after_it(layers: Bundle) -> None:
     with stagepack.load(layers, processes=2) as pipeline:
         ids = IDS.clone()

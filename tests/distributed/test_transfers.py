@@ -27,8 +27,8 @@ from stagepack_loaders.distributed.process_group import (
 )
 from stagepack_loaders.distributed.route_layout import RequestLayouts, head_capacity
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.shared_blocks import LARGEST_KEPT_BYTES, KeptBytes
-from stagepack_loaders.distributed.tensor_memory import ReceiveMemory
+from stagepack_loaders.distributed.shared_blocks import KeptBytes
+from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES, ReceiveMemory
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 
 ROWS = Symbol(name="rows", min=0, max=2**20)
@@ -243,6 +243,15 @@ def test_a_size_that_data_decide_is_checked_before_memory_is_taken(connect: Conn
         connection.receivers.values(layout)
 
 
+def test_the_memory_that_was_used_first_is_given_back_first() -> None:
+    memory = ReceiveMemory()
+    kept = [memory.take(LARGEST_KEPT_BYTES // 4) for _ in range(4)]
+    addresses = [tensor.data_ptr() for tensor in kept]
+    del kept
+    memory.take(LARGEST_KEPT_BYTES // 2 + 1)  # three of four have to go
+    assert memory.take(LARGEST_KEPT_BYTES // 4).data_ptr() == addresses[3]
+
+
 def test_memory_is_used_again_when_no_tensor_is_on_it() -> None:
     memory, byte_count = ReceiveMemory(), 2**20
     first = memory.take(byte_count)
@@ -299,6 +308,22 @@ def test_large_memory_is_given_back_with_the_next_small_message(groups: tuple[Pr
     for _ in range(2):
         connection.pass_on({"x": torch.ones(1, columns)}, 1)
     assert count_blocks() == first_count
+    connection.close()
+
+
+def test_the_smallest_memory_that_is_large_enough_is_used_again(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+
+    def address(rows: int) -> int:
+        connection.pass_on({"x": torch.ones(1)}, 1)  # memory is returned with the next message
+        return connection.pass_on({"x": torch.ones(rows)}, rows)["x"].data_ptr()
+
+    kept = [connection.pass_on({"x": torch.ones(rows)}, rows)["x"] for rows in (2**18, 2**16, 2**20)]
+    expected = {rows: tensor.data_ptr() for rows, tensor in zip((2**18, 2**16, 2**20), kept, strict=True)}
+    del kept
+    assert [address(rows) for rows in (2**16, 2**15, 2**17, 2**19)] == [
+        expected[rows] for rows in (2**16, 2**16, 2**18, 2**20)
+    ]
     connection.close()
 
 

@@ -1,4 +1,4 @@
-"""What a process is to do: words of fixed number, with which the first message of each route begins."""
+"""What a process is to do: words of fixed number, with which each head begins."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from stagepack.format.shapes import Symbol, format_range, size_in_range
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 
 WORD_BYTES = 8
-# Of messages by which the front announces requests with large values; routes have the tags above.
+# Of messages by which the front announces requests with bodies; routes have the tags above.
 ANNOUNCEMENT_TAG = 0
 _FIXED_WORDS = struct.Struct("<4q")
 

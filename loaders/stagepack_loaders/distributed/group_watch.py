@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import StageLostError
 from stagepack_loaders.distributed.group_trace import SpanReport
-from stagepack_loaders.distributed.handshake import Identity, StageFacts, find_follower_reason
+from stagepack_loaders.distributed.handshake import Identity, StageFacts, find_lost_connection
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup
 from stagepack_loaders.distributed.stage_process import HEARTBEAT_SECONDS
@@ -158,9 +158,9 @@ class GroupWatch:
                 self._lose(next(behind, None), f"no call was answered for {seconds:.1f} s")
 
     def _lose(self, rank: int | None, reason: str) -> None:
-        follower_reason = None if rank is None else find_follower_reason(self._membership.store, rank)
-        if follower_reason is not None:
-            reason = f"it has lost its connection to another process: {follower_reason}"
+        lost_connection = None if rank is None else find_lost_connection(self._membership.store, rank)
+        if lost_connection is not None:
+            reason = f"it has lost its connection to another process: {lost_connection}"
             self._await_loss()
         if self.lost is not None:
             return
@@ -187,7 +187,7 @@ class GroupWatch:
         while True:
             for other_rank in ranks:
                 end = self._find_end(other_rank)
-                if end is not None and find_follower_reason(self._membership.store, other_rank) is None:
+                if end is not None and find_lost_connection(self._membership.store, other_rank) is None:
                     return other_rank, end
             is_silent = rank is not None and time.monotonic() - self._last_heard.get(rank, 0.0) > self._silence_seconds
             if is_silent or time.monotonic() > deadline:

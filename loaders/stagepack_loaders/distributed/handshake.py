@@ -22,7 +22,7 @@ from stagepack_loaders.distributed.process_group import ConnectionLostError, hos
 _POLL_SECONDS = 0.02
 _TELL_SECONDS = 0.5
 _START_ERROR_TOPIC = "start error"
-_FOLLOWER_TOPIC = "ends after another one"
+_LOST_CONNECTION_TOPIC = "lost connection"
 Report = TypeVar("Report", bound=Struct)
 
 
@@ -185,19 +185,21 @@ def find_start_error(store: Store, rank: int) -> Exception | None:
     return None if content is None else rebuild_error(msgspec.json.decode(content, type=ErrorReport))
 
 
-def tell_follower(store: Store, rank: int, reason: str) -> None:
+def tell_lost_connection(store: Store, rank: int, reason: str) -> None:
     """Tell the front that this process ends because it has lost another one, and why. Its own connections break too, and look the same.
 
     Waits a moment only, since the store may have gone.
     """
-    thread = threading.Thread(target=_set_quietly, args=(store, f"{_FOLLOWER_TOPIC}/{rank}", reason), daemon=True)
+    thread = threading.Thread(
+        target=_set_quietly, args=(store, f"{_LOST_CONNECTION_TOPIC}/{rank}", reason), daemon=True
+    )
     thread.start()
     thread.join(_TELL_SECONDS)
 
 
-def find_follower_reason(store: Store, rank: int) -> str | None:
+def find_lost_connection(store: Store, rank: int) -> str | None:
     """Return why a process has lost its connection to another one, if it has told that it ends because of that."""
-    return _find_value(store, f"{_FOLLOWER_TOPIC}/{rank}")
+    return _find_value(store, f"{_LOST_CONNECTION_TOPIC}/{rank}")
 
 
 def _find_value(store: Store, key: str) -> str | None:

@@ -20,6 +20,7 @@ from stagepack_loaders.distributed.shared_blocks import KeptBytes
 _ROUTE_WORD: Final = struct.Struct("<q")
 _CONNECT_SECONDS: Final = 60.0
 _ACCEPT_SECONDS: Final = 0.1
+_FIRST_MESSAGE_SECONDS: Final = 5.0  # it is sent right after the connection
 _PEER_CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -56,18 +57,27 @@ class LinkListener:
 
         Returns:
             The number of its route, and the connection; None if there was none for a moment.
+
+        Raises:
+            ConnectionLostError: this process has too many open files.
         """
         try:
             connection, _ = self._socket.accept()
         except TimeoutError:
             return None
-        connection.settimeout(None)
+        except OSError as error:
+            raise ConnectionLostError(f"no connection of another process can be accepted: {error}") from None
+        connection.settimeout(_FIRST_MESSAGE_SECONDS)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         _, user_id, _ = _PEER_CREDENTIALS.unpack(credentials)
-        first_message = connection.recv(_ROUTE_WORD.size) if user_id == os.getuid() else b""
+        try:
+            first_message = connection.recv(_ROUTE_WORD.size) if user_id == os.getuid() else b""
+        except OSError:
+            first_message = b""
         if len(first_message) != _ROUTE_WORD.size:
             connection.close()
             return None
+        connection.settimeout(None)
         return _ROUTE_WORD.unpack(first_message)[0], connection
 
     def close(self) -> None:
@@ -145,12 +155,15 @@ def connect_links(
         deadline = time.monotonic() + _CONNECT_SECONDS
         while expected_routes:
             check()
-            accepted = listener.accept()
-            if accepted is not None and accepted[0] in expected_routes:
-                route = expected_routes.pop(accepted[0])
-                capacity = head_capacity(route.edges, symbols)
-                links.receivers[route] = LinkReceiver(accepted[1], capacity, kept_bytes)
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise ConnectionLostError("a process of this machine has not connected")
+            if (accepted := listener.accept()) is None:
+                continue
+            route_number, connection = accepted
+            if (accepted_route := expected_routes.pop(route_number, None)) is None:
+                connection.close()
+                continue
+            capacity = head_capacity(accepted_route.edges, symbols)
+            links.receivers[accepted_route] = LinkReceiver(connection, capacity, kept_bytes)
         failure.pop_all()
     return links

@@ -1,6 +1,6 @@
-"""Routes between two processes of one machine: the first message by a socket, large values in memory that both share.
+"""Links are routes between two processes of one machine: heads go by a socket, bodies through memory that both share.
 
-Gloo would send large values through sockets too, in turns of its own threads; when all cores compute, each turn waits for a core.
+Gloo would send bodies through sockets too, in turns of its own threads; when all cores compute, each turn waits for a core.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from stagepack_loaders.distributed.route_layout import aligned
 from stagepack_loaders.distributed.routes import Route
 from stagepack_loaders.distributed.shared_blocks import KeptBytes, ReadBlocks, WrittenBlocks
 
-# Of the block with the large values: its number, the bytes that they take, its size if it is new; 0 otherwise.
+# Of the block with the bodies of a message: its number, the bytes that they take, its size if it is new; 0 otherwise.
 _BLOCK_WORDS: Final = struct.Struct("<3q")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(array("i").itemsize)
 # As integers: operators of the enumerations are Python functions, which take as long as all else that a message needs.
@@ -32,7 +32,7 @@ _ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
 LARGEST_HEAD: Final = 2**16 + 2**15
 # Of one route, with tensors on them.
 _MOST_BLOCKS: Final = 64
-# How many messages with large values are taken, then the numbers of the blocks that are returned, negative for those that are not kept.
+# How many messages with bodies are taken, then the numbers of the blocks that are returned, negative for those that are not kept.
 _ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS
 
 
@@ -41,14 +41,14 @@ class LinkSender:
 
     Attributes:
         connection: the socket.
-        blocks: the memory of large values.
+        blocks: the memory of bodies.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         """Take a connection."""
         self.connection = connection
         self.blocks = WrittenBlocks()
-        self._untaken_count = 0  # of messages with large values
+        self._untaken_count = 0  # of messages with bodies
         self._is_ended = False
         self._acknowledgement = array("q", [0] * _ACKNOWLEDGEMENT_WORDS)
         self._writable_poll = select.poll()
@@ -61,10 +61,10 @@ class LinkSender:
         return self.blocks.used_count < _MOST_BLOCKS and bool(self._writable_poll.poll(0))
 
     def send(self, head: memoryview, bodies: Sequence[torch.Tensor]) -> None:
-        """Send a first message and large values, which are copied before this returns.
+        """Send a head and bodies, which are copied before this returns.
 
         Args:
-            head: the first message.
+            head: the head.
             bodies: contiguous tensors on the host.
 
         Raises:
@@ -94,7 +94,7 @@ class LinkSender:
             self._untaken_count += 1
 
     def limit_untaken(self, message_count: int) -> None:
-        """Wait until the other process has taken all messages with large values but so many. Small ones take no memory worth a wait.
+        """Wait until the other process has taken all messages with bodies but so many. Those without take no memory worth a wait.
 
         Raises:
             ConnectionLostError: the other process has gone.
@@ -159,7 +159,7 @@ class LinkReceiver:
 
     Attributes:
         connection: the socket.
-        blocks: the memory of large values.
+        blocks: the memory of bodies.
     """
 
     def __init__(self, connection: socket.socket, capacity: int, kept_bytes: KeptBytes) -> None:
@@ -167,20 +167,20 @@ class LinkReceiver:
 
         Args:
             connection: the connection.
-            capacity: the largest size of a first message, in bytes.
+            capacity: the largest size of a head, in bytes.
             kept_bytes: the unused memory of all routes to this process.
         """
         self.connection = connection
         self._capacity = capacity
         self.blocks = ReadBlocks(kept_bytes)
         self._words = bytearray(_BLOCK_WORDS.size)
-        self._taken_count = 0  # of messages with large values that are not acknowledged yet
+        self._taken_count = 0  # of messages with bodies that are not acknowledged yet
 
     def receive(self) -> tuple[MessageHead, torch.Tensor | None]:
         """Wait for the next message.
 
         Returns:
-            Its first message, and the bytes of its large values; None if it has none.
+            Its head, and its bodies as one tensor of bytes; None if it has none.
 
         Raises:
             ConnectionLostError: the other process has gone, or is another program.
@@ -200,16 +200,16 @@ class LinkReceiver:
                     self.blocks.add(block_number, descriptor, new_bytes)
                 finally:
                     os.close(descriptor)
-            body = self._large_values(block_number, byte_count) if block_number else None
-            self._taken_count = int(body is not None)
+            bodies = self._bodies(block_number, byte_count) if block_number else None
+            self._taken_count = int(bodies is not None)
         except (OSError, ValueError, KeyError) as error:
             raise ConnectionLostError(str(error)) from None
-        return head, body
+        return head, bodies
 
-    def _large_values(self, block_number: int, byte_count: int) -> torch.Tensor:
-        body = self.blocks.tensor(block_number)[:byte_count]
+    def _bodies(self, block_number: int, byte_count: int) -> torch.Tensor:
+        bodies = self.blocks.tensor(block_number)[:byte_count]
         # The caller may keep what it gets, and a sender without blocks waits.
-        return body.clone() if self.blocks.used_count > _MOST_BLOCKS // 2 else body
+        return bodies.clone() if self.blocks.used_count > _MOST_BLOCKS // 2 else bodies
 
     def end(self) -> None:
         """Tell the sender that no more messages are expected: the last one is taken."""
@@ -217,7 +217,7 @@ class LinkReceiver:
             self.connection.shutdown(socket.SHUT_WR)
 
     def _acknowledge(self) -> None:
-        """Tell the sender that large values are taken, and which blocks no tensor is on any more."""
+        """Tell the sender that a message with bodies is taken, and which blocks no tensor is on any more."""
         unused_blocks = self.blocks.find_unused()
         if self._taken_count or unused_blocks:
             returned_numbers = [block_number if is_kept else -block_number for block_number, is_kept in unused_blocks]

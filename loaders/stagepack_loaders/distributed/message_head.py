@@ -1,4 +1,4 @@
-"""The first message of a route: words, and the data of small values."""
+"""The head of a message: words, and the data of small values."""
 
 import ctypes
 import struct
@@ -11,7 +11,7 @@ from stagepack_loaders.distributed.tensor_memory import allocate
 
 
 class MessageHead:
-    """The first message of a route.
+    """The head of a message.
 
     Attributes:
         memory: its bytes.

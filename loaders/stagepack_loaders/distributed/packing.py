@@ -22,7 +22,7 @@ class PackedValues:
 
     Attributes:
         head: the first one.
-        bodies: those of large values.
+        bodies: the data of large values.
         late_bodies: those of values whose shape depends on data.
     """
 
@@ -54,7 +54,7 @@ def pack_values(
         values: the values by edge name.
         symbols: the symbols of the entry point, for the ranges of sizes that depend on data.
         copies: whether the memory of the values may change before they arrive.
-        head: memory for the first message, of the size that the layout says; None for new memory.
+        head: memory for the head, of the size that the layout says; None for new memory.
 
     Raises:
         InputError: a value is not a dense tensor, or its shape is not the recorded one.

@@ -67,7 +67,8 @@ class PipelineProcesses:
         self._launcher = launcher
         self._restarts_left = max_restarts
         self._prepare = weakref.WeakMethod(prepare)
-        self._lock = threading.Lock()
+        # The last reference to the pipeline may go in the thread that has the lock, which then calls `end`.
+        self._lock = threading.RLock()
         self._is_closing = threading.Event()
         self._is_closed = False
         self._failure: StagepackError | None = None
@@ -181,6 +182,8 @@ class PipelineProcesses:
                 except Exception as error:  # noqa: BLE001 - of the system; without this thread nobody would be told
                     self._failure = StageLostError(f"the processes could not be started again: {error}")
                 else:
+                    if self._is_closed:
+                        return
                     self.generation += 1
                     self._failure = None
                     seconds = time.monotonic() - start_time

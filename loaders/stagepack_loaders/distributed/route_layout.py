@@ -1,9 +1,9 @@
-"""How the values of a route travel: a first message with small ones, then one message for each large one.
+"""How the values of a route travel: small ones in the head of a message, each large one as a body after it.
 
 Both sides compute the sizes of all messages from the manifest and the sizes of the symbols, so that a receiver can post its receives
-before the data comes, and so that nothing that arrives decides how much memory it takes. The first message begins with the words of the
+before the data comes, and so that nothing that arrives decides how much memory it takes. The head begins with the words of the
 request (`control`), then the strides of each tensor. It has at most `head_capacity` bytes. Only sizes that depend on data travel, in the
-first message; they are checked against their ranges before the values that have them are received.
+head; they are checked against their ranges before the values that have them are received.
 """
 
 import itertools
@@ -29,7 +29,7 @@ _INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than messages
 
 @dataclass(frozen=True, slots=True)
 class SmallTensor:
-    """A tensor in the first message of a route.
+    """A tensor in the head of a route.
 
     Attributes:
         dtype: the name of its dtype.
@@ -51,10 +51,10 @@ class ValueLayout:
     Attributes:
         edge: the value.
         shape: its shape; None for one that depends on data.
-        strides_offset: where its strides begin in the first message, in bytes; after them its sizes, if `shape` is None.
-        data_offset: where its data begin in the first message, in bytes; None for a value with a message of its own.
+        strides_offset: where its strides begin in the head, in bytes; after them its sizes, if `shape` is None.
+        data_offset: where its data begin in the head, in bytes; None for a value that is a body.
         byte_count: the bytes of its data; 0 if its shape is not known.
-        small_tensor: what a tensor with elements in the first message is; None for other values.
+        small_tensor: what a tensor with elements in the head is; None for other values.
         row_major_strides: the strides that it most often has; empty if its shape is not known.
         strides_words: packs its strides.
     """
@@ -74,7 +74,7 @@ class RouteLayout:
     """The messages of a route for one request.
 
     Attributes:
-        head_bytes: the size of the first message.
+        head_bytes: the size of the head.
         values: the values, in the order of the route.
         bodies: those of known shape that have messages of their own.
         body_bytes: the bytes of each of these.
@@ -151,7 +151,7 @@ def aligned(byte_count: int) -> int:
 
 
 def head_capacity(edges: Sequence[Edge], symbols: Sequence[Symbol]) -> int:
-    """The largest size of the first message of a route, in bytes."""
+    """The largest size of a head of a route, in bytes."""
     fixed_layout = route_layout(edges, {}, control_bytes(symbols))
     if all(layout.shape is not None for layout in fixed_layout.values):
         return fixed_layout.head_bytes
@@ -165,7 +165,7 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
     Args:
         edges: the values.
         sizes: the sizes of the symbols that the inputs of the model determine.
-        first_offset: the bytes of the first message before the strides.
+        first_offset: the bytes of the head before the strides.
 
     Raises:
         InputError: a tensor has more elements than the format allows.

@@ -29,7 +29,7 @@ class Route:
 
     @property
     def head_tag(self) -> int:
-        """The tag of first messages; this number and the next two belong to no other route between the two processes."""
+        """The tag of heads; this number and the next two belong to no other route between the two processes."""
         return 1 if self.source_stage is None else 4 + 3 * self.source_stage
 
     @property

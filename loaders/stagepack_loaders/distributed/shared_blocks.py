@@ -1,4 +1,4 @@
-"""Memory that two processes of one machine share: one writes large values into it, the other has tensors on it.
+"""Memory that two processes of one machine share: one writes bodies into it, the other has tensors on it.
 
 The memory has no name, so nothing is left of it when both have ended. A block holds the values of one message. The reader returns it when
 no tensor is on it any more, and the writer uses it again: memory that the system has to clear first is slow to touch.
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-LARGEST_KEPT_BYTES = 2**27  # unused, of all routes to a process
+from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES
+
 _SMALLEST_BLOCK = 2**18  # bytes
 _FREE_REFERENCES = 2  # to an array: of its block, and of the call that asks
 
@@ -24,7 +25,7 @@ class _Block:
     Attributes:
         array: its memory; a tensor on it counts as a reference.
         address: where it begins.
-        is_returned: whether no tensor of the reader is on it.
+        is_returned: whether the reader has returned it, and the writer has not used it again.
     """
 
     array: Any
@@ -72,10 +73,14 @@ class WrittenBlocks:
         Raises:
             OSError: the system has no more memory, or this process too many open files.
         """
-        for number, block in self._blocks.items():
-            if block.is_returned and byte_count <= block.array.nbytes <= max(2 * byte_count, _SMALLEST_BLOCK):
-                block.is_returned = False
-                return number, block.address, None
+        unused_blocks = (
+            item for item in self._blocks.items() if item[1].is_returned and byte_count <= item[1].array.nbytes
+        )
+        smallest = min(unused_blocks, key=lambda item: item[1].array.nbytes, default=None)
+        if smallest is not None:
+            number, block = smallest
+            block.is_returned = False
+            return number, block.address, None
         capacity = max(byte_count, _SMALLEST_BLOCK)
         descriptor = os.memfd_create("stagepack", os.MFD_CLOEXEC)
         try:

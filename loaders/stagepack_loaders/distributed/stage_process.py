@@ -22,7 +22,7 @@ from stagepack_loaders.distributed.control import (
 )
 from stagepack_loaders.distributed.error_report import report_error
 from stagepack_loaders.distributed.group_trace import report_spans
-from stagepack_loaders.distributed.handshake import tell_follower
+from stagepack_loaders.distributed.handshake import tell_lost_connection
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
 from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.process_group import ConnectionLostError
@@ -86,7 +86,7 @@ def end_with_parent(process_id: int) -> None:
 
 def _end_after_loss(store: Store, rank: int, error: ConnectionLostError) -> None:
     """End this process because another one is lost, at once: threads may wait for its data for ever."""
-    tell_follower(store, rank, str(error))
+    tell_lost_connection(store, rank, str(error))
     os._exit(LOST_STATUS)
 
 
@@ -109,7 +109,7 @@ def _ignored_stop_signals() -> Iterator[None]:
 
 
 class _StageProcess:
-    """The threads of a process of stages: this one runs them, others post receives of large values ahead and exchange heartbeats."""
+    """The threads of a process of stages: this one runs them, others post receives of bodies ahead and exchange heartbeats."""
 
     def __init__(self, bundle: Bundle, membership: Membership) -> None:
         self._store = membership.store
@@ -177,7 +177,7 @@ class _StageProcess:
                 self._statuses.send(report)
 
     def _post_bodies(self) -> None:
-        """Post the receives of the large values of requests, which the front announces."""
+        """Post the receives of the bodies of requests, which the front announces."""
         head = MessageHead(control_bytes(self._symbols))
         try:
             while True:

@@ -23,8 +23,8 @@ from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import ConsecutiveSpans, SpanRecorder
 from stagepack_loaders.stage_errors import typed_stage_errors
 
-# A slow process holds up those before it: what was sent for the request so many before has arrived before another one is run, and of
-# routes between processes of one machine, which need memory for each message, all but so many large messages are taken.
+# A slow process holds up those before it: what gloo sent for the request so many before has arrived before another one is run, and of each
+# link all messages with bodies but so many are taken. Messages without bodies are limited by the memory of the socket of a link.
 _REQUESTS_SENT_AHEAD = 4
 
 
@@ -59,7 +59,7 @@ class _OutgoingRoute:
         copies_at_once: whether what is sent on it may change as soon as it is sent.
         copies_values: whether values are copied before they are sent.
         last_layout: how the values of the last request travelled.
-        last_head: its first message, whose memory is used again if it may change.
+        last_head: the head of its message, whose memory is used again if it may change.
     """
 
     route: Route
@@ -69,7 +69,7 @@ class _OutgoingRoute:
     last_head: MessageHead | None = None
 
     def head(self, layout: RouteLayout) -> MessageHead:
-        """Return memory for the first message of a request."""
+        """Return memory for the head of a message."""
         if self.last_head is None or self.last_layout is not layout or not self.copies_at_once:
             self.last_layout, self.last_head = layout, MessageHead(layout.head_bytes)
         return self.last_head

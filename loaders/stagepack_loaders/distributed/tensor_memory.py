@@ -22,7 +22,8 @@ from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 _LARGEST_EXTENT_RATIO = 8
 _SMALL_EXTENT = 1024  # elements
 _SMALLEST_BLOCK = 2**18  # bytes; smaller memory comes from the heap, which is used again anyway
-LARGEST_KEPT_BYTES = 2**27  # the sizes of processes count it; see `process_memory`
+# Unused, of one process, for what arrives by gloo, and again by links; `process_memory` counts it.
+LARGEST_KEPT_BYTES = 2**27
 _FREE_REFERENCES = 2  # of the list, and of the call that asks
 _TENSOR_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZE}
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.int64}
@@ -102,7 +103,7 @@ def small_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
     """Return a row-major tensor on the memory of the message that it came with.
 
     Args:
-        message: the first message of its route.
+        message: the head of the message.
         layout: where the tensor is in it.
     """
     dtype = _TENSOR_DTYPES[layout.dtype]
@@ -122,7 +123,7 @@ def allocate(byte_count: int) -> torch.Tensor:
 
 
 class ReceiveMemory:
-    """Memory for large values that arrive. It is used again when no tensor is on it any more: fresh memory of the system is slow to touch.
+    """Memory for bodies that arrive. It is used again when no tensor is on it any more: fresh memory of the system is slow to touch.
 
     Its methods may be called from any thread.
     """
@@ -149,9 +150,12 @@ class ReceiveMemory:
 
     def _drop_free_blocks(self, byte_count: int) -> None:
         """Give the oldest blocks that are free back to the system until there is place for another one."""
-        for index in reversed(range(len(self._blocks))):
-            if self._kept_bytes() + byte_count > LARGEST_KEPT_BYTES and self._is_free(index):
+        index = 0
+        while index < len(self._blocks) and self._kept_bytes() + byte_count > LARGEST_KEPT_BYTES:
+            if self._is_free(index):
                 del self._blocks[index]
+            else:
+                index += 1
 
     def _kept_bytes(self) -> int:
         return sum(block.nbytes for block in self._blocks)

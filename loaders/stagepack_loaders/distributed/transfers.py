@@ -61,7 +61,7 @@ class RouteSenders:
         link = self._links.get(route)
         if link is not None:
             bodies = [] if message.kind == ControlKind.FAIL else packed_values.bodies + packed_values.late_bodies
-            self._group.sent_bytes += packed_values.byte_count
+            self._group.sent_bytes += len(packed_values.head.view) + sum(body.nbytes for body in bodies)
             link.send(packed_values.head.view, bodies)
             return []
         return [
@@ -71,7 +71,7 @@ class RouteSenders:
         ]
 
     def limit_untaken(self, message_count: int) -> None:
-        """Wait until other processes of this machine have taken all messages with large values but so many of each route.
+        """Wait until other processes of this machine have taken all messages with bodies but so many of each route.
 
         Raises:
             ConnectionLostError: another process has gone.
@@ -95,7 +95,7 @@ class RouteReceivers:
         routes: Sequence[Route],
         symbols: Sequence[Symbol],
     ) -> None:
-        """Expect the first messages of the routes that end at this process.
+        """Expect the heads of the routes that end at this process.
 
         Args:
             group: the processes.
@@ -113,7 +113,7 @@ class RouteReceivers:
         self._last_number = 0
 
     def post_bodies(self, layout: RequestLayout) -> None:
-        """Post the receives of the large values of a request. May be called from another thread, in the order of the requests."""
+        """Post the receives of the bodies of a request. May be called from another thread, in the order of the requests."""
         for receiver in self._receivers:
             receiver.post_bodies(layout.of_route[receiver.route])
 
@@ -127,23 +127,23 @@ class RouteReceivers:
             ConnectionLostError: a process that sends has gone, or is another program.
         """
         self._last_number += 1
-        first_message = None
+        result = None
         for receiver in self._receivers:
             message = receiver.next_message()
-            if first_message is None:
-                first_message = message
-            if message.number != self._last_number or message.size_words != first_message.size_words:
+            if result is None:
+                result = message
+            if message.number != self._last_number or message.size_words != result.size_words:
                 raise ConnectionLostError(f"expected message {self._last_number}, found {message}")
             if message.kind == ControlKind.FAIL:
-                first_message = message
-        return first_message
+                result = message
+        return result
 
     def values(self, layout: RequestLayout, *, copies: bool = False) -> dict[str, Any]:
         """Wait for the values of the request of `next_message`.
 
         Args:
             layout: how they travel; `post_bodies` was, or is being, called with it.
-            copies: copy large values out of memory that is shared with another process, so that the caller may keep them, and fork.
+            copies: copy bodies out of memory that is shared with another process, so that the caller may keep them, and fork.
 
         Returns:
             The values by edge name, without those of routes on whose way it has failed.
@@ -161,13 +161,13 @@ class _RouteMessages(Protocol):
     """What a route brings, in the order in which it is sent."""
 
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
-        """Have large values arrive while the process works on another request, if there are some."""
+        """Have the bodies of a message arrive while the process works on another request."""
 
     def next_head(self) -> MessageHead:
-        """Wait for the next first message."""
+        """Wait for the next head."""
 
     def bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
-        """Wait for the posted values that belong to the last first message; return memory that is not shared if `copies`."""
+        """Wait for the posted bodies of the last message; return memory that is not shared if `copies`."""
 
     def late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
         """Wait for the values that belong to it and whose sizes it has told."""
@@ -180,7 +180,7 @@ class _RouteMessages(Protocol):
 
 
 class _GroupMessages:
-    """What a route brings by gloo. The receive of one first message is always posted."""
+    """What a route brings by gloo. The receive of one head is always posted."""
 
     def __init__(self, group: ProcessGroup, route: Route, symbols: Sequence[Symbol], memory: ReceiveMemory) -> None:
         self._group = group
@@ -230,12 +230,12 @@ def _arrived(body: tuple[torch.Tensor, Transfer]) -> torch.Tensor:
 
 
 class _LinkMessages:
-    """What a route brings by a link. Large values are there as soon as their first message."""
+    """What a route brings by a link. Bodies are there as soon as the head of their message."""
 
     def __init__(self, receiver: LinkReceiver, memory: ReceiveMemory) -> None:
         self._receiver = receiver
         self._memory = memory
-        self._content: torch.Tensor | None = None  # the large values that are not taken yet
+        self._content: torch.Tensor | None = None  # the bodies that are not taken yet
 
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
         pass
@@ -249,7 +249,7 @@ class _LinkMessages:
         bodies = []
         for byte_count in byte_counts:
             if self._content is None or self._content.nbytes < byte_count:
-                raise ConnectionLostError("the data of another program: large values are missing")
+                raise ConnectionLostError("the data of another program: bodies are missing")
             body = self._content[:byte_count]
             bodies.append(self._memory.take(byte_count).copy_(body) if copies else body)
             self._content = self._content[aligned(byte_count) :]
@@ -277,7 +277,7 @@ class _RouteReceiver:
         self._messages.post_bodies(layout.body_bytes)
 
     def next_message(self) -> ControlMessage:
-        """Wait for the next first message."""
+        """Wait for the next head."""
         self._head = self._messages.next_head()
         self._message = read_control(self._head.view, len(self._symbols))
         if self._message.kind == ControlKind.CLOSE:
@@ -285,7 +285,7 @@ class _RouteReceiver:
         return self._message
 
     def values(self, layout: RouteLayout, *, copies: bool) -> dict[str, Any]:
-        """Wait for the values that belong to the last first message; none if the request has failed."""
+        """Wait for the values of the last message; none if the request has failed."""
         if self._message.kind == ControlKind.FAIL:
             self._messages.discard_bodies(layout.body_bytes)
             return {}
@@ -308,7 +308,7 @@ class _RouteReceiver:
     def _receive_late_bodies(
         self, late_layouts: Sequence[ValueLayout], memories: dict[str, torch.Tensor], *, copies: bool
     ) -> dict[str, tuple[int, ...]]:
-        """Read the shapes that depend on data from the first message, check them, and receive these values."""
+        """Read the shapes that depend on data from the head, check them, and receive these values."""
         shapes: dict[str, tuple[int, ...]] = {}
         for value_layout in late_layouts:
             dim_count = len(value_layout.edge.shape)

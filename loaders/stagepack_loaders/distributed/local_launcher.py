@@ -11,14 +11,14 @@ from msgspec import structs
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders.call_limits import ValueLimit
-from stagepack_loaders.distributed import local_process
-from stagepack_loaders.distributed.local_process import ProcessDescription
+from stagepack_loaders.distributed import launched_process
+from stagepack_loaders.distributed.launched_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import host_name, open_store
+from stagepack_loaders.distributed.process_launcher import ProcessLauncher, over_processes
 from stagepack_loaders.distributed.stage_process import exit_text
-from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import runtime_of_each_stage
 from stagepack_loaders.python_process import module_command, module_environment
@@ -26,7 +26,7 @@ from stagepack_loaders.python_process import module_command, module_environment
 _END_SECONDS = 5.0
 
 
-class LocalProcesses(StartedProcesses["subprocess.Popen[bytes]"]):
+class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
     """Starts a group of processes on this machine, of which this one is the front, and runs no stages."""
 
     def stop(self, *, wait: bool) -> None:
@@ -52,7 +52,7 @@ class LocalProcesses(StartedProcesses["subprocess.Popen[bytes]"]):
         threads = max(1, len(os.sched_getaffinity(0)) // (self._size - 1))
         environment = {"OMP_NUM_THREADS": str(threads)} | module_environment()
         description = structs.replace(description, parent=os.getpid())
-        program = module_command(local_process.__name__, local_process.encode_description(description))
+        program = module_command(launched_process.__name__, launched_process.encode_description(description))
         # In a session of its own: it is left to this process what Ctrl-C in a terminal ends.
         return subprocess.Popen(  # noqa: S603 - this Python
             program, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -81,5 +81,5 @@ def start_local_pipeline(
     for runtime, device in zip(runtime_of_each_stage(options.runtime, len(bundle.stages)), stage_devices, strict=True):
         runtime.parse_device(device)
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
-    launcher = LocalProcesses(bundle, local_options, imports=imports)
+    launcher = LocalLauncher(bundle, local_options, imports=imports)
     return DistributedPipeline(bundle, launcher, types, max_restarts, microbatch_size, limit)

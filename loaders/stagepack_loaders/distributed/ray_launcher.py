@@ -21,13 +21,13 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
-from stagepack_loaders.distributed.local_process import ProcessDescription, run_process
+from stagepack_loaders.distributed.launched_process import ProcessDescription, run_process
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, open_store
+from stagepack_loaders.distributed.process_launcher import ProcessLauncher, over_processes
 from stagepack_loaders.distributed.process_memory import estimate_memory
-from stagepack_loaders.distributed.started_processes import StartedProcesses, over_processes
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 
@@ -72,7 +72,7 @@ class _StartedActor:
         return ProcessEnd(reason="its actor has ended its run")
 
 
-class RayActors(StartedProcesses[_StartedActor]):
+class RayLauncher(ProcessLauncher[_StartedActor]):
     """Starts a group of Ray actors, of which this process is the front, and runs no stages."""
 
     def __init__(
@@ -276,7 +276,7 @@ def launch(
         for rank in sorted(set(options.rank_of_stage))
     ]
     limit = value_limit(opened_bundle, limits)
-    launcher = RayActors(opened_bundle, options, resources, imports=imports)
+    launcher = RayLauncher(opened_bundle, options, resources, imports=imports)
     return DistributedPipeline(opened_bundle, launcher, types, max_restarts, microbatch_size, limit)
 
 

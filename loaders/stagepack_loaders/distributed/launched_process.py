@@ -1,4 +1,4 @@
-"""The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.local_process DESCRIPTION``."""
+"""The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.launched_process DESCRIPTION``."""
 
 import importlib
 import json

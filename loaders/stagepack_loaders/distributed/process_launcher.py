@@ -9,8 +9,8 @@ from msgspec import structs
 from stagepack.errors import GroupError, OptionError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.front import FrontProcess
-from stagepack_loaders.distributed.handshake import find_start_error
-from stagepack_loaders.distributed.local_process import ProcessDescription
+from stagepack_loaders.distributed.handshake import find_lost_connection, find_start_error
+from stagepack_loaders.distributed.launched_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError
@@ -20,7 +20,7 @@ from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
 Handle = TypeVar("Handle")
 
 
-class StartedProcesses(ABC, Generic[Handle]):
+class ProcessLauncher(ABC, Generic[Handle]):
     """Starts a group of processes of which this one is the front, and runs no stages. The `GroupLauncher` of `DistributedPipeline`."""
 
     def __init__(self, bundle: Bundle, options: GroupOptions, *, imports: Sequence[str] = ()) -> None:
@@ -105,10 +105,14 @@ class StartedProcesses(ABC, Generic[Handle]):
         )
 
     def _check(self) -> None:
-        """Raise an error if a process has ended."""
-        for rank, process in self._processes.items():
-            if (end := self._find_end(process)) is not None:
-                raise self._find_start_error(rank) or self._early_end(rank, end)
+        """Raise an error if a process has ended; the first one, if others have ended because they lost it."""
+        ends = {rank: end for rank, process in self._processes.items() if (end := self._find_end(process)) is not None}
+        for rank in ends:
+            if (error := self._find_start_error(rank)) is not None:
+                raise error
+        if ends:
+            first_rank = min(ends, key=lambda rank: find_lost_connection(self._store, rank) is not None)
+            raise self._early_end(first_rank, ends[first_rank])
 
     def _find_start_error(self, rank: int) -> StagepackError | None:
         """Why a process could not begin, if it has told."""
