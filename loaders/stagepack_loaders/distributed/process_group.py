@@ -155,7 +155,7 @@ class ProcessGroup:
             except Exception as error:  # noqa: BLE001 - raised below
                 connected.set_exception(error)
 
-        # Gloo waits a minute for a process that has ended, and nothing wakes it: so it waits in a thread, without which this process may end.
+        # Gloo waits a minute for a process that has ended, and nothing wakes it: so it waits in a thread that may outlive this call.
         threading.Thread(target=connect, name="connect", daemon=True).start()
         while not wait([connected], _CHECK_SECONDS).done:
             check()
