@@ -6,7 +6,8 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 SYSTEM_PACKAGES = $(if $(TORCH),$(shell $(PYTHON) -c "from importlib.metadata import version; exit(version('torch').partition('+')[0] != '$(TORCH)')" 2>/dev/null && echo --system-site-packages))
-INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt
+# Modules are compiled when they are imported: most never are.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
 LIBRARIES := $(VENV)-libraries
 
@@ -83,7 +84,7 @@ gpu-wheels: $(VENV)/ready
 # The libraries, and by a line of a .pth file all that is in $(VENV): 0.4 GB to download, 0.9 GB installed. openai-whisper requires triton,
 # which only its transcription uses; sam2 builds no CUDA code, and against the torch that is there. The extension of torchaudio, which no
 # model here uses, is built with CUDA, and without it torchaudio is not imported.
-LIBRARIES_INSTALL = $(BIN)/python -m pip --python $(LIBRARIES)/bin/python install --quiet --constraint $(VENV)/constraints.txt --constraint tests/libraries/constraints.txt
+LIBRARIES_INSTALL = $(BIN)/python -m pip --python $(LIBRARIES)/bin/python install --quiet --no-compile --constraint $(VENV)/constraints.txt --constraint tests/libraries/constraints.txt
 $(LIBRARIES)/ready: $(VENV)/ready tests/libraries/constraints.txt
 	@echo "$(LIBRARIES) is made or completed now: 0.4 GB to download, 0.9 GB of disk beside $(VENV)."
 	test -e $(LIBRARIES)/bin/python || $(PYTHON) -m venv --without-pip $(SYSTEM_PACKAGES) $(LIBRARIES)

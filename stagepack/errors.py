@@ -5,13 +5,16 @@ of a bundle list every broken rule of ``schema/SPEC.md`` in `FormatError.problem
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 SignatureReason = Literal["unsigned", "malformed", "untrusted", "expired", "changed", "files"]
 
 
 class StagepackError(Exception):
     """Base class of all errors that stagepack raises on purpose. Catch it to catch them all."""
+
+
+Error = TypeVar("Error", bound=StagepackError)
 
 
 class ExportWarning(UserWarning):
@@ -216,7 +219,12 @@ class EvaluationModeWarning(UserWarning):
     """
 
 
-def repeated_error(error: StagepackError) -> StagepackError:
+def first_line(error: object) -> str:
+    """Return the first line of the message of an error, without the traces that torch and others add to it."""
+    return str(error).partition("\n")[0]
+
+
+def repeated_error(error: Error) -> Error:
     """Return an error like another one, for a further caller who meets it: each has a traceback of its own.
 
     Args:

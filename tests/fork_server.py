@@ -4,7 +4,7 @@ import multiprocessing
 
 # All tests of a pytest process share one fork server, so it imports what any of them needs.
 _PRELOADED_MODULES = [
-    "stagepack_loaders.distributed.launched_process",
+    "stagepack_loaders.distributed.process_program",
     "stagepack_loaders.torch.runtime",
     "stagepack_loaders.torch.prepare",
     "stagepack_loaders.train.start",

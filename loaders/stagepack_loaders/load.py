@@ -195,18 +195,18 @@ def load(
         if isinstance(imports, str):
             raise OptionError(f"imports: expected a sequence of modules, found {imports!r}")
         from stagepack_loaders.distributed.local_launcher import start_local_pipeline  # noqa: PLC0415 - imports torch
-        from stagepack_loaders.distributed.membership import GroupOptions  # noqa: PLC0415 - the same
+        from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - the same
 
-        options = GroupOptions(
-            devices=tuple(map(str, named)),
-            runtime=runtime if isinstance(runtime, str) else tuple(runtime),
-            allow_ops=tuple(allow_ops),
+        options = group_options(
+            devices=named,
+            runtime=runtime,
+            allow_ops=allow_ops,
             verify=verify,
             copy=copy,
             compile=compile,
-            compiled=None if compiled is None else os.path.abspath(compiled),
+            compiled=compiled,
             in_flight=in_flight,
-            stall_seconds=limits.stall_seconds,
+            limits=limits,
         )
         # The processes open the folder of the bundle, which must have all their files.
         stage_runtimes = runtime_of_each_stage(runtime, len(opened_bundle.stages))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from stagepack.errors import InputError, StageFailedError, StageLostError, StagepackError
+from stagepack.errors import InputError, StageFailedError, StageLostError, StagepackError, first_line
 from stagepack_loaders.file_leases import check_files_in_use
 
 _OUT_OF_RANGE: Final = re.compile(
@@ -79,7 +79,7 @@ def typed_stage_errors(stage_number: int) -> Iterator[None]:
         message = _out_of_range_message(error)
         if message is not None:
             raise InputError(f"an input value is out of range in stage {stage_number}: {message}") from error
-        reason = f"{type(error).__name__}: {_first_line(str(error))}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         if _DEVICE_LOST.search(str(error)):
             lost = (
                 f"stage {stage_number}, or one before it, failed on its device, which computes nothing more in this process: {reason}: "
@@ -95,8 +95,4 @@ def _out_of_range_message(error: Exception) -> str | None:
     match = _OUT_OF_RANGE.search(message)
     if match is None and not isinstance(error, IndexError):
         return None
-    return _first_line(message[match.start() :] if match else message)
-
-
-def _first_line(message: str) -> str:
-    return message.partition("\n")[0]
+    return first_line(message[match.start() :] if match else message)

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import torch
 
-from stagepack_loaders.distributed import launched_process
-from stagepack_loaders.distributed.launched_process import ProcessDescription
+from stagepack_loaders.distributed import process_program
 from stagepack_loaders.distributed.local_launcher import LocalLauncher
+from stagepack_loaders.distributed.process_program import ProcessDescription
 from tests.fork_server import FORK_SERVER
 
 
@@ -53,4 +53,4 @@ class ForkedProcesses(LocalLauncher):
 
 def _run_process(content: bytes) -> None:
     torch.set_num_threads(1)
-    launched_process.run_process(msgspec.json.decode(content, type=ProcessDescription))
+    process_program.run_process(msgspec.json.decode(content, type=ProcessDescription))

@@ -7,6 +7,8 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import ml_dtypes
+import numpy
 import pytest
 import torch
 
@@ -97,6 +99,26 @@ def test_a_slow_process_holds_up_the_one_before_it(tmp_path: Path) -> None:
             time.sleep(0.02)
         assert all(torch.equal(call.result(), seconds * 2) for call in calls)
     assert 2 <= max(block_counts) <= 6
+
+
+class Adding(torch.nn.Module):
+    """Writes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1) * 2
+
+
+@pytest.mark.parametrize("is_writeable", [True, False])
+def test_what_is_written_into_arrays_is_what_one_process_writes(tmp_path: Path, is_writeable: bool) -> None:
+    bundle = stagepack.export(Adding(), (torch.zeros(4, dtype=torch.bfloat16),), out=tmp_path / "adding.stagepack")
+    inputs = [numpy.zeros(4, ml_dtypes.bfloat16) for _ in range(2)]
+    for array in inputs:
+        array.flags.writeable = is_writeable
+    expected = stagepack.load(bundle)(inputs[0])
+    with in_processes(bundle) as pipeline:
+        assert numpy.array_equal(pipeline(inputs[1]), expected)
+    assert numpy.array_equal(inputs[0], inputs[1])
+    assert (inputs[0] == 1).all() == is_writeable
 
 
 def test_fewer_processes_than_stages_share_them(layers: Bundle) -> None:

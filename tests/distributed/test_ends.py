@@ -111,6 +111,63 @@ def test_a_pipeline_that_nobody_has_any_more_while_its_processes_start_again_end
     wait_until(lambda: not any(thread.name == "restart" for thread in threading.enumerate()))
 
 
+def test_closing_gives_up_the_example_of_a_restart(tmp_path: Path) -> None:
+    bundle = stagepack.export(
+        Waiting(), (torch.full((3,), 3.0),), out=tmp_path / "waiting.stagepack", split_at=["second"]
+    )
+    with in_processes(bundle, 1, imports=[Waiting.__module__], max_restarts=1) as pipeline:
+        first_process = process_ids(pipeline)[1]
+        os.kill(first_process, signal.SIGKILL)
+        wait_until(lambda: process_ids(pipeline)[1] != first_process)
+        numbers, started = process_ids(pipeline), time.monotonic()
+        pipeline.close()
+        assert time.monotonic() - started < 2
+    assert_gone(numbers)
+
+
+def test_a_callback_that_submits_while_the_pipeline_closes_is_refused(waiting: Bundle) -> None:
+    seconds, calls = torch.full((3,), 0.5), []
+    with in_processes(waiting, imports=[Waiting.__module__]) as pipeline:
+        call = pipeline.submit(seconds)
+        call.add_done_callback(lambda _: calls.append(pipeline.submit(seconds)))
+    assert torch.equal(call.result(), seconds * 2)
+    with pytest.raises(StageLostError, match="the pipeline is closed"):
+        calls[0].result()
+
+
+def test_a_callback_cannot_close_the_pipeline(waiting: Bundle) -> None:
+    errors: list[str] = []
+
+    def close(_: Any) -> None:
+        try:
+            pipeline.close()
+        except OptionError as error:
+            errors.append(str(error))
+
+    with in_processes(waiting, imports=[Waiting.__module__]) as pipeline:
+        call = pipeline.submit(torch.full((3,), 0.5))
+        call.add_done_callback(close)
+        call.result()
+        wait_until(lambda: bool(errors))
+        assert pipeline(torch.zeros(3)).shape == (3,)
+    assert "nor close the pipeline" in errors[0]
+
+
+def test_calls_that_a_lost_pipeline_refuses_are_not_kept(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(lambda: pipeline.has_ended)
+        references = []
+        for _ in range(3):
+            ids = IDS.clone()
+            references.append(weakref.ref(ids))
+            with pytest.raises(StageLostError):
+                pipeline(ids)
+        del ids
+        gc.collect()
+        assert not any(reference() is not None for reference in references)
+
+
 def test_the_inputs_of_a_call_are_not_kept_after_it(layers: Bundle) -> None:
     with stagepack.load(layers, processes=2) as pipeline:
         ids = IDS.clone()
@@ -265,6 +322,12 @@ def test_a_sequence_that_is_closed_during_a_call_ends_after_it() -> None:
     caller.join()
     sequence.close()
     assert events == ["call", "end"]
+
+
+def test_a_process_without_memory_for_its_stages_is_named(layers: Bundle) -> None:
+    message = r"process \d, which runs stage \d, cannot begin: RuntimeError: not enough memory"
+    with pytest.raises(GroupError, match=message), in_processes(layers, imports=["tests.distributed.no_memory"]):
+        pass
 
 
 def test_a_module_that_cannot_be_imported_is_named(layers: Bundle) -> None:

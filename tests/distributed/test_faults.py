@@ -18,8 +18,8 @@ import torch
 import stagepack
 from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.launched_process import ProcessDescription
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_loaders.distributed.process_program import ProcessDescription
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS
 from tests.distributed.bundles import assert_gone, has_generation, in_processes, process_ids, wait_until
 from tests.distributed.forked_processes import ForkedProcesses

@@ -5,10 +5,11 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
+from msgspec import structs
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
+from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, first_line
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
@@ -24,7 +25,13 @@ from stagepack_loaders.distributed.launch_environment import (
     launched_size,
     restart_count,
 )
-from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, join_group
+from stagepack_loaders.distributed.membership import (
+    GroupOptions,
+    absolute_bundle,
+    check_options,
+    group_options,
+    join_group,
+)
 from stagepack_loaders.distributed.network_address import chosen_address
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import ConnectionLostError
@@ -56,7 +63,8 @@ def connect(
 
     Each process loads some consecutive stages, and no file of others. Process 0 gets the pipeline; the others run their stages until it
     closes the pipeline. A launcher that has other means must set the variables that ``torchrun`` sets: RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT. The processes trust each other and their network: torch.distributed neither authenticates nor encrypts.
+    and MASTER_PORT; and if a process ends, it must end the others, which wait for it while they load. The processes trust each other
+    and their network: torch.distributed neither authenticates nor encrypts.
 
     Args:
         bundle: the folder of the bundle, or an opened bundle; the same bundle for each process, on a path of its own.
@@ -102,26 +110,25 @@ def connect(
         raise GroupError(
             f"expected 1 to {len(opened_bundle.stages)} processes for {len(opened_bundle.stages)} stages, found {size}"
         ) from None
-    options = GroupOptions(
-        rank_of_stage=rank_of_stage,
-        devices=tuple(map(str, devices)),
-        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
-        allow_ops=tuple(allow_ops),
+    options = group_options(
+        devices=devices,
+        runtime=runtime,
+        allow_ops=allow_ops,
         verify=verify,
         copy=copy,
         compile=compile,
-        compiled=None if compiled is None else os.path.abspath(compiled),
+        compiled=compiled,
         in_flight=in_flight,
-        stall_seconds=limits.stall_seconds,
+        limits=limits,
         start_seconds=start_seconds,
-        address=chosen_address(launched_address()),
     )
+    options = structs.replace(options, rank_of_stage=rank_of_stage, address=chosen_address(launched_address()))
     check_options(options, microbatch_size=microbatch_size)
     store = launched_store(rank, start_seconds)
     if rank == FRONT_RANK:
         limit = value_limit(opened_bundle, limits)
-        group = _LaunchedGroup(opened_bundle, store, size, options)
-        return DistributedPipeline(opened_bundle, group, types, microbatch_size=microbatch_size, limit=limit)
+        launcher = _TorchrunLauncher(opened_bundle, store, size, options)
+        return DistributedPipeline(opened_bundle, launcher, types, microbatch_size=microbatch_size, limit=limit)
     if is_torchrun():
         end_with_parent(os.getppid())
     run_stage_process(opened_bundle, store, rank, size, options)
@@ -151,14 +158,14 @@ def launched_store(rank: int, seconds: float) -> Store:
     except (RuntimeError, ValueError) as error:
         raise GroupError(
             f"expected the store of process 0 at {host}:{port}, by MASTER_ADDR and MASTER_PORT, within {seconds:g} s: "
-            f"{str(error).partition(chr(10))[0]}"
+            f"{first_line(error)}"
         ) from None
     store.set_timeout(_STORE_TIMEOUT)
     return PrefixStore(f"stagepack/{restart_count()}/{next(_CONNECTIONS)}", store)
 
 
-class _LaunchedGroup:
-    """The processes that a launcher has started: only it can start them again."""
+class _TorchrunLauncher:
+    """The launcher of processes that torchrun, or another one with its variables, has started: only that one can start them again."""
 
     def __init__(self, bundle: Bundle, store: Store, size: int, options: GroupOptions) -> None:
         self._bundle = bundle

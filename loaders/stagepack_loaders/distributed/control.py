@@ -10,7 +10,7 @@ from stagepack.format.shapes import Symbol, format_range, size_in_range
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 
 WORD_BYTES = 8
-# Of messages by which the front announces requests with bodies; routes have the tags above.
+# Of messages by which the front announces requests with bodies, and that it closes; routes have the tags above.
 ANNOUNCEMENT_TAG = 0
 _FIXED_WORDS = struct.Struct("<4q")
 

@@ -3,14 +3,15 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
 from msgspec import structs
 
-from stagepack.errors import InputError, OptionError, StageLostError
+from stagepack.errors import InputError, OptionError, StageLostError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.control import (
     ANNOUNCEMENT_TAG,
@@ -28,15 +29,15 @@ from stagepack_loaders.distributed.packing import PackedValues, pack_command, pa
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.queued_senders import QueuedSenders
+from stagepack_loaders.distributed.requests_in_flight import RequestsInFlight
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError
-from stagepack_loaders.distributed.tensor_memory import write_array
+from stagepack_loaders.distributed.tensor_memory import write_input
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import trace_clock
 
-_REPORT_SECONDS = 5.0
 _CLOSE_SECONDS = 0.01
 # How long threads get to end after their connections were closed; one may still run a stage.
 _ABORT_SECONDS = 1.0
@@ -72,19 +73,17 @@ class FrontProcess:
         in_flight = membership.options.in_flight
         self._places = threading.BoundedSemaphore(in_flight)  # further requests wait
         self._sent_messages = SentMessages()
-        # Held while a message is sent, so that all processes get the messages in one order.
-        self._send_lock = threading.Lock()
-        self._state_lock = threading.Lock()
+        # Held while a message is sent, so that all processes get the messages in one order. The last reference to the pipeline may go in
+        # the thread that has it, which then calls `close`.
+        self._send_lock = threading.RLock()
         self._last_number = 0
-        self._pending: dict[int, Future[dict[str, Any]]] = {}
-        self._failures: dict[int, Future[Exception]] = {}
+        self._requests = RequestsInFlight()
         self._finished_here: SimpleQueue[StageRequest | ControlMessage] = SimpleQueue()
         # Without stages here, all work is finished here at once.
         self._work: SimpleQueue[StageRequest | ControlMessage] = (
             SimpleQueue() if membership.stages else self._finished_here
         )
         self._statuses: dict[int, ProcessStatus] = {}
-        self._last_progress = time.monotonic()
         self._is_closed = False
         self._symbols = bundle.entry_point.symbols
         self._input_routes = [route for route in membership.routes if route.source_stage is None]
@@ -157,15 +156,12 @@ class FrontProcess:
         admitted = trace_clock()
         answer: Future[dict[str, Any]] = Future()
         answer.add_done_callback(lambda _: self._places.release())
-        with self._send_lock:
+        with self._sending():
             message = self._next_message(ControlKind.RUN, sequence=sequence, size_words=size_words)
-            with self._state_lock:
-                if (lost := self.lost) is None:
-                    if not self._pending:
-                        self._last_progress = time.monotonic()
-                    self._pending[message.number] = answer
-            if lost is not None:
-                answer.set_exception(lost)
+            self._requests.add(message.number, answer)
+            if (lost := self.lost) is not None:  # those that are added later are not failed with the others
+                if self._requests.remove(message.number) is not None:
+                    answer.set_exception(repeated_error(lost))
                 return answer
             request = StageRequest(message=message, layout=layout, values=dict(values), copies_results=copies_results)
             self._send(request, packed_inputs)
@@ -184,12 +180,12 @@ class FrontProcess:
         Raises:
             StageLostError: a process is lost.
         """
-        with self._send_lock:
-            if self.lost is not None:
-                raise self.lost
+        with self._sending():
+            if (lost := self.lost) is not None:
+                raise repeated_error(lost)
             message = self._next_message(kind, sequence=sequence, seed=seed)
             self._send_command(message)
-            return message.number
+        return message.number
 
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return what each process has told last, by rank."""
@@ -201,7 +197,7 @@ class FrontProcess:
         return dict(self._statuses) | {FRONT_RANK: own_status}
 
     def close(self, seconds: float = math.inf) -> bool:
-        """Answer what is in flight, and end the other processes.
+        """Answer what is in flight, and end the other processes. Nothing is sent any more.
 
         Args:
             seconds: how long to wait for the answers.
@@ -210,12 +206,19 @@ class FrontProcess:
             Whether all of them have ended in order; False if one is lost, or has not ended in time.
         """
         deadline = time.monotonic() + seconds
-        with self._send_lock:
+        with self._sending():
             if self._is_closed:
                 return False
-            has_ended = self._watch.lost is None and self._close_in_order(deadline)
             self._is_closed = True
-            return has_ended and self._watch.lost is None
+            if self._watch.lost is None:
+                self._watch.expect_close()
+                self._send_command(self._next_message(ControlKind.CLOSE))
+                self._senders.end()
+        return self._wait_for_end(deadline)
+
+    def abort(self, reason: str) -> None:
+        """End all connections. All requests fail."""
+        self._watch.lose(StageLostError(reason))
 
     def join_threads(self) -> None:
         """Wait until the threads have ended, after the processes have: one that waits in gloo would abort the interpreter at its end."""
@@ -233,15 +236,13 @@ class FrontProcess:
         """
         if threading.current_thread() in self._threads:
             raise OptionError(
-                "a callback of a call runs in the thread that answers calls, and cannot wait for another call: wait in another thread"
+                "a callback of a call runs in the thread that answers calls, and cannot wait for another call, nor close the pipeline: "
+                "do that in another thread"
             )
 
-    def _close_in_order(self, deadline: float) -> bool:
-        """Wait until all calls are answered and all other processes have closed, or one is lost; return whether that was in time."""
-        self._watch.expect_close()
-        try:
-            self._send_command(self._next_message(ControlKind.CLOSE))
-            self._senders.end()
+    def _wait_for_end(self, deadline: float) -> bool:
+        """Wait until all calls are answered and all other processes have closed; return False if that was not in time, or one is lost."""
+        with self._watch.reported_loss():
             while self._watch.lost is None and any(thread.is_alive() for thread in self._threads + self._watch.threads):
                 if time.monotonic() > deadline:
                     return False
@@ -249,9 +250,16 @@ class FrontProcess:
             if self._watch.lost is None:
                 self._sent_messages.finish()
                 self._senders.finish()
+        return self._watch.lost is None
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Keep the order of messages. If a process has gone, that is told afterwards: callbacks that run then may call this front."""
+        try:
+            with self._send_lock:
+                yield
         except ConnectionLostError as error:
             self._watch.lose_unknown(error)
-        return True
 
     def _next_message(
         self, kind: ControlKind, *, sequence: int = 0, seed: int = 0, size_words: bytes = b""
@@ -263,20 +271,16 @@ class FrontProcess:
         self._send(message, [pack_command(self._symbols) for _ in self._input_routes])
 
     def _send(self, work: StageRequest | ControlMessage, packed_inputs: Sequence[PackedValues]) -> None:
-        """Send a request or command on its way. If a process has gone, its caller learns it from the answer."""
+        """Send a request or command on its way."""
         message = work.message if isinstance(work, StageRequest) else work
-        try:
-            if isinstance(work, StageRequest):
-                self._announce(message, work.layout.body_ranks)
-                self._receivers.post_bodies(work.layout)
-            elif work.kind == ControlKind.CLOSE:
-                self._announce(message, range(self._group.size))
-            for route, packed_values in zip(self._input_routes, packed_inputs, strict=True):
-                self._sent_messages.add(message.number, self._senders.send(route, message, packed_values))
-        except ConnectionLostError as error:
-            self._watch.lose_unknown(error)
-        else:
-            self._work.put(work)
+        if isinstance(work, StageRequest):
+            self._announce(message, work.layout.body_ranks)
+            self._receivers.post_bodies(work.layout)
+        elif work.kind == ControlKind.CLOSE:
+            self._announce(message, range(self._group.size))
+        for route, packed_values in zip(self._input_routes, packed_inputs, strict=True):
+            self._sent_messages.add(message.number, self._senders.send(route, message, packed_values))
+        self._work.put(work)
 
     def _announce(self, message: ControlMessage, ranks: Collection[int]) -> None:
         """Tell processes of a message before their routes do: they post receives ahead."""
@@ -327,10 +331,8 @@ class FrontProcess:
         self._sent_messages.finish(number)
         self.trace.spans.add("transfer", number, start)
         has_failed = ControlKind.FAIL in (request.message.kind, message.kind if message else None)
-        error = self._failure(number, wait=has_failed)
-        with self._state_lock:
-            answer = self._pending.pop(number, None)
-            self._last_progress = time.monotonic()
+        error = self._requests.find_error(number, wait=has_failed)
+        answer = self._requests.remove(number)
         if answer is None:
             return  # a process was lost meanwhile
         if error is not None:
@@ -339,35 +341,16 @@ class FrontProcess:
         try:
             for edge in self._bundle.edges:
                 if edge.producer is None and edge.name in received_values:
-                    write_array(request.values[edge.name], received_values.pop(edge.name))
-        except (ValueError, RuntimeError) as write_error:  # an input that the model writes cannot be written
+                    write_input(request.values[edge.name], received_values.pop(edge.name), edge)
+        except Exception as write_error:  # noqa: BLE001 - an input that the model writes cannot be written
             answer.set_exception(InputError(f"the model writes into an input: {write_error}"))
         else:
             answer.set_result(request.values | received_values)
 
-    def _failure(self, number: int, *, wait: bool) -> Exception | None:
-        """The error of a stage on a request. It comes on a way of its own, perhaps after the result that says that there is one."""
-        with self._state_lock:
-            if not wait and number not in self._failures:
-                return None
-            report = self._failures.setdefault(number, Future())
-        try:
-            return report.result(_REPORT_SECONDS)
-        except TimeoutError:
-            return StageLostError("a stage failed on the request, and its process has not said why")
-        finally:
-            with self._state_lock:
-                self._failures.pop(number, None)
-
     def _record_failure(self, number: int, stage_number: int, error: Exception) -> None:
-        with self._state_lock:
-            if number not in self._pending:
-                return
-            report = self._failures.setdefault(number, Future())
-        if not report.done():
-            facts = self.stage_facts[stage_number]
-            error.add_note(f"stage {stage_number} runs in process {facts.rank} on {facts.host}")
-            report.set_result(error)
+        facts = self.stage_facts[stage_number]
+        error.add_note(f"stage {stage_number} runs in process {facts.rank} on {facts.host}")
+        self._requests.add_error(number, error)
 
     def _record_status(self, rank: int, status: ProcessStatus | RequestError | SpanReport) -> None:
         if isinstance(status, RequestError):
@@ -378,23 +361,15 @@ class FrontProcess:
             self._statuses[rank] = structs.replace(status, pending_requests=self._last_number - status.last_number)
 
     def _find_stalled(self) -> tuple[int, float] | None:
-        """The oldest request, if no request was answered for too long."""
         stall_seconds = self._membership.options.stall_seconds
-        seconds = time.monotonic() - self._last_progress
-        with self._state_lock:
-            if stall_seconds is None or not self._pending or seconds <= stall_seconds:
-                return None
-            return min(self._pending), seconds
+        return None if stall_seconds is None else self._requests.find_stalled(stall_seconds)
 
     def _fail_all(self, lost: StageLostError) -> None:
         """Fail all requests, since a process is lost."""
         self._membership.abort()  # before callbacks run
         self._senders.end()
-        with self._state_lock:
-            pending, self._pending = list(self._pending.values()), {}
-        for answer in pending:
-            answer.set_exception(lost)
-        self.trace.fail(lost)
+        self._requests.fail(lost)
+        self.trace.fail(repeated_error(lost))
         for queue in (self._work, self._finished_here):  # whose threads wait for work, not for another process
             queue.put(ControlMessage(kind=ControlKind.CLOSE, number=0))
         self._report_loss(lost)

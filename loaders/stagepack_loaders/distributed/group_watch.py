@@ -48,7 +48,6 @@ class GroupWatch:
 
     Attributes:
         lost: which process is lost; None while all live.
-        statuses: what each process has told last, by rank.
         threads: those that hear the processes; they end when these have closed.
     """
 
@@ -115,6 +114,14 @@ class GroupWatch:
         self._await_loss()
         self._lose(None, str(error))
 
+    def lose(self, lost: StageLostError) -> None:
+        """The processes answer nothing more, for a reason; the first reason is reported."""
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = lost
+        self._report_loss(lost)
+
     def _await_loss(self) -> None:
         """Wait a moment for another thread to find out which process is lost."""
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -128,7 +135,8 @@ class GroupWatch:
                 status = receive_status(self._membership.group, rank)
                 self._last_heard[rank] = time.monotonic()
                 if isinstance(status, ProcessClosed):
-                    del self._last_heard[rank]
+                    with self._lock:
+                        del self._last_heard[rank]
                     if status.error is not None:
                         self._lose(rank, f"it ended with {status.error.class_name}: {status.error.message}")
                     else:
@@ -147,7 +155,8 @@ class GroupWatch:
             time.sleep(_CLOSE_SECONDS if self._is_closing else HEARTBEAT_SECONDS / 2)
             now = time.monotonic()
             if now - last_look > self._silence_seconds / 2:  # this process itself was stopped: hear the others first
-                self._last_heard.update(dict.fromkeys(list(self._last_heard), now))
+                with self._lock:
+                    self._last_heard.update(dict.fromkeys(self._last_heard, now))
             last_look = now
             for rank, heard in list(self._last_heard.items()):
                 if now - heard > self._silence_seconds:
@@ -162,14 +171,8 @@ class GroupWatch:
         if lost_connection is not None:
             reason = f"it has lost its connection to another process: {lost_connection}"
             self._await_loss()
-        if self.lost is not None:
-            return
-        lost = self._lost_error(rank, reason)
-        with self._lock:
-            if self.lost is not None:
-                return
-            self.lost = lost
-        self._report_loss(lost)
+        if self.lost is None:
+            self.lose(self._lost_error(rank, reason))
 
     def _lost_error(self, rank: int | None, reason: str) -> StageLostError:
         rank, end = self._find_ended(rank)

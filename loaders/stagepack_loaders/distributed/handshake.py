@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import GroupError
+from stagepack.errors import GroupError, first_line
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.error_report import ErrorReport, rebuild_error, report_error
 from stagepack_loaders.distributed.link_listener import machine_id
@@ -170,7 +170,7 @@ def exchange_reports(
             time.sleep(_POLL_SECONDS)
         contents = [store.get(f"{topic}/{other}") for other in range(size)]
     except RuntimeError as error:  # DistNetworkError, DistStoreError
-        raise ConnectionLostError(f"the store of the group has gone: {str(error).partition(chr(10))[0]}") from None
+        raise ConnectionLostError(f"the store of the group has gone: {first_line(error)}") from None
     return [msgspec.json.decode(content, type=type(report)) for content in contents]
 
 

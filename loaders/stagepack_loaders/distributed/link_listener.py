@@ -15,7 +15,7 @@ from stagepack_loaders.distributed.local_links import LARGEST_HEAD, LinkReceiver
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.route_layout import head_capacity
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.shared_blocks import KeptBytes
+from stagepack_loaders.distributed.shared_blocks import UnusedBytes
 
 _ROUTE_WORD: Final = struct.Struct("<q")
 _CONNECT_SECONDS: Final = 60.0
@@ -145,13 +145,13 @@ def connect_links(
     links = LocalLinks(senders={}, receivers={})
     with contextlib.ExitStack() as failure:
         failure.callback(links.close)
-        expected_routes = {}
+        expected_routes, unused_bytes = {}, UnusedBytes()
         for route_number, route in enumerate(routes):
             if route in local_routes and route.source_rank == rank:
-                links.senders[route] = LinkSender(connect_link(listener_names[route.target_rank], route_number))
+                connection = connect_link(listener_names[route.target_rank], route_number)
+                links.senders[route] = LinkSender(connection, unused_bytes)
             elif route in local_routes and route.target_rank == rank:
                 expected_routes[route_number] = route
-        kept_bytes = KeptBytes()
         deadline = time.monotonic() + _CONNECT_SECONDS
         while expected_routes:
             check()
@@ -164,6 +164,6 @@ def connect_links(
                 connection.close()
                 continue
             capacity = head_capacity(accepted_route.edges, symbols)
-            links.receivers[accepted_route] = LinkReceiver(connection, capacity, kept_bytes)
+            links.receivers[accepted_route] = LinkReceiver(connection, capacity)
         failure.pop_all()
     return links

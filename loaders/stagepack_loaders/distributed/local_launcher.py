@@ -10,15 +10,15 @@ from typing import Any
 from msgspec import structs
 
 from stagepack.format.reader import Bundle
+from stagepack.format.threads import usable_cpu_count
 from stagepack_loaders.call_limits import ValueLimit
-from stagepack_loaders.distributed import launched_process
-from stagepack_loaders.distributed.launched_process import ProcessDescription
+from stagepack_loaders.distributed import process_program
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_end import ProcessEnd
+from stagepack_loaders.distributed.process_end import ProcessEnd, exit_text
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.process_launcher import ProcessLauncher, over_processes
-from stagepack_loaders.distributed.stage_process import exit_text
+from stagepack_loaders.distributed.process_program import ProcessDescription
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import runtime_of_each_stage
 from stagepack_loaders.python_process import module_command, module_environment
@@ -49,10 +49,10 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
 
     def _launch(self, description: ProcessDescription) -> "subprocess.Popen[bytes]":
         """Start a process. The cores of this machine are divided among the processes."""
-        threads = max(1, len(os.sched_getaffinity(0)) // (self._size - 1))
+        threads = max(1, usable_cpu_count() // (self._size - 1))
         environment = {"OMP_NUM_THREADS": str(threads)} | module_environment()
         description = structs.replace(description, parent=os.getpid())
-        program = module_command(launched_process.__name__, launched_process.encode_description(description))
+        program = module_command(process_program.__name__, process_program.encode_description(description))
         # In a session of its own: it is left to this process what Ctrl-C in a terminal ends.
         return subprocess.Popen(  # noqa: S603 - this Python
             program, env=environment, stdin=subprocess.DEVNULL, start_new_session=True

@@ -20,10 +20,11 @@ from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.route_layout import aligned
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.shared_blocks import KeptBytes, ReadBlocks, WrittenBlocks
+from stagepack_loaders.distributed.shared_blocks import ReadBlocks, UnusedBytes, WrittenBlocks
 
-# Of the block with the bodies of a message: its number, the bytes that they take, its size if it is new; 0 otherwise.
-_BLOCK_WORDS: Final = struct.Struct("<3q")
+# Of the block with the bodies of a message: its number, the bytes that they take, its size if it is new; then the number of a block that
+# is dropped. 0 for none.
+_BLOCK_WORDS: Final = struct.Struct("<4q")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(array("i").itemsize)
 # As integers: operators of the enumerations are Python functions, which take as long as all else that a message needs.
 _MESSAGE_CUT: Final = int(socket.MSG_TRUNC)
@@ -32,7 +33,7 @@ _ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
 LARGEST_HEAD: Final = 2**16 + 2**15
 # Of one route, with tensors on them.
 _MOST_BLOCKS: Final = 64
-# How many messages with bodies are taken, then the numbers of the blocks that are returned, negative for those that are not kept.
+# How many messages with bodies are taken, then the numbers of the blocks that are returned.
 _ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS
 
 
@@ -44,10 +45,15 @@ class LinkSender:
         blocks: the memory of bodies.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Take a connection."""
+    def __init__(self, connection: socket.socket, unused_bytes: UnusedBytes) -> None:
+        """Take a connection.
+
+        Args:
+            connection: the connection.
+            unused_bytes: of all links from this process.
+        """
         self.connection = connection
-        self.blocks = WrittenBlocks()
+        self.blocks = WrittenBlocks(unused_bytes)
         self._untaken_count = 0  # of messages with bodies
         self._is_ended = False
         self._acknowledgement = array("q", [0] * _ACKNOWLEDGEMENT_WORDS)
@@ -82,9 +88,12 @@ class LinkSender:
         for body in bodies:
             ctypes.memmove(address, body.data_ptr(), body.nbytes)
             address += aligned(body.nbytes)
+        dropped_number = self.blocks.drop_surplus()
         rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
         try:
-            self.connection.sendmsg([_BLOCK_WORDS.pack(block_number, byte_count, new_bytes), head], rights)
+            self.connection.sendmsg(
+                [_BLOCK_WORDS.pack(block_number, byte_count, new_bytes, dropped_number), head], rights
+            )
         except OSError as error:
             raise ConnectionLostError(str(error)) from None
         finally:
@@ -149,8 +158,11 @@ class LinkSender:
             self._is_ended = True
             return False
         self._untaken_count -= self._acknowledgement[0]
-        for block_number in self._acknowledgement[1 : byte_count // self._acknowledgement.itemsize]:
-            self.blocks.take_back(abs(block_number), is_kept=block_number > 0)
+        try:
+            for block_number in self._acknowledgement[1 : byte_count // self._acknowledgement.itemsize]:
+                self.blocks.take_back(block_number)
+        except ValueError as error:
+            raise ConnectionLostError(str(error)) from None
         return True
 
 
@@ -162,17 +174,16 @@ class LinkReceiver:
         blocks: the memory of bodies.
     """
 
-    def __init__(self, connection: socket.socket, capacity: int, kept_bytes: KeptBytes) -> None:
+    def __init__(self, connection: socket.socket, capacity: int) -> None:
         """Take a connection.
 
         Args:
             connection: the connection.
             capacity: the largest size of a head, in bytes.
-            kept_bytes: the unused memory of all routes to this process.
         """
         self.connection = connection
         self._capacity = capacity
-        self.blocks = ReadBlocks(kept_bytes)
+        self.blocks = ReadBlocks()
         self._words = bytearray(_BLOCK_WORDS.size)
         self._taken_count = 0  # of messages with bodies that are not acknowledged yet
 
@@ -189,20 +200,26 @@ class LinkReceiver:
         try:
             self._acknowledge()
             size, ancillary, flags, _ = self.connection.recvmsg_into([self._words, head.view], _ANCILLARY_BYTES)
-            if not size or flags & _MESSAGE_CUT:
+            if not size:
                 raise ConnectionLostError("the connection is closed")
+            if flags & _MESSAGE_CUT:
+                raise ConnectionLostError(
+                    f"expected a head of at most {self._capacity} bytes: another program has connected"
+                )
             if flags & _ANCILLARY_CUT:
                 raise ConnectionLostError("this process has too many open files to share memory with another one")
-            block_number, byte_count, new_bytes = _BLOCK_WORDS.unpack(self._words)
+            block_number, byte_count, new_bytes, dropped_number = _BLOCK_WORDS.unpack(self._words)
             for _, _, content in ancillary:
                 descriptor = array("i", content)[0]
                 try:
                     self.blocks.add(block_number, descriptor, new_bytes)
                 finally:
                     os.close(descriptor)
+            if dropped_number:
+                self.blocks.drop(dropped_number)
             bodies = self._bodies(block_number, byte_count) if block_number else None
             self._taken_count = int(bodies is not None)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise ConnectionLostError(str(error)) from None
         return head, bodies
 
@@ -218,10 +235,9 @@ class LinkReceiver:
 
     def _acknowledge(self) -> None:
         """Tell the sender that a message with bodies is taken, and which blocks no tensor is on any more."""
-        unused_blocks = self.blocks.find_unused()
-        if self._taken_count or unused_blocks:
-            returned_numbers = [block_number if is_kept else -block_number for block_number, is_kept in unused_blocks]
-            self.connection.send(array("q", [self._taken_count, *returned_numbers]))
+        unused_numbers = self.blocks.find_unused()
+        if self._taken_count or unused_numbers:
+            self.connection.send(array("q", [self._taken_count, *unused_numbers]))
             self._taken_count = 0
 
 

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +16,7 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
+from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.error_report import rebuild_error, report_error
 from stagepack_loaders.distributed.handshake import (
@@ -57,6 +58,7 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
         compiled: as for `stagepack.load`.
         in_flight: the largest number of requests on their way.
         start_seconds: how long to wait for the other processes to come.
+        stall_seconds: after how long without an answer a process is taken for lost; None for never.
         is_local: all processes are on this machine, and listen on its loopback interface alone.
         address: where they are not, the address of the machine of this process, by which the others reach it; None for that of the name
             of its host. The one option that is not alike in all processes.
@@ -133,6 +135,34 @@ def absolute_bundle(bundle: Bundle) -> Bundle:
     absolute = copy.copy(bundle)
     absolute.path = bundle.path.absolute()
     return absolute
+
+
+def group_options(
+    *,
+    devices: Iterable[object],
+    runtime: str | Iterable[str],
+    allow_ops: Iterable[str],
+    verify: Verify,
+    copy: bool,
+    compile: Compile,
+    compiled: str | os.PathLike[str] | None,
+    in_flight: int,
+    limits: Limits,
+    start_seconds: float = 60.0,
+) -> GroupOptions:
+    """Return options as callers give them; which processes there are is not known yet."""
+    return GroupOptions(
+        devices=tuple(map(str, devices)),
+        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
+        allow_ops=tuple(allow_ops),
+        verify=verify,
+        copy=copy,
+        compile=compile,
+        compiled=None if compiled is None else os.path.abspath(compiled),
+        in_flight=in_flight,
+        stall_seconds=limits.stall_seconds,
+        start_seconds=start_seconds,
+    )
 
 
 def check_options(options: GroupOptions, max_restarts: int = 0, microbatch_size: int | None = None) -> None:

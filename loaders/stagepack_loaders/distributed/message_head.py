@@ -1,4 +1,4 @@
-"""The head of a message: words, and the data of small values."""
+"""What goes first on a route for a request or command: words, and the data of small values."""
 
 import ctypes
 import struct
@@ -11,7 +11,7 @@ from stagepack_loaders.distributed.tensor_memory import allocate
 
 
 class MessageHead:
-    """The head of a message.
+    """What goes first on a route for a request or command.
 
     Attributes:
         memory: its bytes.

@@ -1,4 +1,4 @@
-"""Pack the values of a route into messages."""
+"""Pack the values of a route into a head and bodies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from stagepack_loaders.distributed.tensor_memory import allocate, is_row_major, 
 
 @dataclass(slots=True, kw_only=True)
 class PackedValues:
-    """The messages of a route for one request or command.
+    """What goes on a route for one request or command.
 
     Attributes:
-        head: the first one.
-        bodies: the data of large values.
-        late_bodies: those of values whose shape depends on data.
+        head: the head.
+        bodies: the data of large values of known shape.
+        late_bodies: the data of values whose shape depends on data.
     """
 
     head: MessageHead
@@ -32,7 +32,7 @@ class PackedValues:
 
     @property
     def byte_count(self) -> int:
-        """The bytes of all messages."""
+        """The bytes of head and bodies."""
         byte_count = len(self.head.view)
         for body in self.bodies + self.late_bodies:
             byte_count += body.nbytes
@@ -47,10 +47,10 @@ def pack_values(
     copies: bool,
     head: MessageHead | None = None,
 ) -> PackedValues:
-    """Return the messages with the values of a route.
+    """Return the head and bodies with the values of a route.
 
     Args:
-        layout: the messages of the route for the request.
+        layout: how they travel.
         values: the values by edge name.
         symbols: the symbols of the entry point, for the ranges of sizes that depend on data.
         copies: whether the memory of the values may change before they arrive.
@@ -99,11 +99,11 @@ def _pack_other(
 
 
 def pack_failure(layout: RouteLayout) -> PackedValues:
-    """Return the messages of a request that has failed: those whose receives the target has posted, without content."""
+    """Return the head of a request that has failed, and the bodies whose receives the target may have posted, without content."""
     bodies = [allocate(value_layout.byte_count) for value_layout in layout.bodies]
     return PackedValues(head=MessageHead(layout.head_bytes), bodies=bodies)
 
 
 def pack_command(symbols: Sequence[Symbol]) -> PackedValues:
-    """Return the message of a command, which has no values."""
+    """Return the head of a command, which has no values."""
     return PackedValues(head=MessageHead(control_bytes(symbols)))

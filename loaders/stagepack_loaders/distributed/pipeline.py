@@ -184,11 +184,11 @@ class DistributedPipeline(CallablePipeline):
     def _submit_values(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0, *, copies_results: bool = True
     ) -> "Future[dict[str, Any]]":
-        while self._forgotten_sequences:
-            self.end_sequence(self._forgotten_sequences.popleft())
-        front = (
-            self._processes.front
-        )  # before the generation is looked at: if it is replaced meanwhile, it answers nothing
+        with suppress(IndexError):
+            while True:
+                self.end_sequence(self._forgotten_sequences.popleft())
+        # Before the generation is looked at: if it is replaced meanwhile, it answers nothing.
+        front = self._processes.front
         self._processes.check_ready()
         if not sequence and self._is_state_lost:
             raise StageLostError("the state of the pipeline was lost with a process: call reset_state() to begin anew")
@@ -203,7 +203,7 @@ class DistributedPipeline(CallablePipeline):
     def end_sequence(self, sequence: int) -> None:
         """Free the state of a sequence, of which no request is submitted any more. That of a lost process is free."""
         self._generation_of_sequence.pop(sequence, None)
-        with suppress(StageLostError):
+        with suppress(StagepackError):
             self._command(ControlKind.END_SEQUENCE, sequence=sequence)
 
     def statuses(self) -> dict[int, ProcessStatus]:
@@ -219,11 +219,12 @@ class DistributedPipeline(CallablePipeline):
         """See `CallablePipeline`. Requests that are in flight at its begin are not in it.
 
         Raises:
-            OptionError: a trace is on.
+            OptionError: a trace is on, or this is a callback of a call.
             StageLostError: a process is lost.
         """
         self._processes.check_ready()
         front = self._processes.front
+        front.refuse_waiting()
         run_trace = RunTrace(bundle=self.bundle.identity, processes=front.process_names)
         front.trace.start()
         try:
@@ -244,7 +245,11 @@ class DistributedPipeline(CallablePipeline):
         self._is_state_lost = False
 
     def close(self) -> None:
-        """Answer the calls in flight, and end the processes. Later calls fail."""
+        """Answer the calls in flight, and end the processes. Later calls fail.
+
+        Raises:
+            OptionError: this is a callback of a call.
+        """
         self._processes.close()
 
     def __enter__(self) -> Self:

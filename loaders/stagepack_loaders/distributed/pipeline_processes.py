@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from stagepack.errors import OptionError, StageLostError, StagepackError
+from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
 from stagepack_loaders.distributed.front import FrontProcess
 
 _LOGGER = logging.getLogger("stagepack")
@@ -105,20 +105,27 @@ class PipelineProcesses:
             raise OptionError(
                 "this process is a fork of the one that has loaded the pipeline: load the bundle here, too"
             )
-        if self._failure is not None and threading.get_ident() != self._starting_thread:
-            raise self._failure
+        failure = self._failure
+        if failure is not None and threading.get_ident() != self._starting_thread:
+            raise repeated_error(failure)  # its traceback has the values of the call
 
     def close(self) -> None:
-        """Answer the calls in flight, and end the processes. A start that is under way is given up."""
+        """Answer the calls in flight, and end the processes. A start that is under way is given up.
+
+        Raises:
+            OptionError: this is a callback of a call.
+        """
         if self._is_forked():
             return
-        self._is_closing.set()
+        if not self._is_closed:
+            self.front.refuse_waiting()
+        self._give_up_start()
         with self._lock:
             if self._is_closed:
                 return
             try:
-                has_ended = self.front.close()
-                self._launcher.stop(wait=has_ended)
+                is_orderly = self.front.close()
+                self._launcher.stop(wait=is_orderly)
             except BaseException:  # such as KeyboardInterrupt: the calls in flight are lost
                 self._launcher.stop(wait=False)
                 raise
@@ -130,7 +137,7 @@ class PipelineProcesses:
         """End the processes soon: nobody waits for their answers any more."""
         if self._is_forked():
             return
-        self._is_closing.set()
+        self._give_up_start()
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -146,6 +153,7 @@ class PipelineProcesses:
         try:
             self.front = self._launcher.start(self._restart, self._check_open)
             try:
+                self._check_open()
                 if (prepare := self._prepare()) is not None:
                     prepare()
             except BaseException:
@@ -154,6 +162,11 @@ class PipelineProcesses:
                 raise
         finally:
             self._starting_thread = None
+
+    def _give_up_start(self) -> None:
+        self._is_closing.set()
+        if self._starting_thread is not None:  # it may run the example
+            self.front.abort("the pipeline is closed")
 
     def _check_open(self) -> None:
         if self._is_closing.is_set():
@@ -178,7 +191,7 @@ class PipelineProcesses:
                 try:
                     self._start()
                 except StagepackError as error:
-                    self._failure = error
+                    self._failure = repeated_error(error)  # without its traceback, which has the pipeline
                 except Exception as error:  # noqa: BLE001 - of the system; without this thread nobody would be told
                     self._failure = StageLostError(f"the processes could not be started again: {error}")
                 else:

@@ -20,3 +20,8 @@ class ProcessEnd:
 def stages_text(stages: Sequence[int]) -> str:
     """Return the numbers of some stages for messages, such as ``"stage 1"`` or ``"stages 2, 3"``."""
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+
+
+def exit_text(exit_status: int) -> str:
+    """How a process has ended, for messages."""
+    return f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"

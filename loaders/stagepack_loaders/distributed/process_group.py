@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stagepack.errors import GroupError
+from stagepack.errors import GroupError, first_line
 from stagepack.torch_internals import gloo_process_group
 
 # Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
@@ -83,7 +83,7 @@ class _GlooTransfer:
         try:
             self._work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
-            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+            raise ConnectionLostError(first_line(error)) from None
 
 
 class SentMessages:
@@ -180,7 +180,7 @@ class ProcessGroup:
         try:
             transfer = _GlooTransfer(self._backend.send([memory], target_rank, tag), memory)
         except RuntimeError as error:
-            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+            raise ConnectionLostError(first_line(error)) from None
         self.sent_bytes += memory.nbytes
         return transfer
 
@@ -193,7 +193,7 @@ class ProcessGroup:
         try:
             return _GlooTransfer(self._backend.recv([memory], source_rank, tag), memory)
         except RuntimeError as error:
-            raise ConnectionLostError(str(error).partition("\n")[0]) from None
+            raise ConnectionLostError(first_line(error)) from None
 
     def abort(self) -> None:
         """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
@@ -209,7 +209,7 @@ def _connect(store: Store, rank: int, size: int, address: str | None) -> Any:
         own_store = store.clone()  # type: ignore[attr-defined] # public, and not in its type hints
         return gloo_process_group(PrefixStore("gloo", own_store), rank, size, _GLOO_TIMEOUT, address)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         if address == LOOPBACK:  # a process has ended
             raise ConnectionLostError(reason) from None
         raise GroupError(

@@ -1,5 +1,6 @@
 """What launchers have in common that start the processes of a pipeline from the process that calls it."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -10,12 +11,15 @@ from stagepack.errors import GroupError, OptionError, StageLostError, StagepackE
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.handshake import find_lost_connection, find_start_error
-from stagepack_loaders.distributed.launched_process import ProcessDescription
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
 from stagepack_loaders.distributed.process_end import ProcessEnd, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError
+from stagepack_loaders.distributed.process_program import ProcessDescription
 from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
 
+# How long the first process that has ended gets to be found, when others have ended because of it.
+_EXIT_SECONDS = 1.0
+_CHECK_SECONDS = 0.05
 # What a launcher has of a process that it has started.
 Handle = TypeVar("Handle")
 
@@ -56,6 +60,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
             check()
             self._check()
 
+        self._hosts.clear()
         self._store = self._start_processes()
         try:
             membership = join_group(self._bundle, self._store, FRONT_RANK, self._size, self._options, check_all)
@@ -106,13 +111,20 @@ class ProcessLauncher(ABC, Generic[Handle]):
 
     def _check(self) -> None:
         """Raise an error if a process has ended; the first one, if others have ended because they lost it."""
-        ends = {rank: end for rank, process in self._processes.items() if (end := self._find_end(process)) is not None}
-        for rank in ends:
-            if (error := self._find_start_error(rank)) is not None:
-                raise error
-        if ends:
-            first_rank = min(ends, key=lambda rank: find_lost_connection(self._store, rank) is not None)
-            raise self._early_end(first_rank, ends[first_rank])
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while ends := {rank: end for rank, process in self._processes.items() if (end := self._find_end(process))}:
+            lost_connections = {rank: find_lost_connection(self._store, rank) for rank in ends}
+            for rank in ends:
+                if (error := self._find_start_error(rank)) is not None:
+                    raise error
+            for rank, end in ends.items():
+                if lost_connections[rank] is None:
+                    raise self._early_end(rank, end.reason, end.exit_status)
+            if time.monotonic() > deadline:  # the other end of these connections is not known to have ended
+                rank = min(ends)
+                reason = f"it has lost its connection to another process: {lost_connections[rank]}"
+                raise self._early_end(rank, reason, ends[rank].exit_status)
+            time.sleep(_CHECK_SECONDS)
 
     def _find_start_error(self, rank: int) -> StagepackError | None:
         """Why a process could not begin, if it has told."""
@@ -123,14 +135,14 @@ class ProcessLauncher(ABC, Generic[Handle]):
             f"process {rank}, which runs {stages_text(self._stages_of(rank))}, cannot begin: {type(error).__name__}: {error}"
         )
 
-    def _early_end(self, rank: int, end: ProcessEnd) -> StageLostError:
+    def _early_end(self, rank: int, reason: str, exit_status: int | None) -> StageLostError:
         stages, host = self._stages_of(rank), self._hosts.get(rank, "")
         on_host = f" on {host}" if host else ""
         return StageLostError(
-            f"process {rank}{on_host}, which runs {stages_text(stages)}, was lost before it was ready: {end.reason}",
+            f"process {rank}{on_host}, which runs {stages_text(stages)}, was lost before it was ready: {reason}",
             stages=stages,
             host=host,
-            exit_status=end.exit_status,
+            exit_status=exit_status,
         )
 
 

@@ -13,7 +13,7 @@ from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.placement import place_stages
 
 # Measured: a process of stages has 160 MB of private memory besides its weights, one that has used CUDA about 2 GB; it keeps at most
-# `LARGEST_KEPT_BYTES` twice, for what arrives by gloo and by links.
+# `LARGEST_KEPT_BYTES` twice, for what it receives and for what it sends.
 _PROCESS_BYTES: Final = 512 * 2**20
 _CUDA_PROCESS_BYTES: Final = 3 * 2**30
 # Sequences whose state is counted: as many as a server keeps by default.

@@ -21,13 +21,18 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
-from stagepack_loaders.distributed.launched_process import ProcessDescription, run_process
-from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options
+from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, group_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, open_store
 from stagepack_loaders.distributed.process_launcher import ProcessLauncher, over_processes
 from stagepack_loaders.distributed.process_memory import estimate_memory
+from stagepack_loaders.distributed.process_program import (
+    ProcessDescription,
+    decode_description,
+    encode_description,
+    run_process,
+)
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 
@@ -47,9 +52,9 @@ class StageActor:
         """Run stages until the front closes the pipeline.
 
         Args:
-            description: a `ProcessDescription` as JSON.
+            description: what `encode_description` returns.
         """
-        run_process(msgspec.json.decode(description, type=ProcessDescription))
+        run_process(decode_description(description))
 
 
 class _StartedActor:
@@ -116,7 +121,7 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
             self._processes[rank] = _StartedActor(self._make_actor(rank))
         store = self._open_store(self._locate_nodes())
         for rank, started in self._processes.items():
-            started.result = started.actor.run.remote(msgspec.json.encode(self._describe(rank, store)).decode())
+            started.result = started.actor.run.remote(encode_description(self._describe(rank, store)))
         return store
 
     def _make_actor(self, rank: int) -> Any:
@@ -150,7 +155,8 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
                     f"expected {len(results)} actors within {self._options.start_seconds:g} s, that of rank {rank} has not started"
                 ) from None
             except RayError as error:
-                raise self._early_end(rank, _actor_end(error)) from None
+                end = _actor_end(error)
+                raise self._early_end(rank, end.reason, end.exit_status) from None
             nodes.add(node)
         return nodes
 
@@ -250,16 +256,16 @@ def launch(
             f"{opened_bundle.location}: expected a bundle without storage_options, which actors do not get: give credentials by the "
             "environment of each node, or copy the bundle to each node (stagepack pull)"
         )
-    options = GroupOptions(
-        devices=tuple(map(str, devices)),
-        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
-        allow_ops=tuple(allow_ops),
+    options = group_options(
+        devices=devices,
+        runtime=runtime,
+        allow_ops=allow_ops,
         verify=verify,
         copy=copy,
         compile=compile,
-        compiled=None if compiled is None else os.path.abspath(compiled),
+        compiled=compiled,
         in_flight=in_flight,
-        stall_seconds=limits.stall_seconds,
+        limits=limits,
         start_seconds=start_seconds,
     )
     check_options(options, max_restarts, microbatch_size)

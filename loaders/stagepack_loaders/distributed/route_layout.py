@@ -1,6 +1,6 @@
-"""How the values of a route travel: small ones in the head of a message, each large one as a body after it.
+"""How the values of a route travel: small ones in a head, each large one as a body after it.
 
-Both sides compute the sizes of all messages from the manifest and the sizes of the symbols, so that a receiver can post its receives
+Both sides compute the sizes of heads and bodies from the manifest and the sizes of the symbols, so that a receiver can post its receives
 before the data comes, and so that nothing that arrives decides how much memory it takes. The head begins with the words of the
 request (`control`), then the strides of each tensor. It has at most `head_capacity` bytes. Only sizes that depend on data travel, in the
 head; they are checked against their ranges before the values that have them are received.
@@ -24,7 +24,7 @@ from stagepack_loaders.distributed.routes import Route
 
 _ALIGNMENT = 64
 _KEPT_LAYOUTS = 4096
-_INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than messages of their own
+_INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SmallTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLayout:
-    """Where a value is in the messages of its route.
+    """Where a value is in the head and bodies of its route.
 
     Attributes:
         edge: the value.
@@ -71,12 +71,12 @@ class ValueLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteLayout:
-    """The messages of a route for one request.
+    """The head and bodies of a route for one request.
 
     Attributes:
         head_bytes: the size of the head.
         values: the values, in the order of the route.
-        bodies: those of known shape that have messages of their own.
+        bodies: those of known shape that are bodies.
         body_bytes: the bytes of each of these.
         late_values: the values whose shape depends on data.
     """
@@ -90,11 +90,11 @@ class RouteLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLayout:
-    """The messages of all routes for requests of certain sizes.
+    """The heads and bodies of all routes for requests of certain sizes.
 
     Attributes:
-        of_route: the messages of each route.
-        body_ranks: the processes that post receives for messages beside the first one of a route.
+        of_route: those of each route.
+        body_ranks: the processes that post receives for bodies.
     """
 
     of_route: Mapping[Route, RouteLayout]

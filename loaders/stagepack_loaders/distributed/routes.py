@@ -34,7 +34,7 @@ class Route:
 
     @property
     def body_tag(self) -> int:
-        """The tag of values with messages of their own."""
+        """The tag of bodies of known size."""
         return self.head_tag + 1
 
     @property

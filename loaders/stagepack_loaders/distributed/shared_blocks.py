@@ -1,17 +1,20 @@
 """Memory that two processes of one machine share: one writes bodies into it, the other has tensors on it.
 
-The memory has no name, so nothing is left of it when both have ended. A block holds the values of one message. The reader returns it when
-no tensor is on it any more, and the writer uses it again: memory that the system has to clear first is slow to touch.
+The memory has no name, so nothing is left of it when both have ended. A block holds the bodies of one message. The reader returns it when
+no tensor is on it any more, and the writer uses it again: memory that the system has to clear first is slow to touch. If too much is
+unused, the writer drops blocks, and the reader does when it is told.
 """
 
 import os
 import sys
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from stagepack.errors import first_line
 from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES
 
 _SMALLEST_BLOCK = 2**18  # bytes
@@ -40,20 +43,49 @@ def _map_block(descriptor: int, byte_count: int) -> _Block:
     try:  # not by the module mmap, which keeps a file open for each mapping
         memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=byte_count, dtype=torch.uint8)
     except RuntimeError as error:
-        raise OSError(str(error).partition("\n")[0]) from None
+        raise OSError(first_line(error)) from None
     return _Block(memory.numpy(), memory.data_ptr())
+
+
+def _find_block(blocks: Mapping[int, _Block], number: int) -> _Block:
+    if number not in blocks:
+        raise ValueError(f"expected one of {len(blocks)} blocks, found the number {number}")
+    return blocks[number]
 
 
 def _count_used(blocks: Mapping[int, _Block]) -> int:
     return sum(not block.is_returned for block in blocks.values())
 
 
+class UnusedBytes:
+    """The memory of the unused blocks of all links from a process. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        """Begin without memory."""
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def add(self, byte_count: int) -> None:
+        """Count memory that is not used any more; a negative number for memory that is used again, or dropped."""
+        with self._lock:
+            self._count += byte_count
+
+    def are_too_many(self) -> bool:
+        """Whether some are to be dropped."""
+        return self._count > LARGEST_KEPT_BYTES
+
+
 class WrittenBlocks:
     """The blocks of the process that writes. One thread at a time uses it."""
 
-    def __init__(self) -> None:
-        """Begin without blocks."""
-        self._blocks: dict[int, _Block] = {}
+    def __init__(self, unused_bytes: UnusedBytes) -> None:
+        """Begin without blocks.
+
+        Args:
+            unused_bytes: of all links from the process.
+        """
+        self._unused_bytes = unused_bytes
+        self._blocks: dict[int, _Block] = {}  # the last used one last
         self._next_number = 0
 
     @property
@@ -73,12 +105,15 @@ class WrittenBlocks:
         Raises:
             OSError: the system has no more memory, or this process too many open files.
         """
-        unused_blocks = (
-            item for item in self._blocks.items() if item[1].is_returned and byte_count <= item[1].array.nbytes
-        )
-        smallest = min(unused_blocks, key=lambda item: item[1].array.nbytes, default=None)
-        if smallest is not None:
-            number, block = smallest
+        unused_sizes = {
+            number: block.array.nbytes
+            for number, block in self._blocks.items()
+            if block.is_returned and byte_count <= block.array.nbytes
+        }
+        if unused_sizes:
+            number = min(unused_sizes, key=unused_sizes.__getitem__)
+            self._unused_bytes.add(-unused_sizes[number])
+            self._blocks[number] = block = self._blocks.pop(number)
             block.is_returned = False
             return number, block.address, None
         capacity = max(byte_count, _SMALLEST_BLOCK)
@@ -93,35 +128,41 @@ class WrittenBlocks:
         self._blocks[self._next_number] = block
         return self._next_number, block.address, descriptor
 
+    def take_back(self, number: int) -> None:
+        """Take a block that the reader has returned.
+
+        Raises:
+            ValueError: there is no such block.
+        """
+        block = _find_block(self._blocks, number)
+        block.is_returned = True
+        self._unused_bytes.add(block.array.nbytes)
+
+    def drop_surplus(self) -> int:
+        """Give a block back to the system if too much is unused, that which was used first.
+
+        Returns:
+            Its number, which the reader must be told; 0 if there was none to drop.
+        """
+        if self._unused_bytes.are_too_many():
+            for number, block in self._blocks.items():
+                if block.is_returned:
+                    self._unused_bytes.add(-block.array.nbytes)
+                    del self._blocks[number]
+                    return number
+        return 0
+
     def clear(self) -> None:
         """Give all blocks back to the system, when no more messages are sent."""
         self._blocks.clear()
 
-    def take_back(self, number: int, *, is_kept: bool) -> None:
-        """Use a block again, or give it back to the system, as the reader says."""
-        if is_kept:
-            self._blocks[number].is_returned = True
-        else:
-            del self._blocks[number]
 
-
-@dataclass(slots=True)
-class KeptBytes:
-    """The unused memory of all routes to a process, in bytes."""
-
-    count: int = 0
-
-
-@dataclass(slots=True)
 class ReadBlocks:
-    """The blocks of the process that reads. One thread uses it.
+    """The blocks of the process that reads. One thread uses it."""
 
-    Attributes:
-        kept_bytes: shared by all routes to the process.
-    """
-
-    kept_bytes: KeptBytes
-    _blocks: dict[int, _Block] = field(default_factory=dict)
+    def __init__(self) -> None:
+        """Begin without blocks."""
+        self._blocks: dict[int, _Block] = {}
 
     @property
     def used_count(self) -> int:
@@ -141,29 +182,30 @@ class ReadBlocks:
         """Return the memory of a block as a tensor of bytes.
 
         Raises:
-            KeyError: there is no such block.
+            ValueError: there is no such block.
         """
-        block = self._blocks[number]
-        if block.is_returned:
-            block.is_returned = False
-            self.kept_bytes.count -= block.array.nbytes
+        block = _find_block(self._blocks, number)
+        block.is_returned = False
         return torch.from_numpy(block.array)
+
+    def find_unused(self) -> list[int]:
+        """Return the numbers of the blocks that no tensor is on any more, each once."""
+        unused_numbers = []
+        for number, block in self._blocks.items():
+            if not block.is_returned and sys.getrefcount(block.array) <= _FREE_REFERENCES:
+                block.is_returned = True
+                unused_numbers.append(number)
+        return unused_numbers
+
+    def drop(self, number: int) -> None:
+        """Give a block back to the system, which the writer has dropped.
+
+        Raises:
+            ValueError: there is no such block.
+        """
+        _find_block(self._blocks, number)
+        del self._blocks[number]
 
     def clear(self) -> None:
         """Give all blocks back to the system as soon as no tensor is on them, when no more messages come."""
         self._blocks.clear()
-
-    def find_unused(self) -> list[tuple[int, bool]]:
-        """Return the blocks that no tensor is on any more, each once, and whether they are to be kept."""
-        unused_blocks = []
-        for number, block in list(self._blocks.items()):
-            if block.is_returned or sys.getrefcount(block.array) > _FREE_REFERENCES:
-                continue
-            is_kept = self.kept_bytes.count + block.array.nbytes <= LARGEST_KEPT_BYTES
-            if is_kept:
-                block.is_returned = True
-                self.kept_bytes.count += block.array.nbytes
-            else:
-                del self._blocks[number]
-            unused_blocks.append((number, is_kept))
-        return unused_blocks

@@ -44,11 +44,6 @@ _REQUESTS_POSTED_AHEAD = 3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def exit_text(exit_status: int) -> str:
-    """How a process has ended, for messages."""
-    return f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
-
-
 def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions) -> None:
     """Run the stages of this process until the front closes the pipeline.
 

@@ -21,8 +21,8 @@ from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 # Views with more holes than this become row-major, so that strides do not decide how much memory is taken.
 _LARGEST_EXTENT_RATIO = 8
 _SMALL_EXTENT = 1024  # elements
-_SMALLEST_BLOCK = 2**18  # bytes; smaller memory comes from the heap, which is used again anyway
-# Unused, of one process, for what arrives by gloo, and again by links; `process_memory` counts it.
+_SMALLEST_KEPT_BYTES = 2**18  # smaller memory comes from the heap, which is used again anyway
+# Of `ReceiveMemory`, in use or not; again of the unused blocks of the links from a process. `process_memory` counts both.
 LARGEST_KEPT_BYTES = 2**27
 _FREE_REFERENCES = 2  # of the list, and of the call that asks
 _TENSOR_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZE}
@@ -111,10 +111,10 @@ def small_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
     return flat if len(layout.shape) == 1 else flat.view(layout.shape)
 
 
-def write_array(target: Any, source: torch.Tensor) -> None:
-    """Write the content of a received tensor into the tensor or numpy array of a caller: the model writes into this input."""
+def write_input(value: Any, content: torch.Tensor, edge: Edge) -> None:
+    """Write into an input what the model has written; into a copy of it where the pipeline in one process would, too: it is read-only."""
     with torch.no_grad():
-        (target if isinstance(target, torch.Tensor) else torch.from_numpy(target)).copy_(source)
+        to_array(value, edge, TORCH_ARRAYS).copy_(content)
 
 
 def allocate(byte_count: int) -> torch.Tensor:
@@ -130,35 +130,38 @@ class ReceiveMemory:
 
     def __init__(self) -> None:
         """Begin without memory."""
-        self._blocks: list[Any] = []  # numpy arrays: a tensor made by `from_numpy` counts as a reference of its array
+        self._memories: list[Any] = []  # numpy arrays: a tensor made by `from_numpy` counts as a reference of its array
         self._lock = threading.Lock()
 
     def take(self, byte_count: int) -> torch.Tensor:
         """Return memory for bytes, aligned for every dtype."""
-        if byte_count < _SMALLEST_BLOCK:
+        if not _SMALLEST_KEPT_BYTES <= byte_count <= LARGEST_KEPT_BYTES:
             return allocate(byte_count)
         with self._lock:
-            for index in range(len(self._blocks)):
-                if self._is_free(index) and byte_count <= self._blocks[index].nbytes <= 2 * byte_count:
-                    self._blocks.append(self._blocks.pop(index))  # the last used one last
-                    return torch.from_numpy(self._blocks[-1][:byte_count])
-            self._drop_free_blocks(byte_count)
-            if self._kept_bytes() + byte_count > LARGEST_KEPT_BYTES:
+            for index in range(len(self._memories)):
+                if self._is_free(index) and byte_count <= self._memories[index].nbytes <= 2 * byte_count:
+                    self._memories.append(self._memories.pop(index))  # the last used one last
+                    return torch.from_numpy(self._memories[-1][:byte_count])
+            used_bytes = sum(
+                self._memories[index].nbytes for index in range(len(self._memories)) if not self._is_free(index)
+            )
+            if used_bytes + byte_count > LARGEST_KEPT_BYTES:
                 return allocate(byte_count)
-            self._blocks.append(allocate(byte_count).numpy())
-            return torch.from_numpy(self._blocks[-1][:byte_count])
+            self._drop_free_memories(byte_count)
+            self._memories.append(allocate(byte_count).numpy())
+            return torch.from_numpy(self._memories[-1][:byte_count])
 
-    def _drop_free_blocks(self, byte_count: int) -> None:
-        """Give the oldest blocks that are free back to the system until there is place for another one."""
+    def _drop_free_memories(self, byte_count: int) -> None:
+        """Give the memory that was used first and is free back to the system, until there is room for more."""
         index = 0
-        while index < len(self._blocks) and self._kept_bytes() + byte_count > LARGEST_KEPT_BYTES:
+        while index < len(self._memories) and self._kept_bytes() + byte_count > LARGEST_KEPT_BYTES:
             if self._is_free(index):
-                del self._blocks[index]
+                del self._memories[index]
             else:
                 index += 1
 
     def _kept_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks)
+        return sum(memory.nbytes for memory in self._memories)
 
     def _is_free(self, index: int) -> bool:
-        return sys.getrefcount(self._blocks[index]) <= _FREE_REFERENCES
+        return sys.getrefcount(self._memories[index]) <= _FREE_REFERENCES

@@ -143,7 +143,8 @@ class RouteReceivers:
 
         Args:
             layout: how they travel; `post_bodies` was, or is being, called with it.
-            copies: copy bodies out of memory that is shared with another process, so that the caller may keep them, and fork.
+            copies: copy values out of memory that is shared with another process, and out of heads, which are larger, so that the caller
+                may keep them, and fork.
 
         Returns:
             The values by edge name, without those of routes on whose way it has failed.
@@ -302,7 +303,7 @@ class _RouteReceiver:
         for value_layout in layout.values:
             name = value_layout.edge.name
             shape = shapes[name] if value_layout.shape is None else value_layout.shape
-            values[name] = self._value(value_layout, shape, memories.get(name))
+            values[name] = self._value(value_layout, shape, memories.get(name), copies=copies)
         return values
 
     def _receive_late_bodies(
@@ -328,13 +329,16 @@ class _RouteReceiver:
         memories |= zip(names, bodies, strict=True)
         return shapes
 
-    def _value(self, layout: ValueLayout, shape: tuple[int, ...], body: torch.Tensor | None) -> Any:
+    def _value(self, layout: ValueLayout, shape: tuple[int, ...], body: torch.Tensor | None, *, copies: bool) -> Any:
         strides = layout.strides_words.unpack_from(self._head.view, layout.strides_offset)
         if layout.small_tensor is not None and strides == layout.row_major_strides:
-            return small_row_major(self._head.view, layout.small_tensor)
+            tensor = small_row_major(self._head.view, layout.small_tensor)
+            return tensor.clone() if copies else tensor  # a caller who keeps it does not keep the head
         if body is not None and strides == layout.row_major_strides:
             return large_row_major(body, layout.edge, shape)
-        memory = self._head.data(layout) if body is None else body
+        memory = body
+        if memory is None:
+            memory = self._head.data(layout).clone() if copies else self._head.data(layout)
         if strides and min(strides) < 0:
             raise ConnectionLostError(f"the data of another program: {layout.edge.name} has the strides {strides}")
         return from_bytes(memory, layout.edge, shape, strides)

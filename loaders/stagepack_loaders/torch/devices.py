@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from stagepack.errors import DeviceError
+from stagepack.errors import DeviceError, first_line
 
 
 def parse_device(device: object) -> torch.device:
@@ -75,7 +75,7 @@ def typed_memory_errors() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise DeviceError(
             f"the weights do not fit into the memory of a device: {reason}: choose another device, more devices, or device_memory="
         ) from None

@@ -9,7 +9,7 @@ from typing import Final
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from stagepack.errors import OutputExistsError, StagepackError
+from stagepack.errors import OutputExistsError, StagepackError, first_line
 from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack_serving.triton.written_models import is_written_by_stagepack
@@ -67,7 +67,7 @@ def _read_configs(root: Path) -> Iterator[tuple[str, ModelConfig]]:
         try:
             config = text_format.Parse(path.read_bytes(), ModelConfig(), allow_unknown_field=True)
         except (text_format.ParseError, UnicodeDecodeError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             raise OutputExistsError(
                 f"{path}: expected a configuration of Triton, which says whether the model uses one that is replaced: {reason}: repair or "
                 "remove it"

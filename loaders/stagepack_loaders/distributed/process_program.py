@@ -1,4 +1,4 @@
-"""The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.launched_process DESCRIPTION``."""
+"""The program of a process that a launcher starts: ``python -m stagepack_loaders.distributed.process_program DESCRIPTION``."""
 
 import importlib
 import json
@@ -6,6 +6,7 @@ import sys
 
 import msgspec
 from msgspec import Struct
+from torch.distributed import DistError
 
 from stagepack.errors import StagepackError
 from stagepack.opening import open_bundle
@@ -41,6 +42,11 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
     parent: int = 0
 
 
+def decode_description(content: str) -> ProcessDescription:
+    """Return what `encode_description` has encoded."""
+    return msgspec.convert(json.loads(content), ProcessDescription)
+
+
 def encode_description(description: ProcessDescription) -> str:
     """Return a description as an argument of the program. Paths may have bytes that are not UTF-8, which only Python's json encodes."""
     return json.dumps(msgspec.to_builtins(description))
@@ -52,7 +58,7 @@ def run_process(description: ProcessDescription) -> None:
         end_with_parent(description.parent)
     try:
         store = open_store(description.host, description.port)
-    except RuntimeError:  # the front has gone
+    except DistError:  # the front has gone
         sys.exit(LOST_STATUS)
     try:
         for module_name in description.imports:
@@ -63,9 +69,12 @@ def run_process(description: ProcessDescription) -> None:
         sys.exit(LOST_STATUS)
     try:
         run_stage_process(bundle, store, description.rank, description.size, description.options)
-    except (StagepackError, RuntimeError):
+    except (StagepackError, DistError):  # told by all processes, or the front has gone
         sys.exit(LOST_STATUS)
+    except Exception as error:
+        tell_start_error(store, description.rank, error)
+        raise
 
 
 if __name__ == "__main__":
-    run_process(msgspec.convert(json.loads(sys.argv[1]), ProcessDescription))
+    run_process(decode_description(sys.argv[1]))
