@@ -221,12 +221,16 @@ class FrontProcess:
         self._watch.lose(StageLostError(reason))
 
     def join_threads(self) -> None:
-        """Wait until the threads have ended, after the processes have: one that waits in gloo would abort the interpreter at its end."""
-        for thread in set(self._threads + self._watch.threads) - {threading.current_thread()}:
+        """Wait until the threads have ended, after the processes have, and close the connections.
+
+        A thread that waits in gloo would abort the interpreter at its end.
+        """
+        threads = self._threads + self._watch.threads
+        for thread in set(threads) - {threading.current_thread()}:
             thread.join(_ABORT_SECONDS)
-        if not any(thread.is_alive() for thread in self._threads):
+        if not any(thread.is_alive() for thread in threads):
             with self._send_lock:  # a caller may still copy inputs into shared memory
-                self._membership.links.close()
+                self._membership.close()
 
     def refuse_waiting(self) -> None:
         """Refuse to wait for an answer in the thread that answers.

@@ -29,8 +29,7 @@ _END_SECONDS = 5.0
 class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
     """Starts a group of processes on this machine, of which this one is the front, and runs no stages."""
 
-    def stop(self, *, wait: bool) -> None:
-        """See `GroupLauncher`."""
+    def _end_processes(self, *, wait: bool) -> None:
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -79,7 +79,7 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     address: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Membership:
     """A process that is connected to all others.
 
@@ -126,6 +126,12 @@ class Membership:
         """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
         self.links.abort()
         self.group.abort()
+
+    def close(self) -> None:
+        """Close all connections, and that to the store, when no thread uses them."""
+        self.links.close()
+        self.group.close()
+        self.store = None  # type: ignore[assignment] # nothing looks for it any more
 
 
 def absolute_bundle(bundle: Bundle) -> Bundle:

@@ -159,7 +159,7 @@ class ProcessGroup:
         threading.Thread(target=connect, name="connect", daemon=True).start()
         while not wait([connected], _CHECK_SECONDS).done:
             check()
-        self._backend = connected.result()
+        self._backend: Any = connected.result()  # closes its connections when it is deleted
 
     def send(self, memory: torch.Tensor, target_rank: int, tag: int) -> Transfer:
         """Send bytes, without waiting until they arrive. The memory must not change before.
@@ -194,6 +194,10 @@ class ProcessGroup:
             return _GlooTransfer(self._backend.recv([memory], source_rank, tag), memory)
         except RuntimeError as error:
             raise ConnectionLostError(first_line(error)) from None
+
+    def close(self) -> None:
+        """Close all connections, when no thread uses them."""
+        self._backend = None
 
     def abort(self) -> None:
         """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""

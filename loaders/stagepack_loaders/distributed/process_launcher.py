@@ -75,8 +75,13 @@ class ProcessLauncher(ABC, Generic[Handle]):
             report_loss=report_loss,
         )
 
-    @abstractmethod
     def stop(self, *, wait: bool) -> None:
+        """See `GroupLauncher`."""
+        self._end_processes(wait=wait)
+        self._store = None
+
+    @abstractmethod
+    def _end_processes(self, *, wait: bool) -> None:
         """End the processes of the last group.
 
         Args:

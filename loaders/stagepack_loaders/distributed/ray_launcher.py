@@ -96,8 +96,7 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
         self._placement: Any = None
         self._addresses: dict[int, str] = {}
 
-    def stop(self, *, wait: bool) -> None:
-        """See `GroupLauncher`."""
+    def _end_processes(self, *, wait: bool) -> None:
         started_actors, self._processes = list(self._processes.values()), {}
         placement, self._placement = self._placement, None
         if not ray.is_initialized():  # the application has shut Ray down, and the actors with it
