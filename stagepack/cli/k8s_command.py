@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 # A name of a service, RFC 1035, short enough for the suffixes of its pods.
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
 _MODELS_FOLDER = PurePosixPath("/models")
-# Options of `stagepack serve` that depend on the pods, and those for files that the pods do not have: their probes have no certificate.
+# Options of `stagepack serve` that depend on the pods, those for files that the pods do not have, where the probes have no certificate, and
+# those that do not go with torchrun.
 _DEPLOYMENT_OPTIONS = {"--host", "--http-port", "--grpc-port", "--device", "--processes"} | {
-    *("--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file")
+    *("--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file"),
+    *("--model-repository", "--model-control", "--load-model", "--poll-s", "--version-policy", "--device-memory"),
 }
 _VOLUME_KINDS = get_args(BundleVolume.__annotations__["kind"])
 
@@ -76,6 +78,14 @@ def _check_serve_arguments(
             raise click.BadParameter(
                 f"{option_name} is not an option of stagepack serve that a deployment leaves open."
             )
+    serve_context = click.Context(serve)
+    texts, _, _ = serve.make_parser(serve_context).parse_args(list(arguments))
+    for option in serve.params:
+        if isinstance(option.type, click.Choice) and option.name in texts:
+            option.type_cast_value(serve_context, texts[option.name])
+    bundles = texts.get("bundle_arguments")  # no tuple if there are none
+    if isinstance(bundles, tuple) and bundles:
+        raise click.BadParameter(f"unexpected argument {bundles[0]!r}: the deployment serves its own bundle.")
     _check_printable(context, parameter, arguments)
     return arguments
 

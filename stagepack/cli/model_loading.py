@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from stagepack_serving.server.served_models import ServedModels
 
 
+# When no call is answered for so many deadlines of requests, a stage hangs, and its process is started again. A slow request alone, which
+# holds up those behind it, is no reason to.
+_STALLED_DEADLINES = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """The options of `stagepack serve` but the limits, named as they are declared there."""
@@ -199,7 +204,7 @@ def _load_pipeline(
             copy=options.copy_weights,
             compiled_folder=options.compiled_folder,
             max_restarts=options.max_restarts,
-            limits=Limits(value_bytes=options.max_value_bytes, stall_seconds=deadline),
+            limits=Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
         )
         if pipeline is None:
             return None

@@ -287,11 +287,16 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
             security,
         )
         _print_stopped(models.metrics.answer_counts, options.as_json)
+        failure = "; ".join(reason for model in models if (reason := model.unavailable_reason()))
         if not is_drained:  # threads that still work on abandoned requests would keep the process alive
+            if models.has_failed:
+                click.echo(f"error: {failure}", err=True)
+            if options.trace_file is not None:
+                click.echo(f"{options.trace_file} is not written: requests were still running", err=True)
             sys.stdout.flush()
             os._exit(1 if models.has_failed or any(model.pending_requests for model in models) else 0)
     if models.has_failed:
-        fail("; ".join(reason for model in models if (reason := model.unavailable_reason())))
+        fail(failure)
 
 
 def _write_log(logger: logging.Logger, line_format: str, level: str) -> None:
@@ -313,8 +318,10 @@ def _check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
     only_path = next(iter(bundle_paths.values())) if len(bundle_paths) == 1 else None
     if options.compiled_folder:
         check_runtimes_compile("--compiled", options.runtimes)
-        if only_path is None:
-            raise click.UsageError("--compiled is the native code of one bundle: serve that bundle alone")
+        if only_path is None or open_argument(only_path).selected is None:
+            raise click.UsageError(
+                "--compiled is the native code of one model: serve one bundle, or one entry point as BUNDLE#NAME"
+            )
     if given_digest() and only_path is None:
         raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
     if is_launched_group():
@@ -327,8 +334,10 @@ def _check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
     if options.trace_file is not None:
         if not options.processes and not is_launched_group():
             raise click.UsageError("--trace requires --processes, or torchrun")
-        if only_path is None:
-            raise click.UsageError("--trace is of one bundle: serve that bundle alone")
+        if only_path is None or options.control_mode != "none" or open_argument(only_path).selected is None:
+            raise click.UsageError(
+                "--trace is of one model: serve one bundle, or one entry point as BUNDLE#NAME, without --model-control"
+            )
         check_output_file(options.trace_file, overwrite=options.overwrite)
     if options.device_memory is not None:
         _check_device_memory(options)

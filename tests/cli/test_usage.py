@@ -80,7 +80,7 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["serve", "x", "--tls-key", "y"], "--tls-certificate and --tls-key require each other"),
         (["serve", "x", "--tls-client-ca", "y"], "--tls-client-ca requires --tls-certificate"),
         (["serve", "x", "--trace", "run.json"], "--trace requires --processes, or torchrun"),
-        (["serve", "x=a", "y=b", "--trace", "run.json", "--processes", "2"], "--trace is of one bundle"),
+        (["serve", "x=a", "y=b", "--trace", "run.json", "--processes", "2"], "--trace is of one model"),
         (["load", "x", "--trace", "run.json", "--requests", "0"], "0 is not in the range"),
         (["profile", "x", "-o", "times.json", "--runs", "0"], "0 is not in the range"),
         (["triton", "x", "-o", "y", "--sequence-idle-s", "1e30"], "1e+30 is not in the range"),

@@ -3,12 +3,16 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
+import stagepack
+import stagepack.distributed
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_serving.server.errors import RequestError
@@ -85,6 +89,52 @@ def test_no_state_is_left(use: Callable[[ServedModel], Awaitable[None]], pipelin
     assert model.sequence_count == 0
     pipeline(torch.ones(4))
     wait_until(lambda: sequence_counts(pipeline) == {0})
+
+
+class Total(torch.nn.Module):
+    """Adds up its inputs, and returns its state itself."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.total.add_(x)
+
+
+def test_answers_of_a_stage_of_the_front_are_not_written_by_the_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = stagepack.export(Total(), (torch.ones(4),), out=tmp_path / "total.stagepack", stages=1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for variable, text in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }.items():
+        monkeypatch.setenv(variable, text)
+
+    async def ask_often(model: ServedModel) -> list[numpy.ndarray]:
+        arrays = []
+        for number in range(5):
+            tensor = InferenceTensor(name="x", datatype="FP32", array=numpy.ones(4, "float32"))
+            parameters = {"sequence_id": 1, "sequence_start": number == 0}
+            request = InferenceRequest(inputs=[tensor], output_names=None, parameters=parameters)
+            async with asyncio.timeout(60) as deadline:
+                arrays.append((await model.infer(request, deadline))[0].array)
+        return arrays
+
+    pipeline = stagepack.distributed.connect(bundle)
+    assert pipeline is not None
+    with pipeline:
+        model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(), Metrics())
+        answers = asyncio.run(ask_often(model))
+        assert model.close(20)
+    assert [float(array[0]) for array in answers] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_no_state_is_left_when_the_processes_start_again(counting: Bundle) -> None:

@@ -114,6 +114,14 @@ def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2
         assert f"{refused} is not an option of stagepack serve that a deployment leaves open" in result.stderr
+    for further, message in (
+        (["--log-level", "loud"], "'loud' is not one of"),
+        (["--access-log", "other.stagepack"], "unexpected argument 'other.stagepack'"),
+        (["--max-queue"], "'--max-queue' requires an argument"),
+        (["--model-control", "poll"], "--model-control is not an option"),
+    ):
+        result = CliRunner().invoke(main, ["k8s", str(layers.path), "-o", str(tmp_path / "x.yaml"), "--", *further])
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
     result = CliRunner().invoke(main, ["k8s", str(layers.path), "other.stagepack", "-o", str(tmp_path / "x.yaml")])
     assert (result.exit_code, "unexpected argument 'other.stagepack'" in result.stderr) == (2, True)
 

@@ -125,7 +125,7 @@ def test_a_template_answers_again_after_one_that_did_not_survive() -> None:
         template = "{% if messages[0].content == 'loop' %}" + endless + "{% endif %}ok"
         with contextlib.closing(ChatTemplate(template, {})) as chat_template:
             texts = [await chat_template.render([{"content": "a"}])]
-            with pytest.raises(RequestError, match="took more than 10 s, or too much memory"):
+            with pytest.raises(RequestError, match="took too much time or memory"):
                 await chat_template.render([{"content": "loop"}])
             return [*texts, await chat_template.render([{"content": "b"}])]
 

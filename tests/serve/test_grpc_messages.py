@@ -5,7 +5,13 @@ import numpy
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from stagepack_serving.server.grpc_messages import encode_response, encode_stream_response
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.grpc_messages import (
+    decode_request,
+    encode_response,
+    encode_stream_response,
+    parse_inference,
+)
 from stagepack_serving.server.messages import InferenceTensor
 
 ARRAYS = {
@@ -31,3 +37,12 @@ def test_protobuf_reads_what_was_encoded(names: list[str]) -> None:
     assert pb.ModelInferResponse.FromString(content) == expected
     in_stream = pb.ModelStreamInferResponse.FromString(encode_stream_response(content))
     assert in_stream == pb.ModelStreamInferResponse(infer_response=expected)
+
+
+@pytest.mark.parametrize("message", ["duplicate output: y, y", "y: this server does not support classification"])
+def test_outputs_that_cannot_be_sent_are_refused(message: str) -> None:
+    request = pb.ModelInferRequest(model_name="m")
+    for _ in range(2 if message.startswith("duplicate") else 1):
+        request.outputs.add(name="y").parameters["classification"].int64_param = 3
+    with pytest.raises(RequestError, match=message):
+        decode_request(parse_inference(request.SerializeToString()))

@@ -179,6 +179,15 @@ def test_a_bug_that_one_request_meets_ends_no_stream(server: StreamServer) -> No
     assert "ExceptionGroup" not in log
 
 
+def test_bytes_that_are_no_message_end_a_stream_without_a_traceback(server: StreamServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        with pytest.raises(grpc.RpcError) as raised:
+            list(stream(iter([b"\xff\xff\xff"]), metadata=[("authorization", f"Bearer {TOKEN}")], timeout=60))
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "ExceptionGroup" not in server.log_file.read_text()
+
+
 class AbortedError(Exception):
     """A call was aborted."""
 

@@ -6,6 +6,9 @@ import http.client
 import json
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +21,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 import stagepack
 from stagepack.errors import StageLostError
+from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.grpc_health import HealthService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
@@ -101,6 +105,14 @@ def test_the_server_is_not_ready_and_ends(bundles: Mapping[str, Path], tmp_path:
         assert "the thread of lane 0 has ended: SystemExit" in log.read_text()
 
 
+def test_a_server_that_cannot_listen_leaves_no_thread(tmp_path: Path) -> None:
+    bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
+    threads = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(AddressError, match="cannot listen"):
+        stagepack.serve({"x": stagepack.load(bundle)}, http_port=listener.getsockname()[1], grpc_port=0)
+    assert not [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("lane")]
+
+
 class Lanes:
     """Runs batches in two lanes, of which one ends its thread when an input says so. Implements `BatchRunner`."""
 
@@ -116,6 +128,41 @@ class Lanes:
 
     def finish(self, values: Any, sequence: Any) -> Mapping[str, Any]:
         return values
+
+
+class Elsewhere(Lanes):
+    """Runs batches elsewhere, which the test ends."""
+
+    lanes = ((0,),)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.batches: list[Future[Any]] = []
+
+    def run_stage(self, stage_number: int, values: Any, sequence: Any) -> Any:
+        super().run_stage(stage_number, values, sequence)
+        self.batches.append(Future())
+        return self.batches[-1]
+
+
+def test_joined_calls_of_a_batch_that_fails_after_its_lane_are_answered() -> None:
+    def ignore(_: CallBatch) -> None:
+        pass
+
+    runner: Any = Elsewhere()
+    scheduler = Scheduler(runner, max_batch_size=2, batching_delay=10, on_start=ignore, on_end=ignore)
+    joined = [QueuedCall(inputs={"x": numpy.array([-1])}, batch_key="alike") for _ in range(2)]
+    for call in joined:
+        scheduler.submit(call)
+    while not runner.batches:
+        time.sleep(0.01)
+    last = QueuedCall(inputs={"x": numpy.array([0])})
+    scheduler.submit(last)
+    assert isinstance(last.answer.exception(timeout=20), StageLostError)
+    assert not any(call.answer.done() for call in joined)  # their batch still runs
+    runner.finish = lambda values, sequence: runner.batches[0].result()
+    runner.batches[0].set_exception(ValueError("one of the two cannot be used"))
+    assert all(isinstance(call.answer.exception(timeout=20), StageLostError) for call in joined)
+    assert scheduler.close(20)
 
 
 @pytest.mark.parametrize("lane_number", [0, 1])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import numpy
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -162,6 +163,26 @@ def test_sequences_stay_with_their_version(repository: Repository) -> None:
         assert count(client, name, 1, sequence_end=True) == 4
         wait_until(lambda: "1" not in repository.states(name))  # sequence 3 is idle
         assert count(client, name, 4) == 20
+
+
+def test_a_start_on_another_version_ends_the_sequence_and_a_refused_one_does_not(
+    repository: Repository, client: Client
+) -> None:
+    name = f"restarted_{client.protocol}"
+    export_counter(repository.folder / name / "1", 1.0)
+    client.raw.load_model(name)
+    assert count(client, name, 5, sequence_start=True) == 1
+    with pytest.raises(InferenceServerException, match="x"):
+        client.ask(
+            name, {"x": numpy.ones(4, "float32")}, outputs=["sum"], sequence_id=5, sequence_start=True
+        )  # of another shape
+    assert count(client, name, 5) == 2
+    export_counter(repository.folder / name / "2", 10.0)
+    client.raw.load_model(name)
+    assert count(client, name, 5) == 3
+    assert count(client, name, 5, sequence_start=True, model_version="2") == 10
+    assert count(client, name, 5) == 20
+    wait_until(lambda: repository.states(name) == {"2": "READY"})
 
 
 def test_health_follows_the_models(repository: Repository) -> None:

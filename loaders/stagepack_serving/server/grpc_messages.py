@@ -13,7 +13,7 @@ from stagepack_serving.server.beside_loop import with_pauses
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.grpc_message_fields import separate_raw_contents
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
-from stagepack_serving.server.parameters import refuse_shared_memory
+from stagepack_serving.server.parameters import check_requested_outputs, refuse_shared_memory
 from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_reader
 
 # Elements that are decoded at a time.
@@ -99,8 +99,7 @@ def decode_request(request: ParsedInference) -> InferenceRequest:
         RequestError: the message violates the protocol.
     """
     message = request.message
-    for output in message.outputs:
-        refuse_shared_memory(output.name, output.parameters)
+    check_requested_outputs([(output.name, decode_parameters(output.parameters)) for output in message.outputs])
     inputs = [decode_input(input_message, raw_content) for input_message, raw_content in request.input_contents()]
     output_names = [output.name for output in message.outputs]
     parameters = decode_parameters(message.parameters)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
+from grpc.aio import AbortError
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
@@ -139,10 +140,15 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 refusal = pb.ModelStreamInferResponse(error_message=str(error), infer_response=infer_response)
                 responses.put_nowait(refusal.SerializeToString())
 
-        async with asyncio.TaskGroup() as running:
-            async for request in _until_stopping(self._models.stopping, requests):
-                await unsent_answers.acquire()
-                running.create_task(answer(request))
+        try:
+            async with asyncio.TaskGroup() as running:
+                async for request in _until_stopping(self._models.stopping, requests):
+                    await unsent_answers.acquire()
+                    running.create_task(answer(request))
+        except ExceptionGroup as errors:
+            if (aborted := errors.subgroup(AbortError)) is not None:  # a message was refused, and its status is set
+                raise aborted.exceptions[0] from None
+            raise
 
     async def _answer(
         self,

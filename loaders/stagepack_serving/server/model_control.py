@@ -177,7 +177,12 @@ class ModelControl:
 
     async def watch(self) -> None:
         """Close the versions that have finished, and poll the source where the mode says so, until the task is cancelled."""
-        next_poll = time.monotonic() + self._poll_seconds
+        async with asyncio.TaskGroup() as watching:
+            watching.create_task(self._close_finished())
+            if self._mode == "poll":
+                watching.create_task(self._poll_source())
+
+    async def _close_finished(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             for bundle in list(self._retiring):
@@ -187,9 +192,12 @@ class ModelControl:
                     closing = asyncio.create_task(_free(bundle))
                     self._closing.add(closing)
                     closing.add_done_callback(self._closing.discard)
-            if self._mode == "poll" and time.monotonic() >= next_poll:
-                await self._poll()
-                next_poll = time.monotonic() + self._poll_seconds
+
+    async def _poll_source(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_seconds)
+            # A load goes on when this is cancelled, and has the lock meanwhile.
+            await asyncio.shield(self._poll())
 
     def close(self, seconds: float) -> bool:
         """Finish the queued calls of all models, and end their threads and processes.

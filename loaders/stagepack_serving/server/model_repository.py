@@ -76,15 +76,16 @@ def folder_state(path: str) -> object:
     """Return a value that changes when a file in a folder changes.
 
     Args:
-        path: the folder.
+        path: the folder; an entry point after ``#`` is left out.
 
     Returns:
         The names, sizes and times of its files; None if it cannot be read.
     """
+    folder = path if os.path.isdir(path) else path.partition("#")[0]
     try:
         return sorted(
             (os.path.join(parent, file_name), status.st_ino, status.st_size, status.st_mtime_ns)
-            for parent, _, file_names in os.walk(path)
+            for parent, _, file_names in os.walk(folder)
             for file_name in file_names
             for status in [os.stat(os.path.join(parent, file_name))]
         )

@@ -1,6 +1,7 @@
 """The versions of one model, and which of them a request runs on."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
@@ -37,6 +38,7 @@ class ModelVersions:
         Args:
             model: the version.
         """
+        model.on_sequence_start = partial(self._end_sequence_elsewhere, model)
         self.serving = sorted((*self.serving, model), key=lambda served: int(served.version))
 
     def retire(self, model: ServedModel) -> None:
@@ -99,7 +101,7 @@ class ModelVersions:
     def choose(self, version: str, parameters: Mapping[str, Any]) -> ServedModel:
         """Return the version that runs a request: the one that has its sequence, or else the one that it asks for.
 
-        A request that starts a sequence ends an older one of the same id on every version.
+        When it starts a sequence there, an older one of the same id ends on every version.
 
         Args:
             version: the version that the request names; may be empty.
@@ -115,7 +117,10 @@ class ModelVersions:
         holders = [model for model in self if version in ("", model.version) and model.has_sequence(sequence_id)]
         if holders and not boolean_parameter(parameters, "sequence_start"):
             return holders[-1]
-        chosen_model = self.find(version)
-        for model in holders:
-            model.end_sequence(sequence_id)
-        return chosen_model
+        return self.find(version)
+
+    def _end_sequence_elsewhere(self, holder: ServedModel, sequence_id: int | str) -> None:
+        """End a sequence that has started again in another version."""
+        for model in self:
+            if model is not holder:
+                model.end_sequence(sequence_id)

@@ -1,7 +1,7 @@
 """Parameters of requests: their types, and those that this server does not support."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
@@ -83,6 +83,25 @@ def refuse_load_parameters(parameter_names: Iterable[str]) -> None:
             RequestStatus.BAD_REQUEST,
             f"expected no parameters, found {names}: a model is loaded as it is in the repository",
         )
+
+
+def check_requested_outputs(outputs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Check the outputs that a request names.
+
+    Args:
+        outputs: the name of each, and its parameters.
+
+    Raises:
+        RequestError: one is named twice, or is to be sent by shared memory or as a classification.
+    """
+    output_names = [output_name for output_name, _ in outputs]
+    if len(set(output_names)) < len(output_names):
+        raise RequestError(RequestStatus.BAD_REQUEST, f"duplicate output: {', '.join(output_names)}")
+    for output_name, parameters in outputs:
+        refuse_shared_memory(output_name, parameters)
+        if parameters.get("classification"):
+            message = f"{output_name}: this server does not support classification: request the tensor"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
 
 
 def refuse_shared_memory(tensor_name: str, parameter_names: Iterable[str]) -> None:

@@ -81,8 +81,12 @@ def serve_pipelines(
         return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
 
     control = ModelControl(models, FixedBundles(dict.fromkeys(pipelines, "")), load_bundle)
-    control.load_at_start()
     addresses = ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port)
-    serve(control, addresses, on_listening, security)
+    try:
+        control.load_at_start()
+        serve(control, addresses, on_listening, security)
+    except BaseException:
+        control.close(0)
+        raise
     if models.has_failed:
         raise StageLostError("; ".join(reason for model in models if (reason := model.unavailable_reason())))

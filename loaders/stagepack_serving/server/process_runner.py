@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from stagepack.format.contract import BoundArgument, check_values
+from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.sequences import RequestSequence
@@ -27,6 +28,8 @@ class ProcessRunner:
         self.lanes: Sequence[Sequence[int]] = ((0,),)
         # One that each process works on, one that it takes next, and one that is answered.
         self.most_batches = len({facts.rank for facts in pipeline.stage_facts}) + 2
+        # Of stages in this process, a result may be a view of the state of a sequence, which its next call writes.
+        self._runs_stages = any(facts.rank == FRONT_RANK for facts in pipeline.stage_facts)
         self._pipeline = pipeline
         self._interface = interface
 
@@ -56,13 +59,14 @@ class ProcessRunner:
             inputs,
             sizes,
             sequence_number,
-            copies_results=False,  # encoding an answer copies them
+            copies_results=False,  # encoding an answer copies what other processes have sent
         )
         return answer
 
     def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
         """See `BatchRunner`."""
-        return output_arrays(self._interface, values["answer"].result(), copies=False)
+        copies = self._runs_stages and sequence is not None
+        return output_arrays(self._interface, values["answer"].result(), copies=copies)
 
     def end_sequence(self, sequence: RequestSequence) -> None:
         """See `BatchRunner`."""

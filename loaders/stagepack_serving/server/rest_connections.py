@@ -155,7 +155,7 @@ class _Exchange:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if self._must_close or not self._is_received or not self._models.is_ready:
+            if self._must_close or not self._is_received or self._models.is_stopping:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
         elif not self._is_received and not message.get("more_body", False):
             await self._send_in_time({**message, "more_body": True})

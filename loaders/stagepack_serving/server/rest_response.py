@@ -13,7 +13,7 @@ from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.json_numbers import json_from_array
 from stagepack_serving.server.messages import InferenceTensor
-from stagepack_serving.server.parameters import boolean_parameter, refuse_shared_memory
+from stagepack_serving.server.parameters import boolean_parameter, check_requested_outputs
 from stagepack_serving.server.rest_request import RequestHeader
 
 
@@ -28,15 +28,9 @@ def check_output_parameters(header: RequestHeader, interface: Interface) -> None
         RequestError: an output is requested twice, by shared memory or as a classification, or a BF16 output as JSON.
     """
     parameters = _output_parameters(header)
-    if len(parameters) < len(header.outputs or ()):
-        output_names = ", ".join(output.name for output in header.outputs or ())
-        raise RequestError(RequestStatus.BAD_REQUEST, f"duplicate output: {output_names}")
+    check_requested_outputs([(output.name, output.parameters) for output in header.outputs or ()])
     for output_name, tensor in interface.outputs.items():
-        refuse_shared_memory(output_name, parameters.get(output_name, {}))
         is_binary = _is_binary(header, output_name)
-        if parameters.get(output_name, {}).get("classification"):
-            message = f"{output_name}: this server does not support classification: request the tensor"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
         is_requested = not parameters or output_name in parameters
         if tensor.datatype == "BF16" and is_requested and not is_binary:
             message = f"{output_name}: BF16 is sent as binary data: set the parameter binary_data"

@@ -221,6 +221,7 @@ class Scheduler:
                     self._advance(batch, lane_number)
                 except Exception as error:  # noqa: BLE001 - a bug here must not end the thread
                     self._refuse(batch, error)
+                batch = None  # it may run elsewhere
         except BaseException as error:  # noqa: BLE001 - such as SystemExit; without a word, all calls would wait for ever
             self._end_lane(lane_number, batch, error)
         if lane_number < len(self._lane_inputs):
@@ -348,6 +349,9 @@ class Scheduler:
         for call in calls:
             call.batch_key = None
         with self._changed:
+            if self.failure:  # nothing takes them any more
+                _refuse_calls(calls, StageLostError(self.failure))
+                return
             self._waiting.extendleft(reversed(calls))
             self._changed.notify()
 

@@ -41,7 +41,11 @@ class SequenceTable:
     """The sequences of one model."""
 
     def __init__(
-        self, max_sequences: int, idle_seconds: float, on_end: Callable[[RequestSequence], None] = lambda _: None
+        self,
+        max_sequences: int,
+        idle_seconds: float,
+        on_end: Callable[[RequestSequence], None] = lambda _: None,
+        on_start: Callable[[int | str], None] = lambda _: None,
     ) -> None:
         """Create an empty table.
 
@@ -49,8 +53,10 @@ class SequenceTable:
             max_sequences: the number of sequences that are kept.
             idle_seconds: the time without requests after which a sequence may be evicted for a new one, in seconds.
             on_end: called with each sequence that is removed.
+            on_start: called with the id of each sequence that a request starts.
         """
         self._on_end = on_end
+        self._on_start = on_start
         self._max_sequences = max_sequences
         self._idle_seconds = idle_seconds
         # A sequence of one request has no id: it is its own key.
@@ -88,6 +94,7 @@ class SequenceTable:
             self.remove(sequence_id)
             self._make_place()
             self._by_id[sequence_id] = RequestSequence()
+            self._on_start(sequence_id)
         sequence = self._find(sequence_id)
         sequence.pending_requests += 1
         ends_now = True

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from stagepack.errors import InputError, StageFailedError, StageLostError
+from stagepack.errors import InputError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.callable_pipeline import CallablePipeline
@@ -49,6 +49,7 @@ class ServedModel:
         unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
         pending_requests: the number of requests that are not answered yet.
         generator: generates texts with the model; None for a model that does not generate.
+        on_sequence_start: called with the id of each sequence that a request starts.
         statistics: what the version has done.
     """
 
@@ -84,6 +85,7 @@ class ServedModel:
         self.interface = Interface(bundle.entry_point)
         self.pending_requests = 0
         self.generator: Any = None
+        self.on_sequence_start: Callable[[int | str], None] = lambda _: None
         self.devices = list(dict.fromkeys(pipeline.devices))
         self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
         self._limits = limits
@@ -106,7 +108,8 @@ class ServedModel:
         )
         self._sequences: SequenceTable | None = None
         if any(stage.state for stage in bundle.stages):
-            self._sequences = SequenceTable(limits.max_sequences, limits.sequence_idle, self._scheduler.end_sequence)
+            end, start = self._scheduler.end_sequence, lambda sequence_id: self.on_sequence_start(sequence_id)
+            self._sequences = SequenceTable(limits.max_sequences, limits.sequence_idle, on_end=end, on_start=start)
 
     @property
     def sequence_count(self) -> int:
@@ -114,22 +117,11 @@ class ServedModel:
         return len(self._sequences or ())
 
     def has_sequence(self, sequence_id: object) -> bool:
-        """Return whether the state of a sequence is kept here.
-
-        Args:
-            sequence_id: the parameter of a request; another type than an id is no sequence.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether the state of a sequence is kept here; `sequence_id` may be any parameter of a request."""
         return self._sequences is not None and sequence_id in self._sequences
 
-    def end_sequence(self, sequence_id: Any) -> None:
-        """Free the state of a sequence.
-
-        Args:
-            sequence_id: a sequence of this version.
-        """
+    def end_sequence(self, sequence_id: int | str) -> None:
+        """Free the state of a sequence, if this version has one of this id."""
         if self._sequences is not None:
             self._sequences.remove(sequence_id)
 
@@ -382,7 +374,7 @@ class ServedModel:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         except StageLostError as error:
             raise RequestError(RequestStatus.BUSY, f"{self.name}: {error}") from None
-        except StageFailedError as error:
+        except StagepackError as error:
             _LOG.warning("%s: %s", self.name, error)
             raise RequestError(RequestStatus.MODEL_FAILED, f"{self.name}: {error}") from error
 

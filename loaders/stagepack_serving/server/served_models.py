@@ -112,7 +112,7 @@ class ServedModels:
         Args:
             model_name: the model that the request names.
             version: the version that the request names; may be empty.
-            protocol: ``rest`` or ``grpc``, for the metrics.
+            protocol: ``rest``, ``grpc`` or ``openai``, for the metrics.
 
         Yields:
             The request, which reserves a place at a version of the model.

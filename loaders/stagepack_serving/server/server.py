@@ -232,13 +232,15 @@ def _listen(host: str, port: int) -> socket.socket:
     Raises:
         AddressError: it cannot listen at the address.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port)[0]
-        # The protocol is named because asyncio disables Nagle's algorithm, which delays answers by 40 ms, only where it is.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise AddressError(f"{host} port {port}: cannot listen for HTTP: {error.strerror or error}") from None
+    with contextlib.ExitStack() as failure:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port)[0]
+            # The protocol is named because asyncio disables Nagle's algorithm, which delays answers by 40 ms, only where it is.
+            listener = failure.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise AddressError(f"{host} port {port}: cannot listen for HTTP: {error.strerror or error}") from None
+        failure.pop_all()
     return listener

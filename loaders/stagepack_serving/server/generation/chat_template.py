@@ -52,7 +52,7 @@ class ChatTemplate:
         request = {"template": self._template, "variables": variables}
         answer_line = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, request)
         if not answer_line:
-            message = f"the chat template of the bundle took more than {_MAX_SECONDS:g} s, or too much memory"
+            message = "the chat template of the bundle took too much time or memory"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
         try:
             answer = msgspec.json.decode(answer_line, type=dict[str, str])
@@ -74,6 +74,8 @@ class ChatTemplate:
         """Send a request to the process, and return its answer; empty if it does not survive it."""
         # Fields of messages that are JSON already may have lines.
         line = msgspec.json.encode(request).replace(b"\n", b" ") + b"\n"
+        if self._process is not None and self._process.poll() is not None:  # it was killed while it had nothing to do
+            self._end_process()
         self._process = process = self._process or _start_process()
         assert process.stdin is not None
         assert process.stdout is not None
