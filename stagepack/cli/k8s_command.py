@@ -78,7 +78,7 @@ def _check_serve_arguments(
             raise click.BadParameter(
                 f"{option_name} is not an option of stagepack serve that a deployment leaves open."
             )
-    serve_context = click.Context(serve)
+    serve_context = click.Context(serve, parent=context)  # with its names of --help
     texts, _, _ = serve.make_parser(serve_context).parse_args(list(arguments))
     for option in serve.params:
         if isinstance(option.type, click.Choice) and option.name in texts:

@@ -123,7 +123,7 @@ def test_bad_input_is_said_in_one_line(arguments: list[str], says: str, folder: 
         (["load", "BUNDLE", "--device", "meta"], "tensors on the device meta have no data"),
         (["serve", "BUNDLE", "--compiled", "x", "--runtime", "onnxruntime"], "--compiled requires the runtime torch"),
         (["load", "BUNDLE", "--compiled", "x", "--runtime", "onnxruntime"], "--compiled requires the runtime torch"),
-        (["serve", "BUNDLE", "more=BUNDLE", "--compiled", "x"], "--compiled is the native code of one bundle"),
+        (["serve", "BUNDLE", "more=BUNDLE", "--compiled", "x"], "--compiled is the native code of one model"),
         (["triton", "BUNDLE", "-o", "out", "--backend", "onnxruntime"], "requires --runtime onnxruntime"),
     ],
 )
