@@ -128,9 +128,9 @@ def assert_gone(process_numbers: dict[int, int]) -> None:
             os.kill(number, 0)
 
 
-def has_generation(pipeline: DistributedPipeline, generation: int) -> bool:
+def has_restarts(pipeline: DistributedPipeline, restart_count: int) -> bool:
     """Whether the processes were started again so often."""
-    return pipeline.generation == generation
+    return pipeline.restart_count == restart_count
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -246,7 +246,7 @@ def test_restarts_read_the_bundle_of_a_relative_path(
     with stagepack.load(layers.path.name, processes=1, max_restarts=1) as pipeline:
         monkeypatch.chdir(tmp_path)
         os.kill(process_ids(pipeline)[1], signal.SIGKILL)
-        wait_until(lambda: pipeline.generation == 1)
+        wait_until(lambda: pipeline.restart_count == 1)
         assert pipeline(IDS).shape == (6, 16)
 
 

@@ -21,7 +21,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_program import ProcessDescription
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS
-from tests.distributed.bundles import assert_gone, has_generation, in_processes, process_ids, wait_until
+from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids, wait_until
 from tests.distributed.forked_processes import ForkedProcesses
 from tests.distributed.losing_operator import Losing
 from tests.distributed.waiting_operator import Waiting
@@ -80,7 +80,7 @@ def test_the_first_of_several_lost_processes_is_named(layers: Bundle) -> None:
             rank = number % 3 + 1
             os.kill(process_ids(pipeline)[rank], signal.SIGKILL)
             assert lost_error(pipeline).stages == (rank - 1,)
-            wait_until(partial(has_generation, pipeline, number + 1))
+            wait_until(partial(has_restarts, pipeline, number + 1))
 
 
 def test_a_process_whose_device_is_lost_is_started_again(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_process_whose_device_is_lost_is_started_again(tmp_path: Path) -> None
             pipeline(-torch.ones(3))
         assert caught.value.stages == (0,)
         assert caught.value.exit_status == DEVICE_LOST_STATUS
-        wait_until(partial(has_generation, pipeline, 1))
+        wait_until(partial(has_restarts, pipeline, 1))
         assert torch.equal(pipeline(torch.ones(3)), torch.full((3,), 2.0))
 
 
@@ -111,7 +111,7 @@ def test_a_start_that_fails_is_tried_again(layers: Bundle, caplog: pytest.LogCap
     caplog.set_level(logging.INFO, logger="stagepack")
     with in_processes(layers, launcher=FailsOnce, max_restarts=2) as pipeline:
         os.kill(process_ids(pipeline)[1], signal.SIGKILL)
-        wait_until(partial(has_generation, pipeline, 1))
+        wait_until(partial(has_restarts, pipeline, 1))
         assert torch.equal(pipeline(IDS), stagepack.load(layers)(IDS))
         assert not pipeline.has_ended
     first, second, ready = [record.getMessage() for record in caplog.records if record.name == "stagepack"]
@@ -134,7 +134,7 @@ def test_state_that_was_lost_is_not_used_by_mistake(counting: Bundle) -> None:
         sequence(x)
         pipeline(x)
         os.kill(process_ids(pipeline)[1], signal.SIGKILL)
-        wait_until(lambda: pipeline.generation == 1)
+        wait_until(lambda: pipeline.restart_count == 1)
         with pytest.raises(StageLostError, match="call reset_state"):
             pipeline(x)
         with pytest.raises(StageLostError, match="begin another one"):
@@ -234,7 +234,7 @@ def test_a_stage_that_hangs_is_found(tmp_path: Path) -> None:
             pipeline(torch.full((3,), 60.0))
         assert time.monotonic() - started < 6.5
         assert caught.value.stages == (0,)
-        wait_until(partial(has_generation, pipeline, 1))
+        wait_until(partial(has_restarts, pipeline, 1))
         assert torch.equal(pipeline(torch.zeros(3)), torch.zeros(3))
     assert_gone({1: hanging_process})
 

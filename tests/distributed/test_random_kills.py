@@ -20,7 +20,7 @@ import stagepack
 from stagepack.distributed import DistributedPipeline
 from stagepack.errors import StageLostError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import assert_gone, has_generation, in_processes, process_ids, wait_until
+from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids, wait_until
 
 _LOST_SECONDS = 5.0
 _REQUESTS = 16
@@ -39,7 +39,7 @@ class Kills:
 
     def run_round(self, pipeline: DistributedPipeline) -> str:
         """Kill a process before, during or after calls, and wait until the pipeline answers again. Returns what was done."""
-        generation = pipeline.generation
+        restart_count = pipeline.restart_count
         moment = self._moments.choice(["before", "during", "after"])
         rank, delay = self._moments.choice([1, 2, 3]), self._moments.random() * _LONGEST_DELAY
         kill = partial(os.kill, process_ids(pipeline)[rank], signal.SIGKILL)
@@ -57,11 +57,11 @@ class Kills:
             kill()
         kill_time = time.monotonic()
         lost_count = self._count_lost(answers, rank)
-        while pipeline.generation == generation and pipeline.lost is None:
+        while pipeline.restart_count == restart_count and pipeline.lost is None:
             assert time.monotonic() - kill_time < _LOST_SECONDS
             time.sleep(0.005)
         assert time.monotonic() - kill_time < _LOST_SECONDS
-        wait_until(partial(has_generation, pipeline, generation + 1))
+        wait_until(partial(has_restarts, pipeline, restart_count + 1))
         assert self._count_lost(self._submit(pipeline), rank) == 0
         return f"{moment}: process {rank}, {1000 * delay:.0f} ms, {lost_count} of {len(answers)} calls lost"
 

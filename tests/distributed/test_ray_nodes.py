@@ -34,7 +34,7 @@ with stagepack.ray.launch(sys.argv[1], 2, max_restarts=1) as pipeline:
         print(error)
     cluster.add_node(num_cpus=2)
     deadline = time.monotonic() + 60
-    while pipeline.generation == 0:
+    while pipeline.restart_count == 0:
         assert time.monotonic() < deadline, pipeline.lost
         time.sleep(0.1)
     assert torch.equal(pipeline(ids), expected)

@@ -147,7 +147,7 @@ def test_no_state_is_left_when_the_processes_start_again(counting: Bundle) -> No
             await asyncio.sleep(0.01)
             os.kill(process_ids(pipeline)[1], signal.SIGKILL)
             await asyncio.gather(*calls, return_exceptions=True)
-            await asyncio.to_thread(wait_until, lambda: pipeline.generation == 1 and pipeline.lost is None)
+            await asyncio.to_thread(wait_until, lambda: pipeline.restart_count == 1 and pipeline.lost is None)
             assert await ask(model, start=True) == 1.0
 
         asyncio.run(run())

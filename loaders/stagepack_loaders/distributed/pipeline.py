@@ -94,7 +94,7 @@ class DistributedPipeline(CallablePipeline):
         self._is_state_lost = False
         self._is_restarted = False
         self._sequence_numbers = itertools.count(1)
-        self._generation_of_sequence: dict[int, int] = {}
+        self._restart_count_of_sequence: dict[int, int] = {}
         self._forgotten_sequences: deque[int] = deque()
         self._microbatches: Microbatches | None = None
         self._processes = PipelineProcesses(repr(str(bundle.path)), launcher, max_restarts, self._prepare)
@@ -114,9 +114,9 @@ class DistributedPipeline(CallablePipeline):
         return f"<DistributedPipeline {self.bundle.location!r}, {format_stage_count(len(self.bundle.stages))}, {state}>"
 
     @property
-    def generation(self) -> int:
+    def restart_count(self) -> int:
         """How often the processes were started again. The state of sequences is lost each time."""
-        return self._processes.generation
+        return self._processes.restart_count
 
     @property
     def has_ended(self) -> bool:
@@ -187,12 +187,12 @@ class DistributedPipeline(CallablePipeline):
         with suppress(IndexError):
             while True:
                 self.end_sequence(self._forgotten_sequences.popleft())
-        # Before the generation is looked at: if it is replaced meanwhile, it answers nothing.
+        # Before the restarts are counted: if it is replaced meanwhile, it answers nothing.
         front = self._processes.front
         self._processes.check_ready()
         if not sequence and self._is_state_lost:
             raise StageLostError("the state of the pipeline was lost with a process: call reset_state() to begin anew")
-        if sequence and self._generation_of_sequence.setdefault(sequence, self.generation) != self.generation:
+        if sequence and self._restart_count_of_sequence.setdefault(sequence, self.restart_count) != self.restart_count:
             raise StageLostError("the state of the sequence was lost with a process: begin another one")
         return front.submit(values, sizes, sequence, copies_results=copies_results)
 
@@ -202,7 +202,7 @@ class DistributedPipeline(CallablePipeline):
 
     def end_sequence(self, sequence: int) -> None:
         """Free the state of a sequence, of which no request is submitted any more. That of a lost process is free."""
-        self._generation_of_sequence.pop(sequence, None)
+        self._restart_count_of_sequence.pop(sequence, None)
         with suppress(StagepackError):
             self._command(ControlKind.END_SEQUENCE, sequence=sequence)
 

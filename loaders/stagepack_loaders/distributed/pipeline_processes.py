@@ -46,7 +46,7 @@ class PipelineProcesses:
 
     Attributes:
         front: sends calls to the processes that were started last.
-        generation: how often they were started again.
+        restart_count: how often they were started again.
         has_ended: whether one is lost, and they are not started again.
     """
 
@@ -61,7 +61,7 @@ class PipelineProcesses:
             max_restarts: how often they are started again after one was lost.
             prepare: a method, called when they have been started, before others may call them. It does not keep its object alive.
         """
-        self.generation = 0
+        self.restart_count = 0
         self.has_ended = False
         self._title = title
         self._launcher = launcher
@@ -197,7 +197,7 @@ class PipelineProcesses:
                 else:
                     if self._is_closed:
                         return
-                    self.generation += 1
+                    self.restart_count += 1
                     self._failure = None
                     seconds = time.monotonic() - start_time
                     _LOGGER.info("%s: all processes are ready again, after %.1f s", self._title, seconds)

@@ -73,9 +73,9 @@ class ProcessRunner:
         if sequence.number:
             self._pipeline.end_sequence(sequence.number)
 
-    def state_generation(self) -> int:
+    def restart_count(self) -> int:
         """See `BatchRunner`."""
-        return self._pipeline.generation
+        return self._pipeline.restart_count
 
     def process_statuses(self) -> Mapping[int, Any]:
         """See `BatchRunner`."""

@@ -114,7 +114,7 @@ class BatchRunner(Protocol):
             sequence: `QueuedCall.sequence` of earlier calls.
         """
 
-    def state_generation(self) -> int:
+    def restart_count(self) -> int:
         """Return a number that changes when the state of all sequences is lost."""
 
     def process_statuses(self) -> Mapping[int, Any]:

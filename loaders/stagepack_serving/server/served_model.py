@@ -98,7 +98,7 @@ class ServedModel:
             run_example(pipeline, bundle, check=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
         self._runner = _batch_runner(self, pipeline, metrics)
-        self._state_generation = self._runner.state_generation()
+        self._restart_count = self._runner.restart_count()
         self._scheduler = Scheduler(
             self._runner,
             max_batch_size=self.max_batch_size,
@@ -285,8 +285,8 @@ class ServedModel:
         """
         if reason := self.unavailable_reason():
             raise RequestError(RequestStatus.BUSY, f"{self.name}: {reason}")
-        if (generation := self._runner.state_generation()) != self._state_generation:
-            self._state_generation = generation
+        if (restart_count := self._runner.restart_count()) != self._restart_count:
+            self._restart_count = restart_count
             if self._sequences is not None:
                 self._sequences.clear()
 

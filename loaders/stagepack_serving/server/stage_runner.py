@@ -102,7 +102,7 @@ class StageRunner:
     def end_sequence(self, sequence: RequestSequence) -> None:
         """See `BatchRunner`. The state is freed with the sequence."""
 
-    def state_generation(self) -> int:
+    def restart_count(self) -> int:
         """See `BatchRunner`."""
         return 0
 
