@@ -105,9 +105,10 @@ class WrittenBlocks:
         Raises:
             OSError: the system has no more memory, or this process too many open files.
         """
+        # Of blocks of one size, the last used one, which is in the caches.
         unused_sizes = {
             number: block.array.nbytes
-            for number, block in self._blocks.items()
+            for number, block in reversed(self._blocks.items())
             if block.is_returned and byte_count <= block.array.nbytes
         }
         if unused_sizes:
