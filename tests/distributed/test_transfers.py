@@ -1,5 +1,7 @@
 """What goes from process to process: tensors of every dtype and layout, memory that is used again, words of another program."""
 
+# Long because its tests share two groups of gloo, and connections between them.
+
 import os
 import socket
 import struct
