@@ -1,1 +1,1 @@
-"""What is computed from a graph: traversal results, aliasing, repeated regions, joining. Nothing in here imports torch."""
+"""What is computed from a graph: traversal results, repeated regions, joining. Nothing in here imports torch."""

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from stagepack.format.aliasing import AliasClasses, ColocationGroup, alias_classes, colocation_groups
 from stagepack.format.graph import Graph, Value
 from stagepack.format.traversal import input_names, output_names, random_nodes
-from stagepack.graph.aliasing import AliasClasses, ColocationGroup, alias_classes, colocation_groups
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ iterations of a loop over functions. A run that is impure is not a function of i
 from collections import defaultdict
 from collections.abc import Sequence
 
+from stagepack.format.aliasing import impurity_reason
 from stagepack.format.graph import Graph
 from stagepack.format.traversal import split_call_path
-from stagepack.graph.aliasing import impurity_reason
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.node_tokens import NodeTokens
 from stagepack.graph.repeated_sequences import folding_gain, repeated_subsequences

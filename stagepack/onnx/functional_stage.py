@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from stagepack.format.aliasing import alias_classes
 from stagepack.format.graph import Graph
-from stagepack.graph.aliasing import alias_classes
 
 # Inputs that torch.export would replace by their value in the example, so they are passed as tensors.
 PASSED_AS_TENSORS = {"symfloat": torch.float64, "symbool": torch.bool}

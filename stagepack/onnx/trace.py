@@ -7,9 +7,9 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from stagepack.format.aliasing import alias_classes
 from stagepack.format.graph import Graph, Value
 from stagepack.format.shapes import Expr, Symbol, evaluate_dim
-from stagepack.graph.aliasing import alias_classes
 from stagepack.onnx.functional_stage import PASSED_AS_TENSORS, FunctionalStage, StageWrites
 from stagepack.torch_internals import OperatorOverload, batch_norm_decompositions, operator_schema
 

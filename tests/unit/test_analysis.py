@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from stagepack.format.aliasing import ColocationGroup, alias_classes, colocation_groups
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.graph import analysis as graph_analysis
-from stagepack.graph.aliasing import ColocationGroup, alias_classes, colocation_groups
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition import costed_graph
 from stagepack.partition.costs import graph_costs

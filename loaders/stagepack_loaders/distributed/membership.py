@@ -12,9 +12,9 @@ from msgspec import Struct
 from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import OptionError, StagepackError
+from stagepack.format.aliasing import alias_classes
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
-from stagepack.graph.aliasing import alias_classes
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from stagepack.errors import DigestError, Problem
+from stagepack.format.aliasing import AliasClasses, alias_classes
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import NamedWeights
 from stagepack.format.weights import StoredTensor
-from stagepack.graph.aliasing import AliasClasses, alias_classes
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.gated_module import GatedModule

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from stagepack.format.aliasing import alias_classes
 from stagepack.format.graph import Graph
-from stagepack.graph.aliasing import alias_classes
 from stagepack.torch_internals import write_count
 
 

@@ -7,11 +7,11 @@ their way to the last stage, which computes the loss. Inputs of the model do not
 from dataclasses import dataclass
 
 from stagepack.errors import OptionError
+from stagepack.format.aliasing import alias_classes
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import value_names
-from stagepack.graph.aliasing import alias_classes
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
 

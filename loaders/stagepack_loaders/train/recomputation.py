@@ -7,8 +7,8 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from stagepack.format.aliasing import AliasClasses, alias_classes
 from stagepack.format.graph import Weight
-from stagepack.graph.aliasing import AliasClasses, alias_classes
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.build import INPUT_TYPES
 from stagepack_loaders.torch.stage import TorchStage
