@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from stagepack.errors import CaptureError
+from stagepack.torch_internals import storage_identity
 
 # The classes that a container may derive from, the most derived first.
 _DICT_CLASSES = (OrderedDict, dict)
@@ -28,17 +29,22 @@ def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()
 
     Covered are the attributes of the module and its submodules, and of modules in other attributes; the dicts, lists, deques and sets
     that these attributes hold, nested ones included; the attributes of the objects that they hold, if the classes of these come from the
-    packages of the model's classes; the content of the buffers and of the tensors `written`; and the state of torch's random number
-    generators. Nothing is written that did not change.
+    packages of the model's classes; the content of the buffers, of the tensors in all these places and of the tensors `written`, but not
+    of other parameters; and the state of torch's random number generators. Nothing is written that did not change.
 
     Args:
         model: the module to restore.
-        written: further tensors whose content is restored, such as constants that the module writes.
+        written: further tensors whose content is restored, such as parameters that the module writes.
 
     Raises:
         CaptureError: a part of the state cannot be restored. All other parts are restored.
     """
-    saved_states = [*_save_containers(model), *_save_storages((*model.buffers(), *written)), *_save_random_state()]
+    attribute_tensors: list[torch.Tensor] = []
+    saved_states = [
+        *_save_containers(model, attribute_tensors),
+        *_save_storages((*model.buffers(), *written, *_outside_of_parameters(model, attribute_tensors))),
+        *_save_random_state(),
+    ]
     failures: list[str] = []
     try:
         yield
@@ -58,8 +64,8 @@ def _try_restore(kind: str, restore: Callable[[], None], failures: list[str]) ->
         failures.append(f"{kind}: {type(error).__name__}: {error}")
 
 
-def _save_containers(model: torch.nn.Module) -> Iterator[_SavedState]:
-    """Save the attributes of all modules, and the containers in them."""
+def _save_containers(model: torch.nn.Module, tensors: list[torch.Tensor]) -> Iterator[_SavedState]:
+    """Save the attributes of all modules, and the containers in them. Append the tensors in these to `tensors`."""
     pending: list[Any] = [vars(module) for module in model.modules()]
     packages = model_packages(model)
     seen_ids: set[int] = set()
@@ -80,6 +86,8 @@ def _save_containers(model: torch.nn.Module) -> Iterator[_SavedState]:
             case set():
                 members = frozenset(set.__iter__(container))
                 yield "a set", partial(_restore_set, container, members)
+            case torch.Tensor():
+                tensors.append(container)
             case tuple():
                 pending.extend(tuple.__iter__(container))
             # One that is no submodule, but an attribute like any other.
@@ -138,6 +146,12 @@ def _restore_set(container: set[Any], members: frozenset[Any]) -> None:
 def _are_same(items: Any, other_items: Any) -> bool:
     """Whether two collections hold the same objects in the same order. ``==`` would compare tensors by element."""
     return len(items) == len(other_items) and all(a is b for a, b in zip(items, other_items, strict=True))
+
+
+def _outside_of_parameters(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that share no memory with a parameter: torch.export writes into those that are constants to it."""
+    parameter_storages = {storage_identity(tensor) for tensor in _plain_tensors(model.parameters())}
+    return [tensor for tensor in _plain_tensors(tensors) if storage_identity(tensor) not in parameter_storages]
 
 
 def _save_storages(tensors: Iterable[torch.Tensor]) -> Iterator[_SavedState]:

@@ -7,6 +7,7 @@ are kept together; for an activation, those up to the last write, since a value 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from stagepack.format.graph import Graph, Node, Op, Weight
 from stagepack.format.traversal import (
@@ -27,6 +28,20 @@ _TRAINING_PARAMETERS = {
     "aten.instance_norm.default": "use_input_stats",
 }
 _RUNNING_STATISTICS = ("running_mean", "running_var")
+# In-place operators whose schemas say that they write, and which change no element: `torch.tensor` in a `forward` is traced with `detach_`.
+_KEEPS_ELEMENTS = frozenset(
+    {
+        "aten.detach_.default",
+        "aten.record_stream.default",
+        "aten.rename_.default",
+        "aten.requires_grad_.default",
+        "aten.retain_grad.default",
+    }
+)
+# Operators that copy whatever their rows say: torch traces `lift_fresh_copy` with the memory of the constant as the result's.
+_COPIES = frozenset({"aten.lift_fresh_copy.default"})
+# Operators that return their argument itself, or a copy where its dtype is another one.
+_CONVERSIONS = ("aten.to.", "aten.type_as.", "aten._autocast_to_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,21 +219,25 @@ class _OpMemory:
         viewed: a result may be a view of them.
         written: they are written.
         training: says whether the running statistics are written too; None for an operator without such a parameter.
+        converts: a result of another dtype than the argument is a copy.
     """
 
     viewed_by_first: frozenset[str]
     viewed: frozenset[str]
     written: frozenset[str]
     training: str | None
+    converts: bool
 
 
 def _op_memory(op: Op) -> _OpMemory:
     training = _TRAINING_PARAMETERS.get(op.name)
+    aliases = () if op.name in _COPIES else op.aliases
     return _OpMemory(
-        viewed_by_first=frozenset(parameter for result_index, parameter in op.aliases if result_index == 0),
-        viewed=frozenset(parameter for _, parameter in op.aliases),
-        written=frozenset(op.mutates),
+        viewed_by_first=frozenset(parameter for result_index, parameter in aliases if result_index == 0),
+        viewed=frozenset(parameter for _, parameter in aliases),
+        written=frozenset() if op.name in _KEEPS_ELEMENTS else frozenset(op.mutates),
         training=training if {training, *_RUNNING_STATISTICS} <= {*op.parameters} else None,
+        converts=op.name.startswith(_CONVERSIONS),
     )
 
 
@@ -239,6 +258,8 @@ class _NodeMemory:
         # An operator that returns one list names it as result 0; every item may be a view.
         viewed_parameters = memory.viewed if node.unpack else memory.viewed_by_first
         viewed_names = self._passed_names(node, viewed_parameters)
+        if memory.converts and node.outputs and node.outputs[0] is not None:
+            viewed_names = [name for name in viewed_names if self._dtypes.get(name) == node.outputs[0].dtype]
         result_names = list(output_names(node)) if viewed_names else []
         if result_names:
             yield from ((result_names[0], viewed_name) for viewed_name in viewed_names)
@@ -277,3 +298,11 @@ class _NodeMemory:
             writes_input = any(classes.is_written(value.name) for value in subgraph.inputs)
             self._subgraph_writes[subgraph_index] = writes_input
         return self._subgraph_writes[subgraph_index]
+
+    @cached_property
+    def _dtypes(self) -> dict[str, str]:
+        """The dtype of each value outside of subgraphs, whose values have names of their own."""
+        graph = self._graph
+        values = [value for node in graph.nodes for value in node.outputs if value is not None]
+        dtypes = {value.name: value.dtype for value in (*graph.inputs, *values)}
+        return dtypes | {weight.value: weight.dtype for weight in graph.weights}

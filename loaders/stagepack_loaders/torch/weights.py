@@ -122,6 +122,8 @@ def as_weight(weight: Weight, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor of a weight as a `torch.nn.Parameter` if it is one, and with `requires_grad` if it had that."""
     if weight.kind == "parameter":
         return torch.nn.Parameter(tensor, requires_grad=weight.trainable)
+    # Not a view of the memory of a file: `detach_` fails on views.
+    tensor = tensor.detach()
     return tensor.requires_grad_() if weight.trainable else tensor
 
 
