@@ -105,11 +105,13 @@ class LoadedStage(Protocol):
 
     Attributes:
         runtime: the name of its runtime.
-        device: the device it runs on; ``str(device)`` is its name.
     """
 
     runtime: str
-    device: Any
+
+    @property
+    def device(self) -> Any:
+        """The device it runs on; ``str(device)`` is its name."""
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage.

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stagepack.errors import InputError
-from stagepack_loaders.torch.container import Container
+from stagepack_loaders.torch.container import Container, settle
 from stagepack_loaders.torch.module_call import ModuleCallBody, pending_call
 from stagepack_loaders.torch.slots import Slot
+
+_BODIES = "stagepack.bodies"
 
 
 class CalledModule(Container):
@@ -16,8 +18,6 @@ class CalledModule(Container):
     where it can.
     """
 
-    is_called = True
-
     def __init__(self, bodies: Sequence[ModuleCallBody]) -> None:
         """Create the module that runs some calls.
 
@@ -25,12 +25,12 @@ class CalledModule(Container):
             bodies: its calls, which have equal graphs.
         """
         super().__init__()
-        self._bodies = list(bodies)
+        self.__dict__[_BODIES] = list(bodies)
         for body in bodies:
             body.module = self
 
     def _get_name(self) -> str:
-        return self._bodies[0].call.type.rpartition(".")[2] or type(self).__name__
+        return self.__dict__[_BODIES][0].call.type.rpartition(".")[2] or type(self).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module.
@@ -40,7 +40,7 @@ class CalledModule(Container):
                 determines.
         """
         call = pending_call.get()
-        if call is None or not any(call.body is body for body in self._bodies):
+        if call is None or not any(call.body is body for body in self.__dict__[_BODIES]):
             body = self._fitting_body(args, kwargs)
             return body.run(body.bind(args, kwargs, {}))[1]
         pending_call.set(None)  # the modules inside have calls of their own
@@ -49,15 +49,14 @@ class CalledModule(Container):
 
     def _fitting_body(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleCallBody:
         """The first call whose arguments fit, or else the first call: calls may differ in sizes that are fixed."""
-        if len(self._bodies) == 1:
-            return self._bodies[0]
-        for body in self._bodies:
+        bodies: list[ModuleCallBody] = self.__dict__[_BODIES]
+        for body in bodies if len(bodies) > 1 else ():
             try:
                 body.bind(args, kwargs, {})
             except InputError:
                 continue
             return body
-        return self._bodies[0]
+        return bodies[0]
 
 
 def called_modules(bodies: Iterable[ModuleCallBody]) -> list[tuple[str, CalledModule]]:
@@ -81,4 +80,4 @@ def connect(stage: Container, bodies: Sequence[ModuleCallBody], slots: Mapping[s
         body.slots = [slots[value_name] for value_name in body.weights]
     for module in stage.modules():
         if isinstance(module, Container):
-            module.settle()
+            settle(module, CalledModule)

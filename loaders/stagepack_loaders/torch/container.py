@@ -1,26 +1,44 @@
-"""The modules of a loaded stage: they hold weights and other modules under the names of the model."""
+"""The modules of a loaded stage: they hold weights and other modules under the names of the model.
+
+What a module of ours keeps for itself is under a key with a dot, which no name of a model has: the two never meet. Where the model has a
+name that a method of the module has too, such as ``half`` or ``run``, the attribute is the method; ``stage["run"]``, `get_submodule`,
+`get_parameter`, `get_buffer`, ``state_dict`` and the like give what the model has there.
+"""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from stagepack.errors import InputError
 from stagepack.format.traversal import split_call_path
-from stagepack.torch_internals import child_modules
+from stagepack.torch_internals import child_modules, weight_tensors
+
+_OWN = "stagepack.container"
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a container knows of its stage.
+
+    Attributes:
+        called_children: the names of the child modules that the stage calls.
+        wait: returns when the weights of the stage have arrived; None if all are there, to stay.
+        check_conversion: takes a function that converts tensors, and raises an error if weights cannot be converted by it.
+    """
+
+    called_children: frozenset[str] = frozenset()
+    wait: Callable[[], None] | None = None
+    check_conversion: Callable[[Callable[[torch.Tensor], torch.Tensor]], None] | None = None
 
 
 class Container(torch.nn.Module):
     """A module that cannot be called. It holds weights and other modules: ``layers[3]`` is the one named ``3``."""
 
-    # Whether the stage calls modules of this class.
-    is_called = False
-
-    _called_children: frozenset[str] = frozenset()
-
-    # Return when the weights of the stage have arrived, and may be converted; None if all are there, to stay.
-    _wait: Callable[[], None] | None = None
-    _check_conversion: Callable[[Callable[[torch.Tensor], torch.Tensor]], None] | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__[_OWN] = _Facts()
 
     def __getitem__(self, module_name: int | str) -> torch.nn.Module:
         """Return the child module of that name.
@@ -48,7 +66,7 @@ class Container(torch.nn.Module):
         Raises:
             InputError: the value is a module, and the stage would not call it.
         """
-        if module_name in self._called_children and isinstance(value, torch.nn.Module):
+        if isinstance(value, torch.nn.Module) and module_name in _facts(self).called_children:
             child_modules(self)[module_name] = value
         elif isinstance(value, torch.nn.Module):
             raise InputError(
@@ -58,31 +76,43 @@ class Container(torch.nn.Module):
         else:
             super().__setattr__(module_name, value)
 
-    def settle(self) -> None:
-        """Order the child modules and note which of them are called, after all of them are added."""
-        children = child_modules(self)
-        self._called_children = frozenset(
-            module_name for module_name, child in children.items() if isinstance(child, Container) and child.is_called
-        )
-        if all(split_call_path(module_name)[0].isdecimal() for module_name in children):
-            for module_name in sorted(
-                children, key=lambda module_name: (int(split_call_path(module_name)[0]), module_name)
-            ):
-                children[module_name] = children.pop(module_name)
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """Return the module of the model at a path.
 
-    def set_wait(
-        self, wait: Callable[[], None], check_conversion: Callable[[Callable[[torch.Tensor], torch.Tensor]], None]
-    ) -> None:
-        """Set what is called before weights are read or replaced, in this module and those inside it.
-
-        Args:
-            wait: returns when all weights are there.
-            check_conversion: takes a function that converts tensors, and raises an error if weights cannot be converted by it.
+        Raises:
+            AttributeError: there is none.
         """
-        self._wait, self._check_conversion = wait, check_conversion
-        for child in self.children():
-            if isinstance(child, Container):
-                child.set_wait(wait, check_conversion)
+        module: torch.nn.Module | None = self
+        for module_name in target.split(".") if target else ():
+            module = child_modules(module).get(module_name) if module is not None else None
+        if module is None:
+            raise AttributeError(f"there is no module {target!r} in this stage")
+        return module
+
+    def get_parameter(self, target: str) -> torch.nn.Parameter:
+        """Return the parameter of the model at a path.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        parameter: torch.nn.Parameter = self._weight_at(target, parameters=True)
+        return parameter
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """Return the buffer of the model at a path.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        buffer: torch.Tensor = self._weight_at(target, parameters=False)
+        return buffer
+
+    def _weight_at(self, target: str, *, parameters: bool) -> Any:
+        module_path, _, weight_name = target.rpartition(".")
+        weight = weight_tensors(self.get_submodule(module_path), parameters=parameters).get(weight_name)
+        if weight is None:
+            raise AttributeError(f"there is no {'parameter' if parameters else 'buffer'} {target!r} in this stage")
+        return weight
 
     def wait_for_weights(self) -> None:
         """Return when all weights of the stage are loaded, which is at once unless it was loaded with ``stream=True``.
@@ -93,8 +123,9 @@ class Container(torch.nn.Module):
         Raises:
             DigestError: a weight file cannot be read, or is not the one that the manifest lists.
         """
-        if self._wait is not None:
-            self._wait()
+        wait = _facts(self).wait
+        if wait is not None:
+            wait()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the parameters and persistent buffers by their names in the model, when all are loaded.
@@ -112,8 +143,9 @@ class Container(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         # All conversions, such as `to`, `double` and `share_memory`.
         self.wait_for_weights()
-        if self._check_conversion is not None:
-            self._check_conversion(fn)
+        check_conversion = _facts(self).check_conversion
+        if check_conversion is not None:
+            check_conversion(fn)
         return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,11 +155,7 @@ class Container(torch.nn.Module):
             DigestError: see `wait_for_weights`.
         """
         self.wait_for_weights()
-        return {
-            attribute: value
-            for attribute, value in self.__dict__.items()
-            if attribute not in ("_wait", "_check_conversion")
-        }
+        return self.__dict__ | {_OWN: replace(_facts(self), wait=None, check_conversion=None)}
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse the call.
@@ -139,3 +167,42 @@ class Container(torch.nn.Module):
             "this module cannot be called: the model does not call it, or it is not complete in this stage, "
             "or the stage was loaded without modules=True"
         )
+
+
+def settle(container: Container, called_class: type[Container]) -> None:
+    """Order the child modules of a container and note which of them the stage calls, after all of them are added.
+
+    Args:
+        container: the container.
+        called_class: the class of modules that are called.
+    """
+    children = child_modules(container)
+    called_children = frozenset(name for name, child in children.items() if isinstance(child, called_class))
+    container.__dict__[_OWN] = replace(_facts(container), called_children=called_children)
+    if all(split_call_path(module_name)[0].isdecimal() for module_name in children):
+        for module_name in sorted(
+            children, key=lambda module_name: (int(split_call_path(module_name)[0]), module_name)
+        ):
+            children[module_name] = children.pop(module_name)
+
+
+def set_wait(
+    container: Container,
+    wait: Callable[[], None],
+    check_conversion: Callable[[Callable[[torch.Tensor], torch.Tensor]], None],
+) -> None:
+    """Set what is called before weights are read or replaced, in a container and those inside it.
+
+    Args:
+        container: the container.
+        wait: returns when all weights are there.
+        check_conversion: takes a function that converts tensors, and raises an error if weights cannot be converted by it.
+    """
+    for module in container.modules():
+        if isinstance(module, Container):
+            module.__dict__[_OWN] = replace(_facts(module), wait=wait, check_conversion=check_conversion)
+
+
+def _facts(container: Container) -> _Facts:
+    facts: _Facts = container.__dict__[_OWN]
+    return facts

@@ -15,11 +15,11 @@ from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.called_module import called_modules, connect
-from stagepack_loaders.torch.container import Container
+from stagepack_loaders.torch.container import Container, set_wait
 from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.module_call import ModuleCallBody
 from stagepack_loaders.torch.output_contract import OutputContract
-from stagepack_loaders.torch.slots import register_weight, submodule
+from stagepack_loaders.torch.slots import Slot, register_weight, submodule
 from stagepack_loaders.torch.stage_inputs import StageInputs, move_input, write_back
 from stagepack_loaders.torch.state import StageState
 from stagepack_loaders.window_plan import Residency
@@ -44,6 +44,22 @@ class StageCode:
     module_calls: Sequence[ModuleCallBody] = ()
 
 
+@dataclass(slots=True, kw_only=True)
+class _StageParts:
+    """What a stage keeps for itself."""
+
+    code: StageCode
+    device: torch.device
+    residency: Residency | None
+    slots: Sequence[Slot]
+    inputs: StageInputs
+    output_contract: OutputContract
+    state: StageState
+
+
+_PARTS = "stagepack.stage"
+
+
 class TorchStage(Container):
     """One stage of a bundle: called with its inputs, by position or by edge name, it returns a tuple of its outputs.
 
@@ -51,9 +67,6 @@ class TorchStage(Container):
 
     Attributes:
         runtime: ``"torch"``.
-        graph: the graph of the stage.
-        device: the device of its weights, which its inputs are moved to.
-        residency: with ``device_memory=``, which weights stay in the memory of the device; otherwise None.
     """
 
     runtime = "torch"
@@ -76,29 +89,51 @@ class TorchStage(Container):
             residency: which weights stay in the memory of the device, if not all do.
         """
         super().__init__()
-        self.graph = code.graph
-        self.device = device
-        self.residency = residency
-        # In an object, not registered as a child module: the names in state_dict are the model's own.
-        self._code = code
         for path, module in called_modules(code.module_calls):
             *outer_path, module_name = path.split(".")
             child_modules(submodule(self, outer_path))[module_name] = module
         weights = code.graph.weights
-        self._slots = [register_weight(self, weight, tensors[weight.value]) for weight in weights]
-        self._inputs = StageInputs(code.graph)
-        self._output_contract = OutputContract(code.graph)
-        self._state = StageState(weights, self._slots, state_names)
-        slot_of_value = {weight.value: slot for weight, slot in zip(weights, self._slots, strict=True)}
+        slots = [register_weight(self, weight, tensors[weight.value]) for weight in weights]
+        # In an object, so that no module in it is registered as a child: the names in state_dict are the model's own.
+        self.__dict__[_PARTS] = _StageParts(
+            code=code,
+            device=device,
+            residency=residency,
+            slots=slots,
+            inputs=StageInputs(code.graph),
+            output_contract=OutputContract(code.graph),
+            state=StageState(weights, slots, state_names),
+        )
+        slot_of_value = {weight.value: slot for weight, slot in zip(weights, slots, strict=True)}
         connect(self, code.module_calls, slot_of_value)
         if isinstance(code.compiled_module, GatedModule):
             gated_weights = code.compiled_module.weights
-            self.set_wait(gated_weights.wait, gated_weights.check_conversion)
+            set_wait(self, gated_weights.wait, gated_weights.check_conversion)
+
+    @property
+    def _parts(self) -> _StageParts:
+        parts: _StageParts = self.__dict__[_PARTS]
+        return parts
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the stage."""
+        return self._parts.code.graph
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its weights, which its inputs are moved to."""
+        return self._parts.device
+
+    @property
+    def residency(self) -> Residency | None:
+        """With ``device_memory=``, which weights stay in the memory of the device; otherwise None."""
+        return self._parts.residency
 
     @property
     def graph_module(self) -> GraphModule:
         """The stage in torch.fx; its weights are its last inputs."""
-        return self._code.graph_module
+        return self._parts.code.graph_module
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run the stage.
@@ -117,7 +152,7 @@ class TorchStage(Container):
             check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols)
             runtime = find_runtime(self.runtime)
             values = [to_runtime(bound_inputs[value.name], value, runtime) for value in self.graph.inputs]
-            with typed_stage_errors(self._code.stage_number):
+            with typed_stage_errors(self._parts.code.stage_number):
                 return self.run(values)
         return self.run(list(bound_inputs.values()))
 
@@ -127,7 +162,7 @@ class TorchStage(Container):
         Raises:
             InputError: a weight was removed, or the names of one no longer hold one weight.
         """
-        return [slot.get() for slot in self._slots]
+        return [slot.get() for slot in self._parts.slots]
 
     def run(self, values: list[Any], weights: Sequence[torch.Tensor] | None = None) -> tuple[Any, ...]:
         """Run the stage on values that are known to fit; see `stagepack_loaders.base.LoadedStage`.
@@ -139,28 +174,29 @@ class TorchStage(Container):
         Raises:
             StageFailedError: an output has another type or shape than the bundle states.
         """
-        moved_values = [move_input(value, self.device) for value in values]
-        write_counts = {} if torch.compiler.is_compiling() else self._inputs.write_counts(values, moved_values)
-        compiled_module = self._code.compiled_module
-        module = self._code.graph_module if compiled_module is None else compiled_module
+        parts = self._parts
+        moved_values = [move_input(value, parts.device) for value in values]
+        write_counts = {} if torch.compiler.is_compiling() else parts.inputs.write_counts(values, moved_values)
+        compiled_module = parts.code.compiled_module
+        module = parts.code.graph_module if compiled_module is None else compiled_module
         outputs: tuple[Any, ...] = module(*moved_values, *(self.weights() if weights is None else weights))
         if not torch.compiler.is_compiling():
-            self._output_contract.check(moved_values, outputs)
+            parts.output_contract.check(moved_values, outputs)
             write_back(values, moved_values, write_counts)
         return outputs
 
     def reason_to_stay(self) -> str:
         """Return why `move` is not possible; empty if it is."""
-        compiled_module = self._code.compiled_module
+        compiled_module = self._parts.code.compiled_module
         if self.residency is not None:
             return "it has device_memory, and its weights pass through the memory of its device"
         if compiled_module is not None and not isinstance(compiled_module, GatedModule):
             return "it is compiled for its device"
-        return "it was loaded with modules=True" if self._code.module_calls else ""
+        return "it was loaded with modules=True" if self._parts.code.module_calls else ""
 
     def state(self) -> list[torch.Tensor]:
         """Return the buffers that calls write."""
-        return self._state.tensors()
+        return self._parts.state.tensors()
 
     def move(self, code: StageCode, device: torch.device, move_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run on another device from now on.
@@ -170,10 +206,10 @@ class TorchStage(Container):
             device: the device.
             move_tensor: returns a tensor on this device in the place of one of the weights.
         """
-        for slot in self._slots:
+        for slot in self._parts.slots:
             slot.put(move_tensor(slot.get()))
-        self._state.move(device)
-        self._code, self.device = code, device
+        self._parts.state.move(device)
+        self._parts.code, self._parts.device = code, device
 
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading.
@@ -181,15 +217,15 @@ class TorchStage(Container):
         Raises:
             InputError: a buffer was replaced by one of another size or type.
         """
-        self._state.reset()
+        self._parts.state.reset()
 
     def fresh_state(self) -> list[torch.Tensor]:
         """Return new memory for the buffers that calls write, with its content at loading, for `swap_state`."""
-        return self._state.fresh()
+        return self._parts.state.fresh()
 
     def swap_state(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
         """Exchange the memory that calls write for that of `fresh_state` or `swap_state`; return the previous memory."""
-        return self._state.swap(state)
+        return self._parts.state.swap(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchStage":
         """Return a copy with weights of its own."""
