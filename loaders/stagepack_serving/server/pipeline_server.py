@@ -86,7 +86,8 @@ def serve_pipelines(
         control.load_at_start()
         serve(control, addresses, on_listening, security)
     except BaseException:
-        control.close(0)
+        # Without a wait, threads that have nothing left to do could outlive the error.
+        control.close(models.limits.drain)
         raise
     if models.has_failed:
         raise StageLostError("; ".join(reason for model in models if (reason := model.unavailable_reason())))
