@@ -24,7 +24,8 @@ _LARGE: Final = (8 * 2**20, 12)
 _WARMUP_ROUNDS = 3
 _ROUTES: Final = tuple(Route(source_stage=0, source_rank=rank, target_rank=1 - rank, edges=()) for rank in (0, 1))
 _END_KEY: Final = "measured"
-_END_SECONDS = 5.0
+_END_SECONDS = 60.0
+_CHECK_SECONDS = 0.05
 
 
 class LinkTimes(NamedTuple):
@@ -49,6 +50,11 @@ def measure_link() -> LinkTimes:
     )
     try:
         (small_bytes, _), (large_bytes, _) = _SMALL, _LARGE
+        while not store.check(["listener/1"]):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                raise GroupError(
+                    f"the process that transfers were measured with ended with exit status {process.wait(_CHECK_SECONDS)}"
+                )
         with contextlib.closing(_Ends(store, 0)) as ends:
             small_seconds, large_seconds = (_one_way_seconds(ends, *size) for size in (_SMALL, _LARGE))
             store.set(_END_KEY, "")
@@ -66,11 +72,12 @@ class _Ends:
     """The connections of one of the two processes, as a pipeline has them."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        self._group = ProcessGroup(store, rank, 2, address=LOOPBACK)
         self._sent, self._received = _ROUTES[rank], _ROUTES[1 - rank]
         with contextlib.closing(LinkListener()) as listener:
             store.set(f"listener/{rank}", listener.name)
             names = [store.get(f"listener/{other_rank}").decode() for other_rank in (0, 1)]
+            # Last: gloo waits 12 s for the other process, which may take longer to start on a busy machine.
+            self._group = ProcessGroup(store, rank, 2, address=LOOPBACK)
             local_routes = find_local_routes(_ROUTES, [machine_id()] * 2, ())
             self._links = connect_links(listener, names, rank, _ROUTES, local_routes, (), lambda: None)
 
