@@ -2,8 +2,7 @@
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -131,11 +130,3 @@ def assert_gone(process_numbers: dict[int, int]) -> None:
 def has_restarts(pipeline: DistributedPipeline, restart_count: int) -> bool:
     """Whether the processes were started again so often."""
     return pipeline.restart_count == restart_count
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for a condition, which must hold in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -15,8 +15,9 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import check_case, in_processes, process_ids, wait_until
+from tests.distributed.bundles import check_case, in_processes, process_ids
 from tests.distributed.waiting_operator import Waiting
+from tests.waiting import wait_until
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES, named
 from tests.zoo.test_zoo import name_of

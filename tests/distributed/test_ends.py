@@ -22,8 +22,9 @@ import stagepack
 from stagepack.errors import GroupError, NotABundleError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline_sequence import PipelineSequence
-from tests.distributed.bundles import assert_gone, in_processes, process_ids, wait_until
+from tests.distributed.bundles import assert_gone, in_processes, process_ids
 from tests.distributed.waiting_operator import Waiting
+from tests.waiting import wait_until
 
 IDS = torch.arange(6)
 

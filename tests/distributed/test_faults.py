@@ -21,10 +21,11 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_program import ProcessDescription
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS
-from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids, wait_until
+from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids
 from tests.distributed.forked_processes import ForkedProcesses
 from tests.distributed.losing_operator import Losing
 from tests.distributed.waiting_operator import Waiting
+from tests.waiting import wait_until
 
 IDS = torch.arange(6)
 

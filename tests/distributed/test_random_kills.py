@@ -20,7 +20,8 @@ import stagepack
 from stagepack.distributed import DistributedPipeline
 from stagepack.errors import StageLostError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids, wait_until
+from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids
+from tests.waiting import wait_until
 
 _LOST_SECONDS = 5.0
 _REQUESTS = 16

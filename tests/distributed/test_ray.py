@@ -5,8 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from stagepack.errors import DigestError, GroupError, OptionError, StageLostErro
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import process_ids
 from tests.remote.http_server import HttpServer
+from tests.waiting import wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = pytest.mark.xdist_group("ray")
@@ -40,13 +40,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def launch(bundle: Bundle, processes: int | None = None, **options: Any) -> Any:
     return stagepack.ray.launch(bundle, processes, cpus_per_process=CPUS, **options)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def wait_until_gone(process_numbers: Sequence[int]) -> None:

@@ -20,7 +20,8 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.served_model import ServedModel
-from tests.distributed.bundles import in_processes, process_ids, wait_until
+from tests.distributed.bundles import in_processes, process_ids
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import stagepack
 from stagepack.format.reader import Bundle
 from stagepack_loaders.trace_file import read_trace
 from tests.serve.servers import STAGEPACK, Server, http_client, stagepack_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 IDS = torch.arange(6)
@@ -45,13 +46,6 @@ def stage_process_ids(server: Server) -> list[int]:
     return sorted(int(child) for thread in threads for child in (thread / "children").read_text().split())
 
 
-def wait_for(condition: Any, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def is_alive(process_id: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, 0)
@@ -68,18 +62,18 @@ def test_a_lost_process_is_told_and_comes_back(layers: Bundle, expected: torch.T
             assert len(first_ids) == 3
             os.kill(first_ids[1], signal.SIGKILL)
             reasons = []
-            wait_for(lambda: not client.is_server_ready(), 5)
+            wait_until(lambda: not client.is_server_ready(), 5)
             with pytest.raises(server_error, match=r"is lost: it ended with signal 9") as caught:
                 ask(client)
             reasons.append(caught.value.status())
-            wait_for(client.is_server_ready)
+            wait_until(client.is_server_ready)
             assert torch.equal(ask(client), expected)
             assert reasons == ["503"]
             second_ids = stage_process_ids(server)
             assert not set(first_ids) & set(second_ids)
             os.kill(second_ids[0], signal.SIGKILL)  # the last restart is used up: the server ends
         assert server.process.wait(timeout=20) == 1
-        wait_for(lambda: not any(map(is_alive, second_ids)), 5)
+        wait_until(lambda: not any(map(is_alive, second_ids)), 5)
 
 
 def server_errors() -> type[Any]:
@@ -164,12 +158,12 @@ def test_processes_killed_and_stopped_under_load(layers: Bundle, expected: torch
         load = Load(server.http, expected)
         with contextlib.closing(http_client(server.http)) as client:
             for _ in range(rounds):
-                wait_for(client.is_server_ready)
+                wait_until(client.is_server_ready)
                 time.sleep(moments.random())
                 lost_process = moments.choice(stage_process_ids(server))
                 os.kill(lost_process, moments.choice([signal.SIGKILL, signal.SIGSTOP]))
-                wait_for(lambda: not client.is_server_ready(), 5)
-            wait_for(client.is_server_ready)
+                wait_until(lambda: not client.is_server_ready(), 5)
+            wait_until(client.is_server_ready)
             assert torch.equal(ask(client), expected)
         children = stage_process_ids(server)
         assert server.stop() == 0
@@ -204,7 +198,7 @@ def torchrun_server(bundle: Bundle, *options: str) -> Iterator[tuple["subprocess
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        wait_for(lambda: not any(map(is_alive, workers)), 20)  # torchrun does not end them when it is killed
+        wait_until(lambda: not any(map(is_alive, workers)), 20)  # torchrun does not end them when it is killed
 
 
 def read_port(process: "subprocess.Popen[str]") -> int:
@@ -232,7 +226,7 @@ def test_torchrun_starts_all_processes_again(layers: Bundle, expected: torch.Ten
         os.kill(int(children[2]), signal.SIGKILL)
         second_port = read_port(process)
         with contextlib.closing(http_client(second_port)) as client:
-            wait_for(client.is_server_ready)
+            wait_until(client.is_server_ready)
             assert torch.equal(ask(client), expected)
 
 

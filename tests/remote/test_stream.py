@@ -18,6 +18,7 @@ from stagepack.format.chunks import CHUNK_BYTES
 from tests.remote.http_server import HttpServer, Reply
 from tests.remote.test_http import FILE, lie, part_files, status
 from tests.unit.test_streaming import LinearsSeen
+from tests.waiting import wait_until
 
 LAST_FILE = "stage-1.safetensors"
 X = torch.rand(1, 2100)
@@ -117,7 +118,7 @@ def test_a_lie_in_a_later_chunk_fails_each_call(server: HttpServer, served: Path
     stage = stagepack.load_stage(f"{server.url}/large.stagepack", 0, stream=True)
     assert torch.equal(stage(X)[0], stagepack.load_stage(served / "large.stagepack", 0)(X)[0])
     assert [first for name, first in server.ranges if name == FILE and first.startswith("bytes=0-")] == []
-    _wait_until(lambda: not part_files(cache))
+    wait_until(lambda: not part_files(cache))
 
 
 def test_a_server_without_ranges(server: HttpServer, served: Path) -> None:
@@ -145,14 +146,7 @@ def test_a_stage_that_is_dropped_ends_its_download(server: HttpServer) -> None:
     del stage
     gc.collect()
     held.rest.set()
-    _wait_until(lambda: not _download_threads())
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not _download_threads())
 
 
 def _download_threads() -> list[str]:
@@ -189,4 +183,4 @@ def test_a_process_that_ends_early_does_not_wait_and_the_next_one_goes_on(
     assert torch.equal(stage(X)[0], stagepack.load_stage(served / "large.stagepack", 0)(X)[0])
     size = (served / "large.stagepack" / FILE).stat().st_size
     assert [range_ for name, range_ in server.ranges if name == FILE] == [f"bytes={CHUNK_BYTES}-{size - 1}"]
-    _wait_until(lambda: not part_files(cache))  # its name is changed after its last chunk was used
+    wait_until(lambda: not part_files(cache))  # its name is changed after its last chunk was used

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import socket
@@ -13,12 +15,15 @@ import subprocess
 import sys
 import sysconfig
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
+
+from tests.waiting import wait_until
 
 STAGEPACK = str(Path(sys.executable).parent / "stagepack")
 # A process inherits signals that are ignored: tests that run in the background, or under nohup, would start servers that ignore them.
@@ -142,12 +147,16 @@ def _wait(process: subprocess.Popen[str], port: int, log: Path) -> None:
 
 
 def free_ports(port_count: int) -> list[int]:
-    """Ports that nothing listens at."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(port_count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]
+    """Ports that nothing listens at, for programs that cannot choose one themselves."""
+    ports: list[int] = []
+    # Below the ports that the kernel gives to connections, which could take one before the program listens.
+    for port in random.sample(range(20_000, 30_000), 1000):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == port_count:
+            return ports
+    raise AssertionError("no free port")
 
 
 def http_client(port: int, **options: Any) -> Any:
@@ -227,6 +236,33 @@ def skips_request(rows: int = 2) -> dict[str, Any]:
         {"name": "weight", "datatype": "FP32", "shape": [rows, 1], "data": [0.5] * rows},
     ]
     return {"inputs": inputs, "outputs": [{"name": "y"}]}
+
+
+def request_counts(server: Server, model_name: str) -> tuple[float, float]:
+    """How many requests to a model are accepted and not answered yet, and how many are answered."""
+    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+
+    def total(metric_name: str) -> float:
+        samples = re.findall(rf'^{metric_name}{{model="{model_name}",.*}} (.*)$', page, re.MULTILINE)
+        return sum(map(float, samples))
+
+    return total("stagepack_pending_requests"), total("stagepack_requests_total")
+
+
+def wait_for_requests(server: Server, model_name: str, request_count: int = 1) -> None:
+    """Wait until a model has accepted so many requests."""
+    wait_until(lambda: sum(request_counts(server, model_name)) >= request_count)
+
+
+def wait_until_not_ready(server: Server) -> None:
+    """Wait until a server says that it stops."""
+
+    def is_stopping() -> bool:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 503
+
+    wait_until(is_stopping)
 
 
 def ask_slow(server: Server, times: int, protocol: str = "http", **options: Any) -> numpy.ndarray:

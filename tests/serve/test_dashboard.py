@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 from tests.serve.servers import Client, Server, free_ports, stagepack_server
-from tests.serve.version_models import Repository, X, count, export_counter, export_scale, factor_of, wait_until
+from tests.serve.version_models import Repository, X, count, export_counter, export_scale, factor_of
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 

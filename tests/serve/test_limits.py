@@ -25,7 +25,18 @@ from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack_serving.server.tensor_decoding import tensor_from_numbers
-from tests.serve.servers import INFER, Client, Server, ask_slow, post, skips_request, stagepack_server
+from tests.serve.servers import (
+    INFER,
+    Client,
+    Server,
+    ask_slow,
+    post,
+    request_counts,
+    skips_request,
+    stagepack_server,
+    wait_for_requests,
+)
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -217,9 +228,9 @@ def test_who_does_not_read_is_let_go(tmp_path: Path) -> None:
         body = json.dumps({"inputs": [request_input], "parameters": {"binary_data_output": True}})
         with socket.create_connection(("127.0.0.1", server.http)) as plain:
             plain.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-            time.sleep(1)
+            wait_for_requests(server, "wide")
             assert post(server.http, path, body)[0] == 503
-            time.sleep(2)
+            wait_until(lambda: request_counts(server, "wide")[0] == 0)
             with contextlib.closing(Client("grpc", server)) as client:
                 assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
         assert server.stop() == 0

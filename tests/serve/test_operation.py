@@ -26,8 +26,8 @@ from tests.serve.version_models import (
     export_counter,
     export_scale,
     factor_of,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 

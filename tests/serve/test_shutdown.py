@@ -20,7 +20,16 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Client, Server, ask_slow, stagepack_server
+from tests.serve.servers import (
+    STAGEPACK,
+    WITH_SIGNALS,
+    Client,
+    Server,
+    ask_slow,
+    stagepack_server,
+    wait_for_requests,
+    wait_until_not_ready,
+)
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -29,7 +38,7 @@ pytestmark = pytest.mark.xdist_group("serve")
 def test_what_was_accepted_is_answered_before_the_end(slow: Path, signal_number: int) -> None:
     with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(ask_slow, server, 200, protocol) for protocol in ("http", "grpc", "http", "grpc")]
-        time.sleep(0.5)
+        wait_for_requests(server, "slow", 4)
         server.process.send_signal(signal_number)
         assert all(future.result().shape == (256, 512) for future in futures)
         assert server.process.wait(timeout=120) == 0
@@ -40,7 +49,7 @@ def test_an_answer_arrives_over_a_slow_link_before_the_end(slow: Path) -> None:
     with stagepack_server([slow], "--linger-s", "0") as server, slow_link(server.grpc) as port:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             future = pool.submit(ask_slow, Server(server.process, server.http, port, {}), 300, "grpc")
-            time.sleep(0.3)
+            wait_for_requests(server, "slow")
             server.process.send_signal(signal.SIGTERM)
             assert future.result().shape == (256, 512)
         assert server.process.wait(timeout=120) == 0
@@ -82,7 +91,7 @@ def forward(source: socket.socket, target: socket.socket, delay: float) -> None:
 def test_a_hang_up_does_not_end_the_drain(slow: Path, signal_names: Any) -> None:
     with stagepack_server([slow], "--linger-s", "0") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(ask_slow, server, 1000)
-        time.sleep(0.5)
+        wait_for_requests(server, "slow")
         for signal_name in signal_names:
             server.process.send_signal(signal.Signals[signal_name])
             time.sleep(0.1)
@@ -113,8 +122,9 @@ def test_requests_are_answered_after_the_terminal_closes(slow: Path) -> None:
         while not (port := re.search(r"http://127.0.0.1:(\d+)", printed)):
             printed += os.read(terminal, 1000).decode()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            future = pool.submit(ask_slow, Server(process, int(port[1]), 0, {}), 500)
-            time.sleep(0.5)
+            server = Server(process, int(port[1]), 0, {})
+            future = pool.submit(ask_slow, server, 500)
+            wait_for_requests(server, "slow")
             os.close(terminal)  # the kernel sends SIGHUP
             assert future.result().shape == (256, 512)
         process.wait(timeout=120)
@@ -148,7 +158,7 @@ def test_what_is_not_done_when_the_drain_ends_is_refused(slow: Path, protocol: s
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         future = pool.submit(ask_slow, server, 50_000, protocol)
-        time.sleep(0.5)
+        wait_for_requests(server, "slow")
         started = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - started < 8
@@ -161,18 +171,18 @@ def test_what_is_not_done_when_the_drain_ends_is_refused(slow: Path, protocol: s
 def test_a_second_signal_ends_at_once(slow: Path) -> None:
     with stagepack_server([slow]) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(ask_slow, server, 10_000)
-        time.sleep(0.5)
+        wait_for_requests(server, "slow")
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until_not_ready(server)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(timeout=5) != 0
+        assert server.process.wait(timeout=20) != 0
         assert future.exception() is not None
 
 
 def test_it_says_that_it_stops(slow: Path) -> None:
-    with stagepack_server([slow], "--linger-s", "2") as server:
+    with stagepack_server([slow], "--linger-s", "20") as server:
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until_not_ready(server)
         connection = http.client.HTTPConnection("127.0.0.1", server.http)
         connection.request("GET", "/v2/health/ready")
         answer = connection.getresponse()

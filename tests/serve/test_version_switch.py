@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 import stagepack
 from tests.bundle_editor import BundleEditor
 from tests.serve.bundles import Slow
-from tests.serve.servers import Client, Server, ask_slow, stagepack_server
+from tests.serve.servers import Client, Server, ask_slow, stagepack_server, wait_for_requests
 from tests.serve.version_models import (
     Repository,
     count,
@@ -27,8 +27,8 @@ from tests.serve.version_models import (
     export_scale,
     factor_of,
     repository_server,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -182,7 +182,7 @@ def test_the_memory_of_old_versions_is_freed(tmp_path: Path) -> None:
 def test_a_long_request_ends_on_the_version_that_it_began_on(tmp_path: Path) -> None:
     def export_slow(version: int) -> None:
         model = Slow()
-        model.register_buffer("weight", torch.full((512, 512), 1e-3 * version))
+        model.register_buffer("weight", torch.full((512, 512), version / 256))
         path = tmp_path / "slow" / str(version)
         path.parent.mkdir(exist_ok=True)
         stagepack.export(model, (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
@@ -191,7 +191,7 @@ def test_a_long_request_ends_on_the_version_that_it_began_on(tmp_path: Path) -> 
     with repository_server(tmp_path, "--load-model", "slow") as repository, ThreadPoolExecutor(4) as pool:
         expected = ask_slow(repository.server, 3)
         requests = [pool.submit(ask_slow, repository.server, 700, protocol) for protocol in ("http", "grpc") * 2]
-        time.sleep(1)
+        wait_for_requests(repository.server, "slow", 5)
         export_slow(2)
         with contextlib.closing(Client("http", repository.server)) as client:
             client.raw.load_model("slow")

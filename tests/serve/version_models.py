@@ -1,8 +1,7 @@
 """Models of which there are several versions, and a server of a model repository."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,3 @@ def count(client: Client, model_name: str, sequence_id: int, **options: Any) -> 
     """The sum after the next request of a sequence."""
     inputs = {"x": numpy.ones(3, "float32")}
     return float(client.ask(model_name, inputs, outputs=["sum"], sequence_id=sequence_id, **options)["sum"][0])
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for something that the server does by itself."""
-    end_time = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_time, "it did not happen"
-        time.sleep(0.05)
