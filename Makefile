@@ -13,11 +13,12 @@ LIBRARIES := $(VENV)-libraries
 
 GPU_WHEELS := build/gpu-wheels
 
-.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
+.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-fast test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
 	@echo "make test      everything that CI checks: lint typecheck schema-check smoke docs unit, each a target too"
+	@echo "make test-fast the tests that start no process, in 2 minutes: run it before each commit"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  the slow tests, which make test leaves out: every model of the zoo, Ray, faults of many processes, ..."
 	@echo "make test-libraries  models of other libraries (diffusers, timm, ...), in an environment of its own; make test runs those of torch"
@@ -51,6 +52,9 @@ smoke: $(VENV)/ready
 
 unit: $(VENV)/ready
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+
+test-fast: $(VENV)/ready
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow" --one-process tests/unit tests/conformance tests/compat tests/cli tests/hostile
 
 test-zoo: $(VENV)/ready $(VENV)/ready-ray
 	$(BIN)/pytest -n 2 --dist loadgroup -m slow --ignore=tests/libraries

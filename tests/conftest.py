@@ -1,10 +1,11 @@
-"""How the processes of the tests run: several at once, on few cores; and the options of the tests on GPUs."""
+"""How the processes of the tests run: several at once, on few cores; and the options of the tests."""
 
 import atexit
 import gc
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,10 @@ if "STAGEPACK_CHECKED_GRAPHS" not in os.environ:
     os.environ["STAGEPACK_CHECKED_GRAPHS"] = tempfile.mkdtemp(prefix="checked-graphs-")
     atexit.register(shutil.rmtree, os.environ["STAGEPACK_CHECKED_GRAPHS"], ignore_errors=True)
 
+_PROCESS_EVENTS = frozenset(
+    {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add options; pytest takes them from this file alone."""
@@ -28,19 +33,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DEVICE",
         help="the device of the tests marked gpu; cpu tries their bodies",
     )
+    parser.addoption(
+        "--one-process",
+        action="store_true",
+        help="leave out the tests marked process; any other test fails if it starts a process or listens at a port",
+    )
     parser.addoption("--outcomes", type=Path, metavar="FILE", help="append a JSON line for each test that has ended")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Write the outcomes in the process that collects those of all workers."""
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("--one-process") and (is_worker or not config.getoption("numprocesses", None)):
+        sys.addaudithook(_refuse_processes)
     path = config.getoption("--outcomes")
-    if path is not None and not hasattr(config, "workerinput"):
+    if path is not None and not is_worker:
         config.pluginmanager.register(_Outcomes(path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked process when only one may run."""
+    if config.getoption("--one-process"):
+        left_out = [item for item in items if item.get_closest_marker("process")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("process")]
 
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what was imported, which stays: a tenth of the time."""
     gc.freeze()
+
+
+def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
+    # A socket in the file system, or without a name, is no port.
+    if event in _PROCESS_EVENTS or (event == "socket.bind" and isinstance(args[1], tuple)):
+        raise AssertionError(f"{event} {args}: mark the test with pytest.mark.process")
 
 
 class _Outcomes:

@@ -85,15 +85,18 @@ def assert_bytes(printed: str, step: str) -> None:
     assert re.search(rf"{step}: \d+\.\d\d( of \d+\.\d\d)? GB, \d+ MB/s", printed), printed[-1000:]
 
 
+@pytest.mark.process
 def test_verify(folder: Path) -> None:
     assert_bytes(shown_on_a_terminal(folder, "verify", "m.stagepack"), "verifying the bundle")
 
 
+@pytest.mark.process
 def test_recut(folder: Path) -> None:
     printed = shown_on_a_terminal(folder, "recut", "m.stagepack", "-o", "recut.stagepack", "--stages", "3")
     assert_bytes(printed, "writing recut.stagepack")
 
 
+@pytest.mark.process
 def test_pull(folder: Path, tmp_path: Path) -> None:
     with HttpServer(folder) as server:
         printed = shown_on_a_terminal(tmp_path, "pull", f"{server.url}/m.stagepack", "-o", "pulled.stagepack")

@@ -145,6 +145,7 @@ def test_a_file_that_must_not_be_read_is_named(sound: Path, tmp_path: Path) -> N
     command_fails("inspect", str(path), says="manifest.json: Permission denied")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["inspect"], ["verify", "--json"]])
 def test_a_full_disk_is_no_traceback(arguments: list[str], sound: Path) -> None:
     paths = [] if "--help" in arguments else [str(sound)]
@@ -156,6 +157,7 @@ def test_a_full_disk_is_no_traceback(arguments: list[str], sound: Path) -> None:
     assert re.fullmatch(r"stagepack: (standard output: )?No space left on device\n", result.stderr)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("redirection", "arguments", "status"),
     [
@@ -222,6 +224,7 @@ print(json.dumps([CliRunner().invoke(main, arguments).stderr for arguments in js
 """
 
 
+@pytest.mark.process
 def test_serving_without_its_packages_says_which_extra_installs_them(sound: Path, tmp_path: Path) -> None:
     lines = [["serve", str(sound)], ["triton", str(sound), "-o", str(tmp_path / "out")]]
     result = subprocess.run(

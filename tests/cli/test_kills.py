@@ -61,6 +61,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.001)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_what_a_killed_recut_leaves_is_removed(
     signal_number: signal.Signals, bundle_path: Path, tmp_path: Path
@@ -94,6 +95,7 @@ with orderly_termination(), temporary_folder.TemporaryFolder(pathlib.Path(sys.ar
 """
 
 
+@pytest.mark.process
 def test_a_signal_before_the_folder_is_used(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", EARLY_SIGNAL, str(tmp_path / "m.stagepack")])
     assert run.returncode == -signal.SIGTERM

@@ -65,6 +65,7 @@ def test_no_file_is_written_into_a_bundle(writer: list[str], name: str, sound: P
     assert not comparison.diff_files + comparison.left_only + comparison.right_only
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("writer", [["k8s", "BUNDLE", "-o"], ["report", "BUNDLE", "-o"]], ids=" ".join)
 def test_a_full_disk_leaves_the_file_that_was_there(writer: list[str], sound: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -79,6 +80,7 @@ def test_a_full_disk_leaves_the_file_that_was_there(writer: list[str], sound: Pa
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.process
 def test_a_pipe_is_written_as_it_is(sound: Path) -> None:
     for _ in range(2):
         finished = subprocess.run(

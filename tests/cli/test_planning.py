@@ -133,6 +133,7 @@ def test_what_cannot_be_done_says_why(arguments: list[str], says: str, sound: Pa
     command_fails(*(argument.format(sound=sound, out=tmp_path / "out") for argument in arguments), says=says)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "command",
     [["plan", "--stages", "2"], ["recut", "--stages", "2", "-o", "OUT", "--overwrite"], ["report", "-o", "OUT.html"]],

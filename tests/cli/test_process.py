@@ -16,6 +16,8 @@ import stagepack
 from stagepack_loaders.run_trace import RunTrace, Span
 from stagepack_loaders.trace_file import write_trace
 
+pytestmark = pytest.mark.process
+
 STAGEPACK = str(Path(sys.executable).with_name("stagepack"))
 
 

@@ -178,6 +178,7 @@ def test_json_has_the_facts(folder: Path, tmp_path: Path) -> None:
     assert list(alone["start"]) == ["open", "import torch", "graphs", "weights"]
 
 
+@pytest.mark.process
 def test_inspect_is_many_times_faster_than_importing_torch(folder: Path) -> None:
     """The bound that users feel is 0.25 s; a ratio holds on slow machines too."""
     import time

@@ -36,6 +36,7 @@ def test_cases_of_wrong_types_are_not(case: Case) -> None:
     assert not validator(case.kind).is_valid(case.document())
 
 
+@pytest.mark.process
 def test_the_committed_files_are_those_that_the_types_give() -> None:
     tool = SCHEMA.parent / "tools" / "generate_schema.py"
     done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, check=False)

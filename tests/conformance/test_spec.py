@@ -134,6 +134,7 @@ def test_the_example_shows_the_files() -> None:
     assert f"{len(header) - len(header.rstrip())} spaces" in SPEC
 
 
+@pytest.mark.process
 def test_the_example_reads_without_stagepack() -> None:
     code = re.search(r"```python\n(.*?)```\n\nIt prints `(.*)`", SPEC, re.DOTALL)
     assert code

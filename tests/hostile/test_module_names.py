@@ -31,6 +31,7 @@ def bundle_with_modules(editor: BundleEditor, monkeypatch: pytest.MonkeyPatch) -
     return editor.path
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("options", [[], ["--processes", "2"]])
 def test_the_processes_of_stages_import_nothing_from_the_current_folder(
     options: list[str], bundle_with_modules: Path
@@ -41,6 +42,7 @@ def test_the_processes_of_stages_import_nothing_from_the_current_folder(
     assert not (bundle_with_modules / "imported").exists()
 
 
+@pytest.mark.process
 def test_the_process_of_templates_imports_nothing_from_the_current_folder(bundle_with_modules: Path) -> None:
     async def render() -> str:
         with contextlib.closing(ChatTemplate("{{ messages[0].content }}", {})) as chat_template:
@@ -50,11 +52,13 @@ def test_the_process_of_templates_imports_nothing_from_the_current_folder(bundle
     assert not (bundle_with_modules / "imported").exists()
 
 
+@pytest.mark.process
 def test_the_process_that_measures_transfers_imports_nothing_from_the_current_folder(bundle_with_modules: Path) -> None:
     assert measure_link().seconds_per_value > 0
     assert not (bundle_with_modules / "imported").exists()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("file_name", ["model.py", "config.pbtxt", "libtriton_python.so", "weights"])
 @pytest.mark.parametrize("copy", [False, True])
 def test_files_that_triton_may_run_are_not_put_into_its_repository(

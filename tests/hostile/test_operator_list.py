@@ -112,6 +112,7 @@ def test_a_denied_operator_never_runs(name: str, editor: BundleEditor) -> None:
     command_fails("verify", str(editor.path), says="G11")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", SAMPLE)
 def test_hostile_arguments_end_no_process(name: str) -> None:
     assert listed_verdicts()[name] in RUN_BY_DEFAULT
@@ -120,6 +121,7 @@ def test_hostile_arguments_end_no_process(name: str) -> None:
     assert outcome.counts.total() == 10
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", sorted(ARGUMENT_CHECKS))
 def test_hostile_arguments_of_guarded_operators_end_no_process(name: str) -> None:
     outcome = call_hostilely(name, GUARDED_CALLS.get(name, ()), 20)

@@ -214,6 +214,7 @@ def rewrite(mode: str, sound: Path, folder: Path, *before: str) -> list[dict[str
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
+@pytest.mark.process
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_nothing_or_the_new(sound: Path, tmp_path: Path) -> None:
     *killed, last = rewrite("killed", sound, tmp_path / "work")
     assert len(killed) > 40
@@ -224,6 +225,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_nothing_or_the_new(soun
     assert (last["status"], last["holds"], last["beside"]) == (0, "new", [])
 
 
+@pytest.mark.process
 def test_a_writer_interrupted_at_any_moment_leaves_the_old_or_the_new(sound: Path, tmp_path: Path) -> None:
     *interrupted, last = rewrite("interrupted", sound, tmp_path / "work")
     assert len(interrupted) > 40
@@ -242,10 +244,12 @@ def check_out_of_room(found: list[dict[str, Any]], reason: str) -> None:
             assert moment["error"].endswith(f"m.stagepack: could not be written, nothing was changed: {reason}")
 
 
+@pytest.mark.process
 def test_files_that_may_not_grow_leave_the_old_bundle(sound: Path, tmp_path: Path) -> None:
     check_out_of_room(rewrite("limited", sound, tmp_path / "work"), "File too large")
 
 
+@pytest.mark.process
 def test_a_full_disk_leaves_the_old_bundle(sound: Path, tmp_path: Path) -> None:
     mount = 'mount -t tmpfs -o size=160k none "$0" && exec "$@"'
     disk = tmp_path / "disk"
@@ -266,6 +270,7 @@ def model():
 """
 
 
+@pytest.mark.process
 def test_the_command_says_in_one_line_that_there_is_no_room(editor: BundleEditor, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     before = contents(editor.path)

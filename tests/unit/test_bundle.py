@@ -48,6 +48,7 @@ def test_exporting_twice_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) 
     assert contents(tmp_path / "again.stagepack") == contents(tied_llama)
 
 
+@pytest.mark.process
 def test_exporting_in_another_process_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from stagepack.exporter import export_capture; from stagepack.partition.cut_options import CutOptions;"

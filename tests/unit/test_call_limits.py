@@ -41,8 +41,12 @@ def largest(rows: int) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"runtime": "onnxruntime"}, {"processes": True}, {"stream": True}],
-    ids=["torch", "onnx", "processes", "stream"],
+    [
+        pytest.param({}, id="torch"),
+        pytest.param({"runtime": "onnxruntime"}, id="onnx"),
+        pytest.param({"processes": True}, id="processes", marks=pytest.mark.process),
+        pytest.param({"stream": True}, id="stream", marks=pytest.mark.process),
+    ],
 )
 def test_a_call_with_a_larger_value_is_refused(options: dict[str, Any], distances: Bundle) -> None:
     x = torch.rand(100, 4)

@@ -44,6 +44,7 @@ def test_a_compiled_module_is_exported_as_the_original_one(x: torch.Tensor, tmp_
     assert torch.equal(stagepack.load(bundle)(x), net(x))
 
 
+@pytest.mark.process
 def test_a_module_compiled_in_place_is_exported_as_it_was(x: torch.Tensor, tmp_path: Path) -> None:
     net = Net()
     net.compile()

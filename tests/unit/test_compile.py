@@ -15,7 +15,8 @@ from stagepack.errors import CompiledError, OutputExistsError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.torch.compilation import compile_ahead
 
-pytestmark = pytest.mark.xdist_group("compiled")  # one process, so that the bundle is compiled once
+# One worker, so that the bundle is compiled once.
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("compiled")]
 
 
 class Block(torch.nn.Module):

@@ -195,6 +195,7 @@ def test_onnx_models_are_added_to_each_entry_point(bundle: stagepack.Bundle, tmp
     assert numpy.allclose(pipelines.decode(hidden)[0], expected, atol=1e-5)
 
 
+@pytest.mark.process
 def test_entry_points_run_in_processes(bundle: stagepack.Bundle, model: Autoencoder) -> None:
     hidden = torch.randn(2, 3, 8)
     with stagepack.load(bundle.select("decode"), processes=True) as pipeline, torch.no_grad():
@@ -211,6 +212,7 @@ class Parts(torch.nn.Module):
         self.vae = Autoencoder()
 
 
+@pytest.mark.process
 def test_entry_points_are_modules_and_methods_of_modules(tmp_path: Path) -> None:
     parts = Parts().eval()
     entry_points = {

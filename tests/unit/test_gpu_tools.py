@@ -14,6 +14,7 @@ from tools import gpu_run, gpu_wheels
 from tools.gpu_run import Run, Step
 
 
+@pytest.mark.process
 def test_each_step_is_written_when_it_ends(tmp_path: Path) -> None:
     run = Run(tmp_path, 60, dict(os.environ))
     tables = {"tables": [{"title": "T", "columns": ["what", "ratio"], "rows": [["cut", 1.0251]]}]}
@@ -45,6 +46,7 @@ def test_a_step_without_time_is_not_run(tmp_path: Path) -> None:
     assert [(entry.outcome, entry.detail) for entry in run.outcomes] == [("not run", "no time was left")]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_without_cuda_no_step_is_run_and_each_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -32,6 +32,7 @@ def test_other_names_do_not_exist() -> None:
         _ = stagepack.nothing
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("package", "code", "extra"),
     [
@@ -65,6 +66,7 @@ except ModuleNotFoundError as error:
     )
 
 
+@pytest.mark.process
 def test_names_that_need_no_torch() -> None:
     program = "import stagepack, sys; stagepack.Inputs, stagepack.open, stagepack.recut, stagepack.read_plan; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

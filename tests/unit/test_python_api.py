@@ -54,6 +54,7 @@ def test_report_writes_a_page(bundle: stagepack.Bundle, tmp_path: Path) -> None:
         stagepack.report(other, out=page, trace=trace, overwrite=True)
 
 
+@pytest.mark.process
 def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle) -> None:
     command = [sys.executable, "-c", SERVER, str(bundle.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:

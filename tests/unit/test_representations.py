@@ -3,12 +3,14 @@
 from html import unescape
 from pathlib import Path
 
+import pytest
 import torch
 
 import stagepack
 from examples.tower import Tower, inputs
 
 
+@pytest.mark.process
 def test_bundles_and_pipelines_say_what_they_are(tmp_path: Path) -> None:
     example = inputs()
     path = tmp_path / "tower.stagepack"
@@ -22,6 +24,7 @@ def test_bundles_and_pipelines_say_what_they_are(tmp_path: Path) -> None:
         assert repr(processes) == f"<DistributedPipeline '{path}', 2 stages, ready>"
 
 
+@pytest.mark.process
 def test_a_notebook_shows_the_report_in_a_frame(tmp_path: Path) -> None:
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "<b>.stagepack")
     html = bundle._repr_html_()

@@ -307,6 +307,7 @@ def _entries_until(event: threading.Event, folder: Path) -> set[str]:
     return entries
 
 
+@pytest.mark.process
 def test_a_program_is_compiled_into_a_package_and_loaded(tmp_path: Path) -> None:
     number, out, temporary = time.time(), tmp_path / "m.pt2", tmp_path / "temporary"  # torch keeps what it has compiled
     temporary.mkdir()
@@ -396,6 +397,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@pytest.mark.process
 def test_the_compiler_and_the_onnx_exporter_are_imported_only_when_they_are_used() -> None:
     heavy = ["torch._inductor", "torch._dynamo", "torch.onnx._internal.exporter", "transformers"]
     imports = "import sys, stagepack.exporter, stagepack.onnx, stagepack_loaders.load, stagepack_loaders.torch.compiled_folder"
@@ -404,6 +406,7 @@ def test_the_compiler_and_the_onnx_exporter_are_imported_only_when_they_are_used
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.process
 def test_operators_on_tensors_without_memory_do_not_import_the_compiler() -> None:
     code = """
 import sys, torch

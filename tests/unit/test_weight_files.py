@@ -42,6 +42,7 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
 def test_a_copy_in_any_runtime_needs_no_file(runtime: str, tmp_path: Path) -> None:
     path = tmp_path / "m.stagepack"
