@@ -39,6 +39,8 @@ from stagepack.format.tree import (
 
 # The Python class of a symbolic scalar.
 _SCALAR_TYPES: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
+# Characters of guards that are evaluated for one message: 1 ms or less, also for the guards of a hostile bundle.
+_TRIED_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,15 @@ class BoundArgument:
 
     location: str
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A size of an argument, and the dimension that it is compared with."""
+
+    location: str
+    dim: Dim
+    actual: int
 
 
 def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, BoundArgument]:
@@ -110,32 +121,91 @@ def check_values(
         InputError: a value does not fit. The message has its location, the expected size and the size found.
     """
     sizes: dict[str, int] = {}
-    origins: dict[str, str] = {}
-    unchecked: list[tuple[str, Expr, int]] = []
+    origins: dict[str, _Size] = {}
+    unchecked: list[_Size] = []
+    ranges = {symbol.name: symbol for symbol in symbols}
     for value in expected:
-        argument = bound[value.name]
-        for location, dim, size in _checked_sizes(value, argument):
-            if isinstance(dim, int) and size != dim:
-                raise InputError(f"{location}: expected {dim} (shape {format_shape(value.shape)}), found {size}")
-            if isinstance(dim, str):
-                if sizes.setdefault(dim, size) != size:
-                    raise InputError(
-                        f"{location}: expected {sizes[dim]}, the size of {dim!r} in {origins[dim]}, found {size}"
-                    )
-                origins.setdefault(dim, location)
-            elif isinstance(dim, Expr):
-                unchecked.append((location, dim, size))
-    _check_expressions(unchecked, sizes, origins)
-    for symbol in symbols:
-        if symbol.name in sizes and not size_in_range(symbol, sizes[symbol.name]):
-            allowed = f"{format_range(symbol)} ({symbol.name!r})"
-            raise InputError(f"{origins[symbol.name]}: expected {allowed}, found {sizes[symbol.name]}")
+        for size in _checked_sizes(value, bound[value.name]):
+            if isinstance(size.dim, int) and size.actual != size.dim:
+                shape = f"(shape {format_shape(value.shape)})"
+                raise InputError(f"{size.location}: expected {size.dim} {shape}, found {size.actual}")
+            if isinstance(size.dim, str):
+                if sizes.setdefault(size.dim, size.actual) != size.actual:
+                    first = f"{sizes[size.dim]}, the size of {size.dim!r} in {origins[size.dim].location}"
+                    raise InputError(f"{size.location}: expected {first}, found {size.actual}")
+                origins.setdefault(size.dim, size)
+            elif isinstance(size.dim, Expr):
+                unchecked.append(size)
+    _check_expressions(unchecked, sizes, origins, ranges)
+    for symbol_name, symbol in ranges.items():
+        if symbol_name in sizes and not size_in_range(symbol, sizes[symbol_name]):
+            origin = origins[symbol_name]
+            raise InputError(f"{origin.location}: expected {_allowed_sizes(origin.dim, symbol)}, found {origin.actual}")
+    guards = list(guards)
     for guard in guards:
         if not guard_holds(guard, sizes):
-            names = dict.fromkeys(name for side in (guard.left, guard.right) for name in symbol_names(side))
-            found = ", ".join(f"{name} = {sizes[name]} ({origins[name]})" for name in names)
-            raise InputError(f"expected {format_guard(guard)}, for which the model was captured, found {found}")
+            raise InputError(_broken_guard(guard, guards, sizes, origins, ranges))
     return sizes
+
+
+def _allowed_sizes(dim: Dim, symbol: Symbol) -> str:
+    """The sizes that a dimension allows which determines a symbol, such as ``a multiple of 4 from 4 to 128``."""
+    if not isinstance(dim, Expr):
+        return f"{format_range(symbol)} ({symbol.name!r})"
+    if {*symbol_names(dim)} != {symbol.name}:
+        return f"{format_dim(dim)} where {symbol.name} is {format_range(symbol)}"
+    try:  # Only sums and products are solved, so the size is factor * symbol + offset.
+        offset = evaluate_dim(dim, {symbol.name: 0})
+        factor = evaluate_dim(dim, {symbol.name: 1}) - offset
+    except ArithmeticError:
+        return format_dim(dim)
+    ends = [None if end is None else factor * end + offset for end in (symbol.min, symbol.max)]
+    smallest, largest = ends if factor > 0 else ends[::-1]
+    form = format_dim(dim) if offset else f"a multiple of {abs(factor)}"
+    if smallest is not None and largest is not None:
+        return f"{form} from {smallest} to {largest}"
+    return (
+        f"{form} of {format_range(Symbol(name=symbol.name, min=smallest, max=largest))}"
+        if ends != [None, None]
+        else form
+    )
+
+
+def _broken_guard(
+    guard: Guard,
+    guards: Sequence[Guard],
+    sizes: Mapping[str, int],
+    origins: Mapping[str, _Size],
+    ranges: Mapping[str, Symbol],
+) -> str:
+    """The message for sizes that do not satisfy a guard; with the nearest that do, if it is about one symbol."""
+    guard_symbols = list(dict.fromkeys([*symbol_names(guard.left), *symbol_names(guard.right)]))
+    found_sizes = []
+    for symbol_name in guard_symbols:
+        origin = origins[symbol_name]
+        actual = f" is {origin.actual}" if isinstance(origin.dim, Expr) else ""
+        found_sizes.append(f"{symbol_name} = {sizes[symbol_name]} ({origin.location}{actual})")
+    message = f"expected {format_guard(guard)}, for which the model was captured, found {', '.join(found_sizes)}"
+    if len(guard_symbols) > 1:
+        return message
+    symbol = ranges.get(guard_symbols[0], Symbol(name=guard_symbols[0]))
+    near_sizes = _nearest_sizes(origins[symbol.name].dim, symbol, guards, sizes)
+    return f"{message}; the nearest sizes that it takes: {', '.join(map(str, near_sizes))}" if near_sizes else message
+
+
+def _nearest_sizes(dim: Dim, symbol: Symbol, guards: Sequence[Guard], sizes: Mapping[str, int]) -> list[int]:
+    """The next smaller and the next larger size of a dimension for which the range of its symbol and all guards hold."""
+    near = []
+    tries = _TRIED_CHARACTERS // sum(len(format_guard(guard)) for guard in guards)
+    for direction in (-1, 1):
+        for distance in range(1, tries + 1):
+            tried = {**sizes, symbol.name: sizes[symbol.name] + direction * distance}
+            if not size_in_range(symbol, tried[symbol.name]) or tried[symbol.name] < 0:
+                break
+            if all(guard_holds(guard, tried) for guard in guards):
+                near.append(evaluate_dim(dim, tried))
+                break
+    return near
 
 
 def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, argument: Any, location: str) -> None:
@@ -174,8 +244,8 @@ def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs:
     return arguments
 
 
-def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[tuple[str, Dim, int]]:
-    """Check type, dtype and rank of an argument; return its sizes as (location, expected dimension, actual size)."""
+def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[_Size]:
+    """Check type, dtype and rank of an argument; return its sizes."""
     location, passed_value = argument.location, argument.value
     if value.dtype in SCALAR_DTYPES:
         scalar_type = _SCALAR_TYPES[value.dtype]
@@ -184,7 +254,7 @@ def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[tup
                 f"{location}: expected a Python {scalar_type.__name__}, found {type(passed_value).__name__}"
             )
         # Only a symint has an expr, so this object is an int.
-        return [(location, value.expr, argument.value)] if value.expr is not None else []
+        return [_Size(location, value.expr, argument.value)] if value.expr is not None else []
     expected_shape = format_shape(value.shape)
     shape, dtype = getattr(passed_value, "shape", None), getattr(passed_value, "dtype", None)
     if shape is None or dtype is None:
@@ -199,13 +269,13 @@ def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[tup
             f"{location}: expected {len(value.shape)} dimensions {expected_shape}, found the shape {list(shape)}"
         )
     return [
-        (f"{location}: dimension {index}", dim, size)
+        _Size(f"{location}: dimension {index}", dim, size)
         for index, (dim, size) in enumerate(zip(value.shape, shape, strict=True))
     ]
 
 
 def _check_expressions(
-    expressions: Sequence[tuple[str, Expr, int]], sizes: dict[str, int], origins: dict[str, str]
+    expressions: Sequence[_Size], sizes: dict[str, int], origins: dict[str, _Size], ranges: Mapping[str, Symbol]
 ) -> None:
     """Check the sizes of dimensions that are arithmetic, and solve each for the last symbol whose size is still unknown.
 
@@ -213,36 +283,41 @@ def _check_expressions(
     assertions in the graph check these.
 
     Args:
-        expressions: the location, the expression and the size of each dimension.
+        expressions: the dimensions that are arithmetic.
         sizes: the sizes of symbols so far, to which those are added that the expressions determine.
-        origins: the location that determines the size of each symbol, likewise.
+        origins: the dimension that determines the size of each symbol, likewise.
+        ranges: the symbols, for messages.
 
     Raises:
         InputError: a size differs from its expression.
     """
     waiting: defaultdict[str, list[int]] = defaultdict(list)
     unknown_counts = []
-    for index, (_, dim, _) in enumerate(expressions):
-        unknown = {symbol_name for symbol_name in symbol_names(dim) if symbol_name not in sizes}
+    for index, expression in enumerate(expressions):
+        unknown = {symbol_name for symbol_name in symbol_names(expression.dim) if symbol_name not in sizes}
         unknown_counts.append(len(unknown))
         for symbol_name in unknown:
             waiting[symbol_name].append(index)
     ready = deque(index for index, unknown_count in enumerate(unknown_counts) if unknown_count <= 1)
     while ready:
-        location, dim, size = expressions[ready.popleft()]
+        expression = expressions[ready.popleft()]
+        solved = None
         try:
-            if (solution := _solve(dim, size, sizes)) is not None:
-                symbol_name, sizes[symbol_name] = solution
-                origins[symbol_name] = location
-                for index in waiting.pop(symbol_name):
+            if (solution := _solve(expression.dim, expression.actual, sizes)) is not None:
+                solved, sizes[solved] = solution
+                origins[solved] = expression
+                for index in waiting.pop(solved):
                     unknown_counts[index] -= 1
                     if unknown_counts[index] <= 1:
                         ready.append(index)
-            expected_size = evaluate_dim(dim, sizes)
+            expected_size = evaluate_dim(expression.dim, sizes)
         except (KeyError, ArithmeticError):
             continue
-        if expected_size != size:
-            raise InputError(f"{location}: expected {format_dim(dim)} = {expected_size}, found {size}")
+        if expected_size != expression.actual:
+            allowed = f"{format_dim(expression.dim)} = {expected_size}"
+            if solved is not None:
+                allowed = _allowed_sizes(expression.dim, ranges.get(solved, Symbol(name=solved)))
+            raise InputError(f"{expression.location}: expected {allowed}, found {expression.actual}")
 
 
 def _solve(dim: Dim, size: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:

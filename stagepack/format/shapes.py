@@ -141,11 +141,13 @@ def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 
 def guard_holds(guard: Guard, sizes: Mapping[str, int]) -> bool:
-    """Whether a condition on sizes holds; True if a symbol has no size, or a side has no value."""
+    """Whether a condition on sizes holds; True if a symbol has no size, False if a side has no value."""
     try:
         return RELATIONS[guard.relation](evaluate_dim(guard.left, sizes), evaluate_dim(guard.right, sizes))
-    except (KeyError, ArithmeticError):
+    except KeyError:
         return True
+    except ArithmeticError:
+        return False
 
 
 def size_in_range(symbol: Symbol, size: int) -> bool:
