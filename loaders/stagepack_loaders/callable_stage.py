@@ -9,7 +9,7 @@ from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Symbol
+from stagepack.format.shapes import Guard, Symbol
 from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.registry import find_runtime
@@ -30,15 +30,19 @@ def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: M
     return {input_name: bound_inputs[input_name] for input_name in input_names}
 
 
-def check_inputs(inputs: Sequence[Value | Edge], bound_inputs: Mapping[str, Any], symbols: Iterable[Symbol]) -> None:
-    """Check the inputs of a stage against their recorded types, shapes and ranges.
+def check_inputs(
+    inputs: Sequence[Value | Edge],
+    bound_inputs: Mapping[str, Any],
+    symbols: Iterable[Symbol],
+    guards: Iterable[Guard],
+) -> None:
+    """Check the inputs of a stage against their recorded types, shapes and ranges, and those guards whose symbols they determine.
 
     Raises:
         InputError: the first input that does not fit.
     """
-    check_values(
-        inputs, {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}, symbols
-    )
+    arguments = {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}
+    check_values(inputs, arguments, symbols, guards)
 
 
 class CallableStage(ABC):
@@ -63,7 +67,7 @@ class CallableStage(ABC):
         self.inputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.inputs]
         self.outputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.outputs]
         self._stage_number = stage_number
-        self._symbols = bundle.entry_point.symbols
+        self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards
 
     @abstractmethod
     def run(self, values: list[Any]) -> tuple[Any, ...]:
@@ -78,7 +82,7 @@ class CallableStage(ABC):
             StageFailedError: an operator failed.
         """
         bound_inputs = bind_inputs(self.inputs, args, kwargs)
-        check_inputs(self.inputs, bound_inputs, self._symbols)
+        check_inputs(self.inputs, bound_inputs, self._symbols, self._guards)
         runtime = find_runtime(self.runtime)
         values = [to_runtime(bound_inputs[edge.name], edge, runtime) for edge in self.inputs]
         with typed_stage_errors(self._stage_number):

@@ -20,6 +20,7 @@ from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.checked_graphs import CheckedGraphs
 from stagepack_loaders.torch.devices import typed_memory_errors
 from stagepack_loaders.torch.module_builder import build_with_modules
+from stagepack_loaders.torch.module_call import ModuleCallBody
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.value_check import check_values
@@ -157,15 +158,20 @@ def build_code(
     stage_entry = bundle.stages[stage_number]
     folded, graph, operators = parts
     try:
+        module_calls: Sequence[ModuleCallBody] = ()
         if options.modules:
             graph_module, module_calls = build_with_modules(
                 graph, stage_entry.node_numbers, operators, device, options.types
             )
-            return StageCode(
-                stage_number=stage_number, graph=graph, graph_module=graph_module, module_calls=module_calls
-            )
-        graph_module = build_graph_module(folded, graph, operators, device)
-        return StageCode(stage_number=stage_number, graph=graph, graph_module=graph_module)
+        else:
+            graph_module = build_graph_module(folded, graph, operators, device)
+        return StageCode(
+            stage_number=stage_number,
+            graph=graph,
+            guards=bundle.entry_point.guards,
+            graph_module=graph_module,
+            module_calls=module_calls,
+        )
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{stage_entry.graph}: {error}") from None
 

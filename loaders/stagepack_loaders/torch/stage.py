@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.format.graph import Graph
+from stagepack.format.shapes import Guard
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.callable_stage import bind_inputs, check_inputs
 from stagepack_loaders.exchange import to_runtime
@@ -32,6 +33,7 @@ class StageCode:
     Attributes:
         stage_number: the number of the stage.
         graph: the graph of the stage.
+        guards: the conditions on sizes of the entry point.
         graph_module: the graph in torch.fx; it takes the inputs and then the weights.
         compiled_module: the same, compiled, or with questions for the weights (`GatedModule`); None to run `graph_module`.
         module_calls: the calls of the model's modules, if the stage runs by these.
@@ -39,6 +41,7 @@ class StageCode:
 
     stage_number: int
     graph: Graph
+    guards: tuple[Guard, ...]
     graph_module: GraphModule
     compiled_module: torch.nn.Module | None = None
     module_calls: Sequence[ModuleCallBody] = ()
@@ -149,7 +152,7 @@ class TorchStage(Container):
         """
         bound_inputs = bind_inputs(self.graph.inputs, args, kwargs)
         if not torch.compiler.is_compiling():
-            check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols)
+            check_inputs(self.graph.inputs, bound_inputs, self.graph.symbols, self._parts.code.guards)
             runtime = find_runtime(self.runtime)
             values = [to_runtime(bound_inputs[value.name], value, runtime) for value in self.graph.inputs]
             with typed_stage_errors(self._parts.code.stage_number):
