@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
@@ -183,8 +183,8 @@ DataDependentError = fake_tensor.DataDependentOutputException
 # Symbolic sizes. A SymInt has no public way to its expression, nor to the size that it had in the example.
 
 
-def symbolic_expression(size: torch.SymInt) -> "sympy.Expr":
-    """Return the expression over symbols that a size equals."""
+def symbolic_expression(size: torch.SymInt | torch.SymBool) -> "sympy.Expr":
+    """Return the expression over symbols that a size, or a condition on sizes, equals."""
     return size.node.expr
 
 
@@ -193,27 +193,80 @@ def example_size(size: torch.SymInt) -> int | None:
     return int(size.node.hint) if size.node.has_hint() else None
 
 
-def example_symbol_values(size: torch.SymInt) -> "dict[sympy.Symbol, sympy.Integer]":
-    """Return the values in the example of all symbols of the program that a symbolic size belongs to."""
-    return dict(size.node.shape_env.backed_var_to_val)
+def example_symbol_values(program: ExportedProgram) -> "dict[sympy.Expr, sympy.Integer]":
+    """Return the values in the example of the symbols of a program; of one that was read from a file, those of expressions over them."""
+    size = next(symbolic_sizes(program.graph.nodes), None)
+    return {} if size is None else dict(size.node.shape_env.backed_var_to_val)
 
 
-def symbolic_guards(program: ExportedProgram, size: torch.SymInt) -> "list[sympy.Basic]":
-    """Return the conditions on symbols that a program was traced for, beyond the ranges of symbols.
+def symbolic_sizes(nodes: Iterable[FxNode]) -> "Iterator[torch.SymInt]":
+    """Yield the sizes of the values of nodes that are symbolic, and the values that are symbolic integers."""
+    for node in nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+                if isinstance(size, torch.SymInt):
+                    yield size
 
-    A program that was read from a file has only their texts, and its module a function that asserts them: called with symbolic sizes, it
-    makes conditions of them again.
 
-    Args:
-        program: the program.
-        size: one of its symbolic sizes.
+def traced_conditions(program: ExportedProgram) -> "list[sympy.Basic] | None":
+    """Return the conditions that a program was traced for, beyond the ranges of symbols, over the symbols of its inputs.
+
+    torch records each over the symbols of its time, of which it replaces some afterwards, such as one of two equal sizes.
+
+    Returns:
+        The conditions; a symbol for something else than a size of an input has torch's expression for it as its name, such as
+        ``L['x'].stride()[0]``. None for a program that was read from a file, which has only the texts of its conditions.
     """
+    size = next(symbolic_sizes(program.graph.nodes), None)
+    if size is None:
+        return []
     environment = size.node.shape_env
-    if not environment.guards and getattr(program, "_guards_code", []):
-        module = program.module()
-        assert_guards: Any = module._guards_fn
-        assert_guards(*(node.meta["val"] for node in module.graph.find_nodes(op="placeholder")))
-    return [guard.expr for guard in environment.guards]
+    if not environment.var_to_sources:
+        return None
+    input_sizes = map(symbolic_expression, symbolic_sizes(program.graph.find_nodes(op="placeholder")))
+    input_symbols = {symbol for size in input_sizes for symbol in size.free_symbols}
+    source_texts = {symbol: sources[0].name for symbol, sources in environment.var_to_sources.items() if sources}
+    # Also one that torch has replaced by its value in the example: a guard says that it is so.
+    named = {
+        symbol: type(symbol)(source_text)
+        for symbol, source_text in source_texts.items()
+        if any(part in source_text for part in ("._base", ".stride()", ".storage_offset()"))
+    }
+    # An argument, in difference to a part of one, that no input is: its value is a constant of the signature.
+    constants = {
+        symbol: environment.backed_var_to_val[symbol]
+        for symbol, source_text in source_texts.items()
+        if "()" not in source_text and symbol not in input_symbols and symbol in environment.backed_var_to_val
+    }
+    return [environment.replace(guard.expr.xreplace(named)).xreplace(constants) for guard in environment.guards]
+
+
+def guard_texts(program: ExportedProgram) -> list[str]:
+    """Return the conditions on sizes that a program was traced for, as the texts of Python that files have."""
+    return list(getattr(program, "_guards_code", []))
+
+
+def input_paths(program: ExportedProgram) -> list[list[str]]:
+    """Return the paths from the arguments of a program to each of its inputs, such as ``['d']['a'][0]``, in order.
+
+    An input in ``*args`` has two: by the name of the parameter, and by the name that torch gives the argument alone.
+    """
+    in_spec = program.call_spec.in_spec
+    args, kwargs = _pytree.tree_unflatten([0] * in_spec.num_leaves, in_spec)
+    parameter_names = list(getattr(program.module_call_graph[0].signature, "forward_arg_names", None) or ())
+    paths = []
+    for key_path, _ in _pytree.tree_flatten_with_path((args, kwargs))[0]:
+        arguments, argument, *inner_keys = key_path
+        inner_path = _pytree.keystr(tuple(inner_keys))
+        if arguments == _pytree.SequenceKey(1):
+            paths.append([f"{_pytree.keystr((argument,))}{inner_path}"])
+            continue
+        assert isinstance(argument, _pytree.SequenceKey)
+        parameter_name = parameter_names[argument.idx] if argument.idx < len(parameter_names) else ""
+        variadic_name, _, position = parameter_name.rpartition("_")
+        variadic_paths = [f"[{variadic_name!r}][{position}]{inner_path}"] if position.isdecimal() else []
+        paths.append([f"[{parameter_name!r}]{inner_path}", *variadic_paths])
+    return paths
 
 
 def assert_in_trace(condition: Any) -> None:

@@ -8,7 +8,7 @@ from torch.export import Dim
 
 from stagepack.capture.inputs import inputs_by_parameter
 from stagepack.capture.programs import Capture
-from stagepack.torch_internals import tree_leaves
+from stagepack.torch_internals import symbolic_expression, tree_leaves
 
 
 def dimension_names(capture: Capture) -> dict[str, str]:
@@ -30,8 +30,12 @@ def dimension_names(capture: Capture) -> dict[str, str]:
     for placeholder, dims in zip(placeholders[-len(leaf_dims) :], leaf_dims, strict=False):
         for axis, dim in dims.items():
             size = placeholder.meta["val"].shape[axis]
-            if isinstance(dim, Dim) and isinstance(size, torch.SymInt) and str(size).isidentifier():
-                dim_names.setdefault(str(size), dim.__name__)
+            if isinstance(dim, Dim) and isinstance(size, torch.SymInt):
+                expression = symbolic_expression(size)
+                # The size 4*h has the caller's name of h; a size that torch does not express by h has none.
+                dim_name = dim.__name__ if expression.is_Symbol else getattr(dim, "root", dim).__name__
+                if len(expression.free_symbols) == 1:
+                    dim_names.setdefault(str(*expression.free_symbols), dim_name)
     return dim_names
 
 

@@ -5,14 +5,11 @@ list, and get the context as a property. Results of operators that return severa
 """
 
 import dataclasses
-import itertools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
@@ -28,7 +25,7 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from stagepack.capture.module_calls import TracedCalls
-from stagepack.errors import ExportWarning, UnsupportedError
+from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Argument, Graph, ValueArg
 from stagepack.format.shapes import Guard
 from stagepack.format.signature import Signature
@@ -37,13 +34,14 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder
 from stagepack.linearize.constants import constant_argument
 from stagepack.linearize.container_trees import Leaf
+from stagepack.linearize.guards import program_conditions, program_guards
 from stagepack.linearize.module_calls import module_calls
 from stagepack.linearize.program_tensors import program_device, program_tensors
 from stagepack.linearize.signature import program_signature
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.weight_table import WeightTable, weight_table
-from stagepack.torch_internals import example_symbol_values, is_vmap_boundary, symbolic_guards, tree_leaves
+from stagepack.torch_internals import is_vmap_boundary
 
 _WEIGHT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -111,11 +109,11 @@ def linearize_program(
     Raises:
         UnsupportedError: the program has something that a bundle cannot hold; the message names it.
     """
+    conditions = program_conditions(program)
     program = _without_vmap(program)
     tensors = program_tensors(program)
     weights = weight_table(tensors, store_zeros=store_zeros, data_of=data_of)
-    size = _symbolic_size(program)
-    symbols = SymbolTable(program.range_constraints, dim_names, {} if size is None else example_symbol_values(size))
+    symbols = SymbolTable(program, dim_names)
     tables = Tables(symbols, program_device(program, tensors), weights.values)
     body = BodyBuilder(tables, program.graph_module)
     input_leaves = _bind_inputs(program, body)
@@ -124,7 +122,7 @@ def linearize_program(
     return LinearizedProgram(
         graph=_graph(body, weights, result_leaves, traced_calls or TracedCalls()),
         signature=program_signature(program, input_leaves, result_leaves, forward),
-        guards=tuple(dict.fromkeys(_guards(program, symbols))),
+        guards=program_guards((*conditions, *program_conditions(program)), symbols, body.inputs),
         weights=weights,
         split_positions=tuple(tables.split_positions),
         device=tables.device,
@@ -155,29 +153,6 @@ def _without_vmap(program: ExportedProgram) -> ExportedProgram:
     if any(is_vmap_boundary(node.target) for module in graph_modules for node in module.graph.nodes):
         program = program.run_decompositions({})
     return program
-
-
-def _symbolic_size(program: ExportedProgram) -> torch.SymInt | None:
-    """A symbolic size of a program, from which all its symbols can be reached; None if it has none."""
-    for node in program.graph.nodes:
-        for value in tree_leaves(node.meta.get("val")):
-            for size in value.shape if isinstance(value, torch.Tensor) else (value,):
-                if isinstance(size, torch.SymInt):
-                    return size
-    return None
-
-
-def _guards(program: ExportedProgram, symbols: SymbolTable) -> Iterator[Guard]:
-    """The conditions on the sizes of inputs under which the program does what the model does, but for those that ranges imply."""
-    size = _symbolic_size(program)
-    conditions = [] if size is None else symbolic_guards(program, size)
-    for condition in filter(symbols.has_symbols, itertools.chain.from_iterable(map(sympy.And.make_args, conditions))):
-        guard = symbols.guard(condition)
-        if guard is None:
-            message = f"the model was captured for sizes with {condition}, which a bundle cannot state: check the answers at others"
-            warnings.warn(ExportWarning(message), stacklevel=2)
-        elif not symbols.is_implied(guard):
-            yield guard
 
 
 def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:

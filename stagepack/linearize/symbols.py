@@ -1,13 +1,18 @@
 """Symbolic sizes of torch (sympy) -> symbols and dimensions of the format."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 import sympy
 import torch
+from torch.export import ExportedProgram
 
-from stagepack.format.shapes import Dim, Expr, Guard, Symbol, guard_holds, symbol_names
+from stagepack.format import limits
+from stagepack.format.shapes import Dim, Expr, Symbol
 from stagepack.format.validate import is_identifier
-from stagepack.torch_internals import symbolic_expression, symbolic_functions
+from stagepack.torch_internals import example_symbol_values, symbolic_expression, symbolic_functions, symbolic_sizes
+
+_Value = TypeVar("_Value")
 
 _OPERATIONS: Mapping[type, str] = {
     sympy.Add: "add",
@@ -17,38 +22,24 @@ _OPERATIONS: Mapping[type, str] = {
     sympy.Min: "min",
     **symbolic_functions(),
 }
-# The relation, and whether its sides are exchanged.
-_RELATIONS: Mapping[type, tuple[str, bool]] = {
-    sympy.Eq: ("eq", False),
-    sympy.Ne: ("ne", False),
-    sympy.StrictLessThan: ("lt", False),
-    sympy.LessThan: ("le", False),
-    sympy.StrictGreaterThan: ("lt", True),
-    sympy.GreaterThan: ("le", True),
-}
-_MAX_TRIED_SIZES = 10_000
 _MAX_BOUND = 2**62  # torch's infinities are larger
 
 
 class SymbolTable:
     """The symbols of one program. A symbol has the name of the caller's ``Dim``, else ``s0``, ``s1`` ... by first use."""
 
-    def __init__(
-        self,
-        ranges: Mapping[sympy.Symbol, object],
-        dim_names: Mapping[str, str],
-        example_values: Mapping[sympy.Symbol, sympy.Integer],
-    ) -> None:
+    def __init__(self, program: ExportedProgram, dim_names: Mapping[str, str]) -> None:
         """Start an empty table.
 
         Args:
-            ranges: torch's value range of each symbol.
+            program: the program, which has torch's range of each symbol, and its value in the example.
             dim_names: the caller's name of each symbol, by the name that torch gives it.
-            example_values: the value of each symbol in the example.
         """
-        self._ranges = ranges
+        self._ranges = program.range_constraints
         self._dim_names = dim_names
-        self._example_values = example_values
+        self._example_values = example_symbol_values(program)
+        input_sizes = symbolic_sizes(program.graph.find_nodes(op="placeholder"))
+        self._input_sizes = {symbolic_expression(size) for size in input_sizes}
         self._symbols: dict[sympy.Expr, Symbol] = {}
 
     @property
@@ -56,9 +47,9 @@ class SymbolTable:
         """The symbols that were used so far, in the order of their first use."""
         return tuple(self._symbols.values())
 
-    def has_symbols(self, condition: sympy.Basic) -> bool:
-        """Return whether a condition has symbols, and all of them were used so far."""
-        return bool(condition.free_symbols) and all(symbol in self._symbols for symbol in condition.free_symbols)
+    def symbol(self, variable: sympy.Symbol) -> Symbol | None:
+        """Return the symbol for one of torch's, if it was used so far."""
+        return self._symbols.get(variable)
 
     def dim(self, size: "int | torch.SymInt") -> Dim:
         """Return a size as a dimension.
@@ -73,31 +64,15 @@ class SymbolTable:
 
     def exact_dim(self, size: "torch.SymInt") -> Dim | None:
         """Return a symbolic integer as a dimension; None if the format cannot express its arithmetic."""
-        expression = symbolic_expression(size)
+        return self.expressed(symbolic_expression(size))
+
+    def expressed(self, expression: sympy.Expr) -> Dim | None:
+        """Return an expression of torch as a dimension; None if the format cannot express its arithmetic."""
         return self._dim(expression) if self._is_expressible(expression) else None
-
-    def guard(self, condition: sympy.Basic) -> Guard | None:
-        """Return a relation of torch's symbols as a condition; None if the format cannot express it."""
-        if type(condition) not in _RELATIONS:
-            return None
-        relation, is_swapped = _RELATIONS[type(condition)]
-        left, right = reversed(condition.args) if is_swapped else condition.args
-        if not self._is_expressible(left) or not self._is_expressible(right):
-            return None
-        return Guard(left=self._dim(left), relation=relation, right=self._dim(right))
-
-    def is_implied(self, guard: Guard) -> bool:
-        """Return whether a condition on one symbol holds for all sizes in its range, as far as the range is small enough to try."""
-        names = {*symbol_names(guard.left), *symbol_names(guard.right)}
-        ranges = [symbol for symbol in self.symbols if symbol.name in names]
-        if len(ranges) != 1 or ranges[0].min is None or ranges[0].max is None:
-            return False
-        sizes = range(ranges[0].min, ranges[0].max + 1)
-        return len(sizes) <= _MAX_TRIED_SIZES and all(guard_holds(guard, {ranges[0].name: size}) for size in sizes)
 
     def _is_expressible(self, expression: sympy.Expr) -> bool:
         if expression.is_Integer or expression.is_Symbol:
-            return True
+            return bool(expression.is_Symbol) or abs(int(expression)) <= limits.TENSOR_ELEMENTS
         return type(expression) in _OPERATIONS and all(map(self._is_expressible, expression.args))
 
     def _dim(self, expression: sympy.Expr) -> Dim:
@@ -112,13 +87,31 @@ class SymbolTable:
 
     def _symbol_name(self, expression: sympy.Expr) -> str:
         if expression not in self._symbols:
-            value_range = self._ranges.get(expression)
-            lower = _finite_bound(getattr(value_range, "lower", None))
-            upper = _finite_bound(getattr(value_range, "upper", None))
+            lower, upper = self._bounds(expression)
             example = self._example_value(expression, lower, upper)
             symbol_name = self._unique_name(expression)
             self._symbols[expression] = Symbol(name=symbol_name, min=lower, max=upper, example=example)
         return self._symbols[expression].name
+
+    def _bounds(self, expression: sympy.Expr) -> tuple[int | None, int | None]:
+        """The range of a symbol. Of one that only expressions over it are sizes of inputs, such as ``4*h``, their ranges decide.
+
+        torch 2.13 starts the range of such a symbol at 2, also where ``Dim("h", min=1)`` says otherwise, and checks those of the sizes.
+        """
+        derived = list(_solutions(expression, {size: self._ranges.get(size) for size in self._input_sizes}))
+        if expression in self._input_sizes or not derived:
+            value_range = self._ranges.get(expression)
+            return _finite_bound(getattr(value_range, "lower", None)), _finite_bound(
+                getattr(value_range, "upper", None)
+            )
+        lowers, uppers = [], []
+        for factor, offset, size_range in derived:
+            first, last = (_finite_bound(getattr(size_range, end, None)) for end in ("lower", "upper"))
+            if factor < 0:
+                first, last = last, first
+            lowers += [] if first is None else [-((offset - first) // factor)]
+            uppers += [] if last is None else [(last - offset) // factor]
+        return max(lowers, default=None), min(uppers, default=None)
 
     def _unique_name(self, expression: sympy.Expr) -> str:
         taken_names = {symbol.name for symbol in self._symbols.values()}
@@ -131,9 +124,22 @@ class SymbolTable:
     def _example_value(self, expression: sympy.Expr, lower: int | None, upper: int | None) -> int | None:
         """The value in the example; None if it depends on data or is outside the range."""
         value = expression.xreplace(dict(self._example_values))
+        # A program that was read from a file has the values of the sizes 4*h, but not that of h.
+        for factor, offset, size in _solutions(expression, self._example_values):
+            value = sympy.Integer((int(size) - offset) // factor)
         if not value.is_Integer or not (lower or 0) <= int(value) <= (int(value) if upper is None else upper):
             return None
         return int(value)
+
+
+def _solutions(symbol: sympy.Expr, values: Mapping[sympy.Expr, _Value]) -> Iterator[tuple[int, int, _Value]]:
+    """The expressions ``factor*symbol + offset`` among some, as factor, offset and what the expression maps to."""
+    for expression, value in values.items():
+        if expression != symbol and expression.free_symbols == {symbol}:
+            factor = expression.coeff(symbol)
+            offset = expression - factor * symbol
+            if factor.is_Integer and offset.is_Integer and factor:
+                yield int(factor), int(offset), value
 
 
 def _finite_bound(bound: object) -> int | None:

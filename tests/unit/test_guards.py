@@ -1,6 +1,8 @@
 """Conditions on sizes that a model was captured for: kept in the bundle, and asked of each call."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from torch.export import Dim
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import InputError
-from stagepack.format.shapes import format_guard
+from stagepack.errors import InputError, UnsupportedError
+from stagepack.format.shapes import Symbol, format_guard
 
 AUTO = {0: Dim.AUTO}
 
@@ -72,3 +74,101 @@ def test_the_conditions_stay_in_other_cuts_and_in_exported_programs(bundle: stag
 
 def test_inspect_tells_the_conditions(bundle: stagepack.Bundle) -> None:
     assert "only for sizes with" in CliRunner().invoke(main, ["inspect", str(bundle.path)]).output
+
+
+class Sliced(torch.nn.Module):
+    """Computes otherwise for 32 rows than it does for its example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(x))
+        return hidden * 3 if x.shape[0] // 4 == 8 else hidden * 2
+
+
+@pytest.fixture(scope="module")
+def derived_bundle(tmp_path_factory: pytest.TempPathFactory) -> stagepack.Bundle:
+    out = tmp_path_factory.mktemp("derived") / "model.stagepack"
+    dynamic_shapes = {"x": {0: 4 * Dim("h", min=1, max=32)}}
+    return stagepack.export(Sliced(), (torch.ones(12, 4),), dynamic_shapes=dynamic_shapes, out=out, stages=2)
+
+
+def test_symbol_of_a_derived_dimension_has_the_name_and_range_of_the_caller(derived_bundle: stagepack.Bundle) -> None:
+    assert derived_bundle.entry_point.symbols == (Symbol(name="h", min=1, max=32, example=3),)
+    stagepack.load(derived_bundle)(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (0, "x: dimension 0: expected a multiple of 4 from 4 to 128, found 0"),
+        (5, "x: dimension 0: expected a multiple of 4 from 4 to 128, found 5"),
+        (132, "x: dimension 0: expected a multiple of 4 from 4 to 128, found 132"),
+        (32, "expected h != 8, for which the model was captured, found h = 8 (x: dimension 0 is 32)"),
+        (32, "; the nearest sizes that it takes: 28, 36"),
+    ],
+)
+def test_refusal_speaks_of_the_dimension_of_the_caller(
+    derived_bundle: stagepack.Bundle, rows: int, message: str
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        stagepack.load(derived_bundle)(torch.ones(rows, 4))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("stage_number", [0, 1])
+def test_each_stage_checks_the_guards_on_its_inputs(derived_bundle: stagepack.Bundle, stage_number: int) -> None:
+    stage = stagepack.load_stage(derived_bundle, stage_number)
+    stage(torch.ones(28, 4))
+    with pytest.raises(InputError, match="expected h != 8"):
+        stage(torch.ones(32, 4))
+
+
+class AsksFor(torch.nn.Module):
+    """Computes otherwise where a function of its inputs is true."""
+
+    def __init__(self, condition: Callable[..., Any]) -> None:
+        super().__init__()
+        self.condition = condition
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y.sum() if self.condition(x, y) else x - y.sum()
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        (lambda x, _: x.stride(1) == 2, r"sizes with Eq\(x.stride\(\)\[1\], 2\), .* pass contiguous tensors"),
+        (lambda x, _: round(x.shape[0] / 4) == 2, r"sizes with .*x.shape\[0\].*: declare a smaller range, such as"),
+        (lambda x, y: round(x.shape[0] / y.shape[0]) == 2, r"sizes with .*y.shape\[0\].*: make the others static"),
+    ],
+)
+def test_condition_that_a_bundle_cannot_keep_is_refused_by_name(
+    tmp_path: Path, condition: Callable[..., Any], message: str
+) -> None:
+    args = torch.ones(8, 8)[:, ::2], torch.ones(5)
+    with pytest.raises(UnsupportedError, match=message):
+        stagepack.export(
+            AsksFor(condition), args, dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO}, AUTO), out=tmp_path / "x"
+        )
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_comparison_with_a_number_beyond_all_sizes_needs_no_guard(tmp_path: Path, factor: int) -> None:
+    model = AsksFor(lambda x, _: factor * x.shape[0] < 2**63 - 1)
+    bundle = stagepack.export(model, (torch.ones(4), torch.ones(3)), dynamic_shapes=(AUTO, None), out=tmp_path / "x")
+    assert not bundle.entry_point.guards
+
+
+def test_guards_of_a_result_that_another_input_equals_are_kept(tmp_path: Path) -> None:
+    model = AsksFor(
+        lambda x, y: torch.nn.functional.interpolate(x[None, None], scale_factor=0.5).shape[2] == y.shape[0]
+    )
+    bundle = stagepack.export(model, (torch.ones(6), torch.ones(3)), dynamic_shapes=(AUTO, AUTO), out=tmp_path / "x")
+    pipeline = stagepack.load(bundle)
+    pipeline(torch.ones(9), torch.ones(4))
+    with pytest.raises(InputError, match="for which the model was captured"):
+        pipeline(torch.ones(9), torch.ones(5))

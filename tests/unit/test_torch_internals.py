@@ -153,13 +153,29 @@ def test_tensor_subclasses_name_the_tensors_that_they_wrap() -> None:
 
 def test_symbolic_sizes_have_an_expression_and_their_value_in_the_example() -> None:
     with canary("models with dynamic sizes cannot be exported"):
-        size = dynamic_size()
+        program = captured(lambda x: x * 2, torch.ones(6, 2), dynamic=True)
+        size = next(torch_internals.symbolic_sizes(program.graph.nodes))
         expression = torch_internals.symbolic_expression(size * 2 + 1)
         symbol = torch_internals.symbolic_expression(size)
         assert isinstance(symbol, sympy.Symbol)
         assert expression == 2 * symbol + 1
         assert torch_internals.example_size(size) == 6
-        assert torch_internals.example_symbol_values(size) == {symbol: 6}
+        assert torch_internals.example_symbol_values(program) == {symbol: 6}
+
+
+def test_programs_have_the_conditions_that_they_were_traced_for(tmp_path: Path) -> None:
+    with canary("bundles answer sizes that their programs refuse"):
+        model = Net(lambda x: x * 2 if x.shape[0] % 3 == 0 else x)
+        program = torch.export.export(model, (torch.ones(6, 2),), dynamic_shapes={"inputs": ({0: Dim.AUTO},)})
+        (condition,) = torch_internals.traced_conditions(program) or [sympy.false]
+        symbol = torch_internals.symbolic_expression(next(torch_internals.symbolic_sizes(program.graph.nodes)))
+        assert condition.free_symbols == {symbol}
+        torch.export.save(program, tmp_path / "program.pt2")
+        loaded = torch.export.load(tmp_path / "program.pt2")
+        assert torch_internals.traced_conditions(loaded) is None
+        (text,) = torch_internals.guard_texts(loaded)
+        assert text.endswith(".size()[0] % 3) == 0")
+        assert any(text.startswith(f"(L{path}") for path in torch_internals.input_paths(loaded)[0])
 
 
 def test_sizes_that_depend_on_data_have_no_value_in_the_example() -> None:

@@ -1,0 +1,212 @@
+"""The conditions on sizes that torch traced a program for -> guards of the format.
+
+A condition that a bundle cannot keep is an error: else the bundle would answer where the program refuses.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import SimpleNamespace
+
+import sympy
+from torch.export import ExportedProgram
+
+from stagepack.errors import UnsupportedError
+from stagepack.format import limits
+from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Value
+from stagepack.format.shapes import Dim, Expr, Guard, Symbol, evaluate_dim, guard_holds, symbol_names
+from stagepack.linearize.conditions import integer_condition
+from stagepack.linearize.guard_texts import conditions_of_texts
+from stagepack.linearize.symbols import SymbolTable
+from stagepack.torch_internals import traced_conditions
+
+# The relation, and whether its sides are exchanged.
+_RELATIONS: Mapping[type, tuple[str, bool]] = {
+    sympy.Eq: ("eq", False),
+    sympy.Ne: ("ne", False),
+    sympy.StrictLessThan: ("lt", False),
+    sympy.LessThan: ("le", False),
+    sympy.StrictGreaterThan: ("lt", True),
+    sympy.GreaterThan: ("le", True),
+}
+# Sizes of one symbol for which a condition is tried, and intervals of them that one guard has.
+_MAX_TRIED_SIZES = 10_000
+_MAX_INTERVALS = 64
+
+# Why a bundle cannot keep a condition, and what to do.
+_OTHER_THAN_SIZES = (
+    "it checks the sizes of inputs, and not their strides or anything else: pass contiguous tensors of their own as the example, or "
+    "change the model so that it does not ask for more than sizes"
+)
+_SEVERAL_DIMENSIONS = "it has no such arithmetic, and lists the sizes of one dimension only: make the others static"
+_MANY_SIZES = (
+    f"it has no such arithmetic, and lists the sizes of a dimension with at most {_MAX_TRIED_SIZES:,} of them, in at most {_MAX_INTERVALS} "
+    "intervals: declare a smaller range, such as Dim.AUTO(min=2, max=64), or make the dimension static"
+)
+
+
+def program_conditions(program: ExportedProgram) -> tuple[sympy.Basic, ...]:
+    """Return the conditions on sizes that a program was traced for, over torch's symbols of its inputs.
+
+    Raises:
+        UnsupportedError: a condition of a program that was read from a file cannot be read.
+    """
+    conditions = traced_conditions(program)
+    return tuple(conditions_of_texts(program) if conditions is None else conditions)
+
+
+def program_guards(
+    conditions: Iterable[sympy.Basic], symbols: SymbolTable, inputs: Sequence[Value]
+) -> tuple[Guard, ...]:
+    """Return conditions as guards, except those that the ranges of symbols imply.
+
+    Args:
+        conditions: the conditions of a program.
+        symbols: its symbols, with those of all inputs.
+        inputs: its inputs.
+
+    Raises:
+        UnsupportedError: a bundle cannot keep a condition.
+    """
+    builder = _GuardBuilder(symbols, inputs)
+    parts = itertools.chain.from_iterable(map(sympy.And.make_args, map(integer_condition, conditions)))
+    guards = tuple(dict.fromkeys(itertools.chain.from_iterable(map(builder.guards, parts))))
+    if len(guards) > limits.GUARDS:
+        raise UnsupportedError(
+            f"the model was captured for {len(guards)} conditions on sizes, and a bundle keeps at most {limits.GUARDS}: make fewer "
+            "dimensions dynamic"
+        )
+    return guards
+
+
+class _GuardBuilder:
+    def __init__(self, symbols: SymbolTable, inputs: Sequence[Value]) -> None:
+        self._table = symbols
+        self._inputs = inputs
+        self._checked_names = _determined_symbols(inputs, symbols.symbols)
+
+    def guards(self, condition: sympy.Basic) -> list[Guard]:
+        """The guards that hold where a condition holds, without those that the ranges imply."""
+        if condition == sympy.true or _is_below_a_bound_of_all_sizes(condition):
+            return []
+        symbols = [self._table.symbol(variable) for variable in condition.free_symbols]
+        checked_symbols = [symbol for symbol in symbols if symbol is not None and symbol.name in self._checked_names]
+        if not checked_symbols or len(checked_symbols) < len(symbols):
+            raise self._unsupported(condition, _OTHER_THAN_SIZES)
+        guard = self._guard(condition)
+        guards = self._tabulated(condition, checked_symbols[0]) if guard is None else [guard]
+        return [guard for guard in guards if not self._is_implied(guard)]
+
+    def _guard(self, condition: sympy.Basic) -> Guard | None:
+        """A condition as a guard; None if the format cannot express it."""
+        if isinstance(condition, sympy.And | sympy.Or):
+            guards = [guard for guard in map(self._guard, condition.args) if guard is not None]
+            return _joined(condition.func, guards) if len(guards) == len(condition.args) else None
+        if type(condition) not in _RELATIONS:
+            return None
+        relation, is_swapped = _RELATIONS[type(condition)]
+        lower, upper = condition.args[::-1] if is_swapped else condition.args
+        left, right = self._table.expressed(lower), self._table.expressed(upper)
+        return None if left is None or right is None else Guard(left=left, relation=relation, right=right)
+
+    def _tabulated(self, condition: sympy.Basic, symbol: Symbol) -> list[Guard]:
+        """A condition that the format cannot express, on one symbol, by the intervals of the sizes for which it holds."""
+        if len(condition.free_symbols) > 1:
+            raise self._unsupported(condition, _SEVERAL_DIMENSIONS)
+        if symbol.min is None or symbol.max is None or symbol.max - symbol.min >= _MAX_TRIED_SIZES:
+            raise self._unsupported(condition, _MANY_SIZES)
+        (variable,) = condition.free_symbols
+        holds = [
+            size
+            for size in range(symbol.min, symbol.max + 1)
+            if condition.xreplace({variable: sympy.Integer(size)}) == sympy.true
+        ]
+        starts = [size for size, before in zip(holds, [None, *holds], strict=False) if before != size - 1]
+        ends = [size for size, after in zip(holds, [*holds[1:], None], strict=True) if after != size + 1]
+        intervals = [
+            [Guard(left=start, relation="le", right=symbol.name), Guard(left=symbol.name, relation="le", right=end)]
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        if not 1 <= len(intervals) <= _MAX_INTERVALS:
+            raise self._unsupported(condition, _MANY_SIZES)
+        return intervals[0] if len(intervals) == 1 else [_joined(sympy.Or, [_joined(sympy.And, i) for i in intervals])]
+
+    def _is_implied(self, guard: Guard) -> bool:
+        """Whether a condition on one symbol holds for all sizes in its range, as far as the range is small enough to try."""
+        guard_symbols = {*symbol_names(guard.left), *symbol_names(guard.right)}
+        ranges = [symbol for symbol in self._table.symbols if symbol.name in guard_symbols]
+        if len(ranges) != 1 or ranges[0].min is None or ranges[0].max is None:
+            return False
+        sizes = range(ranges[0].min, ranges[0].max + 1)
+        return len(sizes) <= _MAX_TRIED_SIZES and all(guard_holds(guard, {ranges[0].name: size}) for size in sizes)
+
+    def _unsupported(self, condition: sympy.Basic, reason: str) -> UnsupportedError:
+        """The error for a condition: its symbols by the dimensions of inputs."""
+        shown = condition.xreplace(
+            {variable: sympy.Symbol(self._shown(variable)) for variable in condition.free_symbols}
+        )
+        return UnsupportedError(f"the model was captured for sizes with {shown}, which a bundle cannot keep: {reason}")
+
+    def _shown(self, variable: sympy.Symbol) -> str:
+        """A symbol as the size of the first input that has it, such as ``x.shape[0]``, or as the caller's name of it."""
+        symbol = self._table.symbol(variable)
+        if symbol is None:
+            return re.sub(r"^L\['(\w+)'\]", r"\1", str(variable))
+        for value in self._inputs:
+            if value.expr == symbol.name:
+                return value.name
+            if symbol.name in value.shape:
+                return f"{value.name}.shape[{value.shape.index(symbol.name)}]"
+        return symbol.name
+
+
+def _is_below_a_bound_of_all_sizes(condition: sympy.Basic) -> bool:
+    """Whether a condition says that a size is less than a number that is larger than all sizes, such as 2**63 - 1, or differs from it."""
+    relation, is_swapped = _RELATIONS.get(type(condition), ("eq", False))
+    return relation != "eq" and _is_beyond_sizes(condition.args[0 if is_swapped else 1])
+
+
+def _is_beyond_sizes(bound: sympy.Basic) -> bool:
+    return bool(bound.is_Integer) and int(bound) > limits.TENSOR_ELEMENTS
+
+
+def _joined(connective: type, guards: Sequence[Guard]) -> Guard:
+    """The guard that all of some hold, or that one of some does."""
+    gaps = Expr(op="max" if connective is sympy.And else "min", args=tuple(map(_gap, guards)))
+    return Guard(left=gaps, relation="le", right=0)
+
+
+def _gap(guard: Guard) -> Dim:
+    """How far integers are from satisfying a guard: a number up to 0 if they do."""
+    difference = Expr(op="add", args=(guard.left, _negative(guard.right)))
+    distance = Expr(op="max", args=(difference, _negative(difference)))
+    match guard.relation:
+        case "le":
+            return difference
+        case "lt":
+            return Expr(op="add", args=(difference, 1))
+        case "eq":
+            return distance
+        case _:
+            return Expr(op="add", args=(_negative(distance), 1))
+
+
+def _negative(dim: Dim) -> Dim:
+    return -dim if isinstance(dim, int) else Expr(op="mul", args=(-1, dim))
+
+
+def _determined_symbols(inputs: Sequence[Value], symbols: Iterable[Symbol]) -> AbstractSet[str]:
+    """The names of the symbols whose sizes a reader finds from the inputs: guards with others are not checked."""
+    sizes = {symbol.name: symbol.example or symbol.min or 1 for symbol in symbols}
+    sized = [value for value in inputs if value.dtype not in SCALAR_DTYPES or value.expr is not None]
+    arguments = {}
+    for value in sized:
+        if value.expr is not None:
+            argument: object = evaluate_dim(value.expr, sizes)
+        else:
+            argument = SimpleNamespace(dtype=value.dtype, shape=[evaluate_dim(dim, sizes) for dim in value.shape])
+        arguments[value.name] = BoundArgument(value.name, argument)
+    return check_values(sized, arguments, ()).keys()
