@@ -18,7 +18,7 @@ from stagepack.format.manifest import EntryPoint, Manifest, Producer, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.plan import Plan
 from stagepack.format.shapes import Guard, Symbol
-from stagepack.format.signature import Signature
+from stagepack.format.signature import Signature, signature_features
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
 from stagepack.format.weights import StoredTensor, tensor_layout
@@ -136,10 +136,14 @@ def write_bundle(
         index_files = _checkpoint_index(list(stages.values()), file_of_tensor, weights)
         for file_name, content in {**origin.files, **index_files}.items():
             writer.write_file(file_name, [content])
-        writer.finish(_manifest(written_entry_points, origin), replaced_digest=replaced_digest)
+        signatures = [entry_point.signature for entry_point in entry_points]
+        calls = (call for stage in stages.values() for call in stage.graph.calls)
+        signatures += [call.signature for call in calls if call.signature is not None]
+        manifest = _manifest(written_entry_points, origin, signature_features(signatures))
+        writer.finish(manifest, replaced_digest=replaced_digest)
 
 
-def _manifest(entry_points: Sequence[EntryPoint], origin: ModelOrigin) -> Manifest:
+def _manifest(entry_points: Sequence[EntryPoint], origin: ModelOrigin, features: tuple[str, ...]) -> Manifest:
     """The manifest, without its list of files and its digest, which the writer adds."""
     return Manifest(
         format="stagepack",
@@ -149,6 +153,7 @@ def _manifest(entry_points: Sequence[EntryPoint], origin: ModelOrigin) -> Manife
         files=(),
         sha256=ZERO_DIGEST,
         device=origin.device,
+        features=features,
     )
 
 

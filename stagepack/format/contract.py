@@ -32,6 +32,7 @@ from stagepack.format.tree import (
     ConstantLeaf,
     NonFiniteLeaf,
     ValueLeaf,
+    constant_identity,
     constant_value,
     flatten_tree,
     value_names,
@@ -90,7 +91,9 @@ def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, 
         for location, leaf, value in flatten_tree(parameter.tree, arguments[parameter.name], parameter.name):
             if isinstance(leaf, ValueLeaf):
                 first = bound.setdefault(leaf.name, BoundArgument(location, value))
-                same = first.value is value or (isinstance(value, bool | int | float) and first.value == value)
+                same = first.value is value or (
+                    isinstance(value, bool | int | float) and constant_identity(first.value) == constant_identity(value)
+                )
                 if not same and leaf.name != UNUSED_VALUE:
                     raise InputError(
                         f"{location} was the same as {first.location} at export: export again to change it"
@@ -217,13 +220,10 @@ def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, argument: Any, location: 
         location: the location of the object in the call, for messages.
 
     Raises:
-        InputError: the object has another type or value than the constant.
+        InputError: the object has another type or value than the constant, or is a float of other bits.
     """
     constant = constant_value(leaf)
-    same = type(argument) is type(constant) and (
-        argument == constant or (argument != argument and constant != constant)
-    )
-    if not same:
+    if type(argument) is not type(constant) or constant_identity(argument) != constant_identity(constant):
         shown = repr(argument) if isinstance(argument, None | bool | int | float | str) else type(argument).__name__
         raise InputError(f"{location} was fixed to {constant!r} at export, found {shown}: export again to change it")
 

@@ -1,11 +1,11 @@
 """The signature of a model or a module (SPEC section 6)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stagepack.format.tree import Tree, rename_values
+from stagepack.format.tree import ObjectTree, Tree, child_trees, rename_values
 
 
 class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,3 +48,14 @@ class Signature(Struct, frozen=True, kw_only=True):
         """
         parameters = [replace(parameter, tree=rename_values(parameter.tree, rename)) for parameter in self.parameters]
         return Signature(parameters=tuple(parameters), result=rename_values(self.result, rename))
+
+
+def signature_features(signatures: Iterable[Signature]) -> tuple[str, ...]:
+    """Return the features that a reader of some signatures must know (SPEC M3 and T5)."""
+    has_tuple = any(_has_named_tuple(tree) for signature in signatures for tree in signature.trees)
+    return ("named_tuples",) if has_tuple else ()
+
+
+def _has_named_tuple(tree: Tree) -> bool:
+    is_named = isinstance(tree, ObjectTree) and tree.kind == "tuple"
+    return is_named or any(map(_has_named_tuple, child_trees(tree)))

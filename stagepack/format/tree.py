@@ -5,6 +5,10 @@ Law: for every `x` made of plain containers, `unflatten_tree` builds an object e
 
 import collections
 import dataclasses
+import functools
+import keyword
+import struct
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -61,16 +65,18 @@ class DictTree(Struct, frozen=True, kw_only=True, tag="dict", omit_defaults=True
     factory: Literal["list", "dict", "set", "int", "float", "str"] | None = None
 
 
-class ObjectTree(Struct, frozen=True, kw_only=True, tag="object"):
+class ObjectTree(Struct, frozen=True, kw_only=True, tag="object", omit_defaults=True):
     """An object of another class.
 
     Attributes:
         class_name: the name of its class, which is never imported.
         fields: pairs of field name and tree.
+        kind: whether it is a tuple whose items have names.
     """
 
     class_name: str
     fields: tuple[tuple[str, "Tree"], ...]
+    kind: Literal["object", "tuple"] = "object"
 
 
 # The name of leaves whose value nothing uses. No graph has a value of this name.
@@ -80,6 +86,8 @@ Leaf = ValueLeaf | ConstantLeaf | NonFiniteLeaf
 Tree = ValueLeaf | ConstantLeaf | NonFiniteLeaf | SequenceTree | DictTree | ObjectTree
 
 _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
+# The classes whose named tuples were recorded as objects before `ObjectTree.kind` was added.
+_TORCH_RESULTS: Final = "torch.return_types."
 
 
 def type_name(cls: type) -> str:
@@ -133,10 +141,38 @@ def constant_value(leaf: ConstantLeaf | NonFiniteLeaf) -> bool | float | str | N
     return float(leaf.value) if isinstance(leaf, NonFiniteLeaf) else leaf.value
 
 
+def constant_identity(constant: object) -> object:
+    """Return what is equal for constants of one type and value, and of the same bits if they are floats.
+
+    In Python 1, 1.0 and True are equal, so are 0.0 and -0.0, and no NaN equals itself.
+    """
+    return (type(constant), struct.pack("d", constant) if type(constant) is float else constant)
+
+
+def is_field_name(field_name: str, index: int) -> bool:
+    """Whether the item of a named tuple at an index may have this name: a public identifier, or ``_INDEX`` for one without a name."""
+    return (_is_plain_identifier(field_name) and not field_name.startswith("_")) or field_name == f"_{index}"
+
+
+def _is_plain_identifier(text: str) -> bool:
+    """Whether a text is an identifier of Python that stands for itself alone, and no keyword."""
+    # Python takes identifiers that have one normal form for one.
+    return text.isidentifier() and not keyword.iskeyword(text) and unicodedata.normalize("NFKC", text) == text
+
+
+def is_tuple(tree: ObjectTree) -> bool:
+    """Whether an object is a tuple whose items have names. Those of torch are known by their class in bundles that do not say it."""
+    return tree.kind == "tuple" or (
+        tree.class_name.startswith(_TORCH_RESULTS)
+        and all(is_field_name(field_name, index) for index, (field_name, _) in enumerate(tree.fields))
+    )
+
+
 def flatten_tree(tree: Tree, argument: Any, location: str) -> Iterator[tuple[str, Leaf, Any]]:
     """Match an object with a tree.
 
-    For an `ObjectTree`, a mapping is read by key; a named tuple, a dataclass, and an object of the recorded class are read by attribute.
+    For an `ObjectTree`, a mapping is read by key; a named tuple, a dataclass, and an object of the recorded class are read by attribute;
+    and where a named tuple is expected, a tuple without these names is read by position.
 
     Args:
         tree: the expected containers.
@@ -170,10 +206,11 @@ def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collect
         tree: the containers.
         build_leaf: returns the object of a leaf. It is called from left to right.
         types: the classes that an `ObjectTree` may be built of. A named tuple, a dataclass or a mapping is built by calling the class with
-            the fields as keyword arguments; an object of another class by setting its attributes.
+            the fields as keyword arguments; another tuple with one argument, the items; an object of another class by setting its
+            attributes.
 
     Returns:
-        The object. An `ObjectTree` whose class is not among `types` becomes a dict of its fields.
+        The object. An `ObjectTree` whose class is not among `types` becomes a named tuple of its fields if it was a tuple, else a dict.
 
     Raises:
         InputError: a class of `types` does not accept the recorded fields.
@@ -193,12 +230,26 @@ def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collect
     if isinstance(tree, ObjectTree):
         fields = {key: unflatten_tree(item, build_leaf, types) for key, item in tree.fields}
         cls = next((cls for cls in types if type_name(cls) == tree.class_name), None)
-        return fields if cls is None else _build_object(cls, fields)
+        if cls is not None:
+            return _build_object(cls, fields)
+        return _named_tuple(tree.class_name, tuple(fields))(*fields.values()) if is_tuple(tree) else fields
     return build_leaf(tree)
+
+
+@functools.lru_cache(maxsize=256)
+def _named_tuple(class_name: str, field_names: tuple[str, ...]) -> Any:
+    """A class for tuples with these names (T5)."""
+    own_name = class_name.rpartition(".")[2]
+    # `rename` gives items that have no name the name that the bundle states for them.
+    return collections.namedtuple(  # noqa: PYI024 - the names are data
+        own_name if _is_plain_identifier(own_name) else "NamedTuple", field_names, rename=True
+    )
 
 
 def _build_object(cls: type, fields: Mapping[str, Any]) -> Any:
     try:
+        if issubclass(cls, tuple) and not hasattr(cls, "_fields"):
+            return cls(fields.values())  # those of torch.return_types
         if dataclasses.is_dataclass(cls) or issubclass(cls, tuple | Mapping):
             return cls(**fields)
         built = cls.__new__(cls)
@@ -218,19 +269,26 @@ def _flatten_items(
     item_trees: tuple[tuple[Any, Tree], ...], items: Mapping[Any, Any], location: str
 ) -> Iterator[tuple[str, Leaf, Any]]:
     expected_keys = [key for key, _ in item_trees]
-    if set(expected_keys) != set(items):
+    items_of_key = {constant_identity(key): item for key, item in items.items()}
+    if set(map(constant_identity, expected_keys)) != items_of_key.keys():
         raise InputError(f"{location}: expected the keys {expected_keys}, found {list(items)}")
     for key, item_tree in item_trees:
-        yield from flatten_tree(item_tree, items[key], f"{location}[{key!r}]")
+        yield from flatten_tree(item_tree, items_of_key[constant_identity(key)], f"{location}[{key!r}]")
 
 
 def _fields_of(tree: ObjectTree, argument: Any, location: str) -> Mapping[str, Any]:
     """The fields of an argument that stands for an object, by name."""
     if isinstance(argument, Mapping):
         return argument
+    field_names = [field_name for field_name, _ in tree.fields]
+    # Named tuples and the results of torch list their names there; other tuples have attributes too, such as `count`.
+    has_names = {*field_names} <= {*getattr(type(argument), "__match_args__", ())}
+    if is_tuple(tree) and isinstance(argument, list | tuple) and not has_names:
+        _require(len(argument) == len(field_names), f"{len(field_names)} items", len(argument), location)
+        return dict(zip(field_names, argument, strict=True))
     named_tuple_or_dataclass = dataclasses.is_dataclass(argument) or isinstance(argument, tuple)
     if named_tuple_or_dataclass or type_name(type(argument)) == tree.class_name:
         return {
-            field_name: getattr(argument, field_name) for field_name, _ in tree.fields if hasattr(argument, field_name)
+            field_name: getattr(argument, field_name) for field_name in field_names if hasattr(argument, field_name)
         }
     raise InputError(f"{location}: expected {tree.class_name} or a dict of its fields, found {type(argument).__name__}")

@@ -5,4 +5,4 @@ MINOR = 0
 VERSION = f"{MAJOR}.{MINOR}"
 
 # The names that `Manifest.features` may list. A reader refuses any other name.
-FEATURES: frozenset[str] = frozenset()
+FEATURES: frozenset[str] = frozenset({"named_tuples"})

@@ -18,6 +18,8 @@ from stagepack.format.tree import (
     SequenceTree,
     Tree,
     ValueLeaf,
+    constant_identity,
+    is_field_name,
     type_name,
 )
 from stagepack.torch_internals import (
@@ -68,8 +70,16 @@ def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tre
     assert container_type is not None
     if isinstance(context, dict) and TRANSFORMERS_KIND in context:
         return _registered_object_tree(context, items, location)
-    fields = zip(_field_names(container_type, context, len(items)), items, strict=True)
-    return ObjectTree(class_name=type_name(container_type), fields=tuple(fields))
+    field_names = _field_names(container_type, context, len(items))
+    is_tuple = issubclass(container_type, tuple)
+    if is_tuple:
+        field_names = [
+            field_name if is_field_name(field_name, index) else f"_{index}"
+            for index, field_name in enumerate(field_names)
+        ]
+    fields = tuple(zip(field_names, items, strict=True))
+    kind: Literal["object", "tuple"] = "tuple" if is_tuple else "object"
+    return ObjectTree(class_name=type_name(container_type), fields=fields, kind=kind)
 
 
 def leaf_tree(leaf: Leaf, location: str) -> Tree:
@@ -88,7 +98,11 @@ def leaf_tree(leaf: Leaf, location: str) -> Tree:
     if isinstance(leaf, str):
         return ValueLeaf(leaf)
     constant = leaf.value
-    if isinstance(constant, float) and not math.isfinite(constant):
+    if type(constant) is float and not math.isfinite(constant):
+        if math.isnan(constant) and constant_identity(constant) != constant_identity(math.nan):
+            raise UnsupportedError(
+                f"{location} is a NaN with other bits than math.nan, which a bundle cannot hold: pass math.nan"
+            )
         return NonFiniteLeaf("nan" if math.isnan(constant) else "inf" if constant > 0 else "-inf")
     if is_plain(constant):
         return ConstantLeaf(constant)

@@ -95,6 +95,9 @@ def test_a_call_that_does_not_fit_names_the_argument(args: tuple[Any, ...], kwar
         (2, np.array(2), "found ndarray"),
         (math.inf, -math.inf, "fixed to inf at export, found -inf"),
         (math.nan, 0.0, "fixed to nan at export, found 0.0"),
+        (math.nan, -math.nan, "fixed to nan at export, found nan"),
+        (0.0, -0.0, "fixed to 0.0 at export, found -0.0"),
+        (-0.0, 0.0, "fixed to -0.0 at export, found 0.0"),
     ],
 )
 def test_a_constant_must_be_the_one_of_the_export(fixed: Any, given: Any, says: str) -> None:

@@ -214,6 +214,19 @@ def test_objects_are_built_of_the_types_that_the_caller_gives_and_of_no_other(cl
     assert (type(built), built) == (cls, cls(1, 2))
 
 
+def test_results_of_torch_are_tuples_in_bundles_that_do_not_say_it() -> None:
+    built = unflatten_tree(
+        ObjectTree(class_name="torch.return_types.max", fields=(("values", X), ("indices", Y))), lambda leaf: leaf
+    )
+    assert tuple(built) == (built.values, built.indices) == (X, Y)
+    odd = ObjectTree(class_name="mine.class", fields=(("größe", X), ("_1", Y)), kind="tuple")
+    assert unflatten_tree(odd, lambda leaf: leaf)._asdict() == {"größe": X, "_1": Y}
+    for fields in ((("fi", X), ("\ufb01", Y)), (("values", X), ("class", Y)), (("__class__", X),), (("_1", X),)):
+        assert unflatten_tree(ObjectTree(class_name="torch.return_types.max", fields=fields), str) == {
+            name: str(leaf) for name, leaf in fields
+        }
+
+
 def test_a_type_that_does_not_take_the_fields_is_said() -> None:
     tree = ObjectTree(class_name=type_name(Named), fields=(("x", X), ("z", Y)))
     with pytest.raises(InputError, match=r"Named cannot be built from the fields \['x', 'z'\]"):

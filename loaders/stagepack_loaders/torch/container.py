@@ -177,7 +177,9 @@ def settle(container: Container, called_class: type[Container]) -> None:
         called_class: the class of modules that are called.
     """
     children = child_modules(container)
-    called_children = frozenset(name for name, child in children.items() if isinstance(child, called_class))
+    called_children = frozenset(
+        module_name for module_name, child in children.items() if isinstance(child, called_class)
+    )
     container.__dict__[_OWN] = replace(_facts(container), called_children=called_children)
     if all(split_call_path(module_name)[0].isdecimal() for module_name in children):
         for module_name in sorted(

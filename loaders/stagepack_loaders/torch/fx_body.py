@@ -1,5 +1,6 @@
 """One fx graph under construction. Strings of a bundle do not reach the code that fx generates, except checked identifiers."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
@@ -20,6 +21,7 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.traversal import all_values, output_names
+from stagepack.format.tree import constant_identity
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.devices import parse_graph_device
 from stagepack_loaders.torch.torch_attributes import torch_argument
@@ -174,6 +176,9 @@ class FxBody:
             case ComplexArg(real, imag):
                 # fx would write its text: "(inf+infj)" does not run, and "-2j" has a negative zero as its real part.
                 return self.attribute(complex(real, imag), "number")
+            case float() if math.isnan(leaf) and constant_identity(leaf) != constant_identity(math.nan):
+                # fx would write `nan`, which has another sign or payload.
+                return self.attribute(leaf, "number")
             case DeviceArg(device_name):
                 return self._parts.device if device_name is None else parse_graph_device(device_name)
             case SubgraphArg(index):

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from stagepack.errors import Problem
 from stagepack.format import limits
@@ -10,6 +10,7 @@ from stagepack.format.chunks import chunk_count, file_digest
 from stagepack.format.manifest import Edge, EntryPoint, File, Manifest, Stage
 from stagepack.format.plan import Plan, PlannedStage, Run
 from stagepack.format.shapes import symbol_names
+from stagepack.format.signature import signature_features
 from stagepack.format.tree import value_names
 from stagepack.format.validate.names import (
     DIGEST_PATTERN,
@@ -41,7 +42,7 @@ def _check(manifest: Manifest) -> Iterator[BrokenRule]:
     for entry_point in manifest.entry_points:
         # The location is as short as it can be for the usual bundle, whose only entry point needs no name.
         prefix = f"{entry_point.name[:80]}, " if len(manifest.entry_points) > 1 else ""
-        for rule, location, message in _check_entry_point(entry_point, listed):
+        for rule, location, message in _check_entry_point(entry_point, listed, manifest.features):
             yield rule, f"{prefix}{location}", message
 
 
@@ -53,7 +54,7 @@ def _check_entry_point_names(entry_points: tuple[EntryPoint, ...]) -> Iterator[B
         yield "M15", "entry_points", f"a name is not an identifier, or is a duplicate: {format_names(names)}"
 
 
-def _check_entry_point(entry_point: EntryPoint, listed: set[str]) -> Iterator[BrokenRule]:
+def _check_entry_point(entry_point: EntryPoint, listed: set[str], features: Collection[str]) -> Iterator[BrokenRule]:
     if not 1 <= len(entry_point.stages) <= limits.STAGES:
         yield "M4", "stages", f"expected 1 to {limits.STAGES}, found {len(entry_point.stages)}"
     for stage_number, stage in enumerate(entry_point.stages):
@@ -76,6 +77,8 @@ def _check_entry_point(entry_point: EntryPoint, listed: set[str]) -> Iterator[Br
         yield from _check_edges(entry_point)
         yield from check_signature(entry_point.signature, "signature")
         yield from _check_signature_edges(entry_point)
+        if not set(signature_features([entry_point.signature])) <= set(features):
+            yield "T5", "features", "expected named_tuples, which the signature has, found none"
 
 
 def _check_input_symbols(entry_point: EntryPoint) -> Iterator[BrokenRule]:

@@ -1,10 +1,10 @@
-"""The rules on a signature, of the model or of a module call (SPEC T1 and T4)."""
+"""The rules on a signature, of the model or of a module call (SPEC T1, T4 and T5)."""
 
 from collections.abc import Iterator
 
 from stagepack.format import limits
 from stagepack.format.signature import Signature
-from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, child_trees
+from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, child_trees, is_field_name
 from stagepack.format.validate.problems import BrokenRule, format_names
 
 
@@ -52,6 +52,16 @@ def _check_containers(tree: Tree, location: str) -> Iterator[BrokenRule]:
         yield "T4", location, f"a {tree.kind} has a factory"
     if isinstance(tree, ObjectTree) and len(tree.class_name) > limits.NAME_CHARACTERS:
         yield "T4", location, "the name of a class is too long"
+    if isinstance(tree, ObjectTree) and tree.kind == "tuple":
+        wrong_names = [
+            field_name for index, (field_name, _) in enumerate(tree.fields) if not is_field_name(field_name, index)
+        ]
+        if wrong_names:
+            yield (
+                "T5",
+                location,
+                f"expected identifiers as the names of the items of a tuple, found {format_names(wrong_names)}",
+            )
     for child in child_trees(tree):
         yield from _check_containers(child, location)
 
