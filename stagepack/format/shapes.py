@@ -140,14 +140,14 @@ def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
     return OPERATIONS[dim.op](*(evaluate_dim(arg, sizes) for arg in dim.args))
 
 
-def guard_holds(guard: Guard, sizes: Mapping[str, int]) -> bool:
-    """Whether a condition on sizes holds; True if a symbol has no size, False if a side has no value."""
+def guard_holds(guard: Guard, sizes: Mapping[str, int], *, without_value: bool = False) -> bool:
+    """Whether a condition on sizes holds; True if a symbol has no size, `without_value` if a side has no value."""
     try:
         return RELATIONS[guard.relation](evaluate_dim(guard.left, sizes), evaluate_dim(guard.right, sizes))
     except KeyError:
         return True
     except ArithmeticError:
-        return False
+        return without_value
 
 
 def size_in_range(symbol: Symbol, size: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, bind_call, check_values
 from stagepack.format.graph import Value
-from stagepack.format.shapes import Dim, Expr, Symbol, evaluate_dim
+from stagepack.format.shapes import Dim, Expr, Guard, Symbol, evaluate_dim
 from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import ConstantLeaf, DictTree, NonFiniteLeaf, SequenceTree, ValueLeaf
 
@@ -231,3 +231,12 @@ def test_a_size_told_late_lets_earlier_ones_be_checked() -> None:
 def test_a_size_that_cannot_be_told_is_left_to_the_graph() -> None:
     half = (Value(name="x", dtype="float32", shape=(Expr(op="floordiv", args=(N, 2)),)),)
     assert check_values(half, {"x": BoundArgument("x", np.zeros(100, "float32"))}, SYMBOLS) == {}
+
+
+def test_guard_without_a_value_refuses_the_call() -> None:
+    guard = Guard(left=Expr(op="floordiv", args=(12, Expr(op="add", args=(N, -3)))), relation="le", right=12)
+    check_values(ONE, {"x": BoundArgument("x", np.zeros((2, 4), "float32"))}, SYMBOLS, [guard])
+    with pytest.raises(
+        InputError, match=r"expected 12//\(n \+ -3\) <= 12, for which the model was captured, found n = 3"
+    ):
+        check_values(ONE, {"x": BoundArgument("x", np.zeros((2, 3), "float32"))}, SYMBOLS, [guard])
