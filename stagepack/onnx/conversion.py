@@ -13,6 +13,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import Stage
 from stagepack.format.onnx import onnx_element_type
 from stagepack.format.reader import Bundle
+from stagepack.onnx.assertions import lost_assertion
 from stagepack.onnx.explain import explain_failure
 from stagepack.onnx.finish import OnnxFiles, finish_model
 from stagepack.onnx.functional_stage import StageWrites, stage_writes
@@ -92,7 +93,7 @@ def _inexpressible(bundle: Bundle, stage_number: int, graph: Graph, writes: Stag
     for edge_name in (*stage.inputs, *stage.outputs):
         if onnx_element_type(edges[edge_name].dtype) is None:
             return f"ONNX has no type for {edges[edge_name].dtype}, of the edge {edge_name}"
-    return None
+    return lost_assertion(graph, bundle.entry_point.guards)
 
 
 @contextmanager

@@ -1,0 +1,72 @@
+"""What a stage asserts of its values, which ONNX cannot: the stage stays in torch, unless the assertion cannot fail."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+
+import stagepack
+from stagepack.errors import InputError
+
+
+class Computes(torch.nn.Module):
+    """A module of one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> Any:
+        return self.function(x, count)
+
+
+def first_rows(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    rows: Any = count.item()
+    torch._check(rows >= 0)
+    torch._check(rows <= x.shape[0])
+    return x[:rows] * 2
+
+
+def few_marked_rows(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    rows = x.nonzero()
+    torch._check(rows.shape[0] < 5)
+    return rows * 2
+
+
+def positive(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    torch._assert_async((x > 0).all(), "expected positive values")
+    return x * 2
+
+
+@pytest.mark.parametrize("function", [first_rows, few_marked_rows, positive])
+def test_stage_whose_assertion_may_fail_stays_in_torch(tmp_path: Path, function: Callable[..., torch.Tensor]) -> None:
+    args, dynamic_shapes = (torch.ones(4), torch.tensor(3)), ({0: Dim.AUTO}, None)
+    bundle = stagepack.export(Computes(function), args, dynamic_shapes=dynamic_shapes, out=tmp_path / "x", stages=1)
+    added = stagepack.add_onnx(bundle)
+    assert "no ONNX form of aten._assert" in added.torch_only[0]
+
+
+@pytest.mark.parametrize("function", [lambda x, _: x[x > 0.5], lambda x, _: x.repeat_interleave(2)])
+def test_stage_whose_assertions_always_hold_is_converted(tmp_path: Path, function: Callable[..., torch.Tensor]) -> None:
+    args, dynamic_shapes = (torch.ones(4), torch.tensor(3)), ({0: Dim.AUTO}, None)
+    bundle = stagepack.export(Computes(function), args, dynamic_shapes=dynamic_shapes, out=tmp_path / "x", stages=1)
+    assert not stagepack.add_onnx(bundle).torch_only
+
+
+def test_asserted_condition_on_sizes_is_a_guard_in_every_runtime(tmp_path: Path) -> None:
+    program = torch.export.export(
+        Computes(lambda x, _: x * 2 if x.shape[0] % 3 == 1 else x),
+        (torch.ones(4), torch.tensor(3)),
+        dynamic_shapes=({0: Dim.AUTO}, None),
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+    added = stagepack.add_onnx(stagepack.export(program, out=tmp_path / "x", stages=1))
+    assert not added.torch_only
+    for runtime in ("torch", "onnxruntime"):
+        pipeline = stagepack.load(added.bundle, runtime=runtime)
+        assert torch.equal(torch.as_tensor(pipeline(torch.ones(7), torch.tensor(1))), torch.full((7,), 2.0))
+        with pytest.raises(InputError, match="expected s0 % 3 == 1, for which the model was captured"):
+            pipeline(torch.ones(6), torch.tensor(1))
