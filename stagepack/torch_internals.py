@@ -241,6 +241,14 @@ def traced_conditions(program: ExportedProgram) -> "list[sympy.Basic] | None":
     return [environment.replace(guard.expr.xreplace(named)).xreplace(constants) for guard in environment.guards]
 
 
+def asserted_conditions(program: ExportedProgram) -> "Iterator[sympy.Basic]":
+    """Yield the conditions on symbols that nodes of a program assert whenever it runs."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        value = node.args[0].meta.get("val") if isinstance(node.args[0], FxNode) else None
+        if isinstance(value, torch.SymBool):
+            yield symbolic_expression(value)
+
+
 def guard_texts(program: ExportedProgram) -> list[str]:
     """Return the conditions on sizes that a program was traced for, as the texts of Python that files have."""
     return list(getattr(program, "_guards_code", []))

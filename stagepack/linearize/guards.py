@@ -59,12 +59,14 @@ def program_conditions(program: ExportedProgram) -> tuple[sympy.Basic, ...]:
 
 
 def program_guards(
-    conditions: Iterable[sympy.Basic], symbols: SymbolTable, inputs: Sequence[Value]
+    conditions: Iterable[sympy.Basic], asserted: Iterable[sympy.Basic], symbols: SymbolTable, inputs: Sequence[Value]
 ) -> tuple[Guard, ...]:
     """Return conditions as guards, except those that the ranges of symbols imply.
 
     Args:
         conditions: the conditions of a program.
+        asserted: conditions that its nodes assert. Those that a guard can be are guards too, which are checked before a stage runs, in
+            every runtime.
         symbols: its symbols, with those of all inputs.
         inputs: its inputs.
 
@@ -73,7 +75,9 @@ def program_guards(
     """
     builder = _GuardBuilder(symbols, inputs)
     parts = itertools.chain.from_iterable(map(sympy.And.make_args, map(integer_condition, conditions)))
-    guards = tuple(dict.fromkeys(itertools.chain.from_iterable(map(builder.guards, parts))))
+    kept = [guard for part in parts for guard in builder.guards(part)]
+    kept += [guard for condition in asserted for guard in builder.asserted_guards(condition)]
+    guards = tuple(dict.fromkeys(kept))
     if len(guards) > limits.GUARDS:
         raise UnsupportedError(
             f"the model was captured for {len(guards)} conditions on sizes, and a bundle keeps at most {limits.GUARDS}: make fewer "
@@ -92,13 +96,23 @@ class _GuardBuilder:
         """The guards that hold where a condition holds, without those that the ranges imply."""
         if condition == sympy.true or _is_below_a_bound_of_all_sizes(condition):
             return []
-        symbols = [self._table.symbol(variable) for variable in condition.free_symbols]
-        checked_symbols = [symbol for symbol in symbols if symbol is not None and symbol.name in self._checked_names]
-        if not checked_symbols or len(checked_symbols) < len(symbols):
+        checked_symbols = self._checked_symbols(condition)
+        if not checked_symbols:
             raise self._unsupported(condition, _OTHER_THAN_SIZES)
         guard = self._guard(condition)
         guards = self._tabulated(condition, checked_symbols[0]) if guard is None else [guard]
         return [guard for guard in guards if not self._is_implied(guard)]
+
+    def asserted_guards(self, condition: sympy.Basic) -> list[Guard]:
+        """The guard of a condition that a node asserts, if it is one on the sizes of inputs, and the ranges do not imply it."""
+        guard = self._guard(condition) if self._checked_symbols(condition) else None
+        return [] if guard is None or self._is_implied(guard) else [guard]
+
+    def _checked_symbols(self, condition: sympy.Basic) -> list[Symbol]:
+        """The symbols of a condition; none if a reader cannot find the sizes of all."""
+        symbols = [self._table.symbol(variable) for variable in condition.free_symbols]
+        checked = [symbol for symbol in symbols if symbol is not None and symbol.name in self._checked_names]
+        return checked if len(checked) == len(symbols) else []
 
     def _guard(self, condition: sympy.Basic) -> Guard | None:
         """A condition as a guard; None if the format cannot express it."""

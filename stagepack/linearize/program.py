@@ -41,7 +41,7 @@ from stagepack.linearize.signature import program_signature
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.weight_table import WeightTable, weight_table
-from stagepack.torch_internals import is_vmap_boundary
+from stagepack.torch_internals import asserted_conditions, is_vmap_boundary
 
 _WEIGHT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -122,7 +122,9 @@ def linearize_program(
     return LinearizedProgram(
         graph=_graph(body, weights, result_leaves, traced_calls or TracedCalls()),
         signature=program_signature(program, input_leaves, result_leaves, forward),
-        guards=program_guards((*conditions, *program_conditions(program)), symbols, body.inputs),
+        guards=program_guards(
+            (*conditions, *program_conditions(program)), asserted_conditions(program), symbols, body.inputs
+        ),
         weights=weights,
         split_positions=tuple(tables.split_positions),
         device=tables.device,

@@ -170,6 +170,8 @@ def test_programs_have_the_conditions_that_they_were_traced_for(tmp_path: Path) 
         (condition,) = torch_internals.traced_conditions(program) or [sympy.false]
         symbol = torch_internals.symbolic_expression(next(torch_internals.symbolic_sizes(program.graph.nodes)))
         assert condition.free_symbols == {symbol}
+        asserted = captured(lambda x: [x, torch._check(x.sum().item() > 2)][0], torch.ones(6))
+        assert [str(condition) for condition in torch_internals.asserted_conditions(asserted)]
         torch.export.save(program, tmp_path / "program.pt2")
         loaded = torch.export.load(tmp_path / "program.pt2")
         assert torch_internals.traced_conditions(loaded) is None
