@@ -11,7 +11,7 @@ import torch
 from stagepack.bundle_content import merged_tensors
 from stagepack.bundle_writing import EntryPointContent, ExampleRecorder, ModelOrigin, write_bundle
 from stagepack.capture.assets import NO_ASSETS
-from stagepack.capture.dimension_names import dimension_names
+from stagepack.capture.dimension_names import dimension_names, size_requests
 from stagepack.capture.hugging_face import AnswerDiffersError, answers_alike, are_identical, only_parameters
 from stagepack.capture.model_run import run_model
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
@@ -30,6 +30,7 @@ from stagepack.linearize import LinearizedProgram, linearize_program
 from stagepack.linearize.example import EXAMPLE_SEED, example_tensors, run_example
 from stagepack.linearize.filled_model import TensorLocations, fill_modules
 from stagepack.linearize.tensor_memory import tensor_bytes
+from stagepack.linearize.tried_sizes import with_tried_sizes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
@@ -240,15 +241,17 @@ def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, 
 
 
 def _linearize(capture: Capture) -> LinearizedProgram:
-    return linearize_program(
+    program = linearize_program(
         capture.program,
         dimension_names(capture),
         None if capture.model is None else capture.model.forward,
+        smallest_sizes={symbol_name: request.smallest for symbol_name, request in size_requests(capture).items()},
         traced_calls=capture.calls,
         # from_pretrained of transformers expects every persistent buffer in the files.
         store_zeros=is_transformers_model(capture.model),
         data_of=capture.data,
     )
+    return with_tried_sizes(capture, program)
 
 
 def _cut(program: LinearizedProgram, cut_options: CutOptions) -> Partition:

@@ -298,6 +298,16 @@ def symbolic_functions() -> Mapping[type, str]:
     }
 
 
+# What a caller says of a dynamic size: `Dim.AUTO`, `Dim.DYNAMIC` and `Dim.STATIC` have no public class.
+
+DimHint: Final = type(torch.export.Dim.AUTO)
+
+
+def is_automatic(dim: object) -> bool:
+    """Return whether a caller leaves it to torch whether a size is dynamic, by ``Dim.AUTO``."""
+    return isinstance(dim, DimHint) and dim.type == torch.export.Dim.AUTO.type
+
+
 # Containers. torch.export describes the call of a model by specs of torch.utils._pytree, which has no public name.
 
 TreeSpec = _pytree.TreeSpec
@@ -306,6 +316,22 @@ TreeSpec = _pytree.TreeSpec
 def tree_flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of nested containers, and the containers without the leaves; also what `is_leaf` says is a leaf."""
     return _pytree.tree_flatten(tree, is_leaf)
+
+
+def call_leaves(program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Return the leaves of the arguments of a program, in the order of its inputs; None if they are not in its containers."""
+    in_spec = program.call_spec.in_spec
+    _, named = _pytree.tree_unflatten([None] * in_spec.num_leaves, in_spec)
+    if not named.keys() <= kwargs.keys():
+        return None
+    leaves, spec = _pytree.tree_flatten((tuple(args), {name: kwargs[name] for name in named}))
+    return leaves if spec == in_spec else None
+
+
+def call_of_leaves(program: ExportedProgram, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a program, whose leaves `call_leaves` returns."""
+    args, kwargs = _pytree.tree_unflatten(leaves, program.call_spec.in_spec)
+    return args, kwargs
 
 
 def tree_leaves(tree: Any) -> list[Any]:

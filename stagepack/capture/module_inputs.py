@@ -45,7 +45,7 @@ def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, In
 
 
 def automatic_shapes(forward: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
-    """Return ``Dim.AUTO`` for all dimensions of all inputs of a module.
+    """Return ``Dim.AUTO`` for all dimensions of all inputs of a module that torch may find dynamic.
 
     Args:
         forward: the function that takes them.
@@ -53,6 +53,11 @@ def automatic_shapes(forward: Callable[..., Any], inputs: Inputs) -> dict[str, A
     """
 
     def automatic_dims(leaf: Any) -> dict[int, Any] | None:
-        return dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, torch.Tensor) else None
+        # torch fixes sizes of 0 and 1 in any case; where the caller asks for them by name, that is worth a warning.
+        return (
+            {axis: Dim.AUTO for axis, size in enumerate(leaf.shape) if size > 1}
+            if isinstance(leaf, torch.Tensor)
+            else None
+        )
 
     return {name: tree_map(automatic_dims, value) for name, value in inputs_by_parameter(forward, inputs).items()}

@@ -16,7 +16,7 @@ def is_range_violation(error: BaseException) -> bool:
     return "Constraints violated" in str(error)
 
 
-def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> tuple[Any, str] | None:
+def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> Any:
     """Return the dynamic shapes with the ranges that torch suggests in an error.
 
     Args:
@@ -24,7 +24,7 @@ def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> tuple[
         dynamic_shapes: the dynamic shapes that it was called with.
 
     Returns:
-        The dynamic shapes, and the ranges in words. None if torch suggests none, or more than ranges, such as a fixed size.
+        The dynamic shapes. None if torch suggests none, or more than ranges, such as a fixed size.
     """
     _, _, text = str(error).partition("Suggested fixes:")
     lines = text.strip().partition("\n\n")[0].splitlines()
@@ -36,16 +36,10 @@ def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> tuple[
     if not ranges or len(ranges) < len(lines) or not ranges.keys() <= declared.keys() or is_derived:
         return None
     narrowed = {name: _narrowed(declared[name], found) for name, found in ranges.items()}
-    words = [f"{name} from {_words(declared[name])} to {_words(dim)}" for name, dim in narrowed.items()]
-    shapes = tree_map(lambda leaf: narrowed.get(leaf.__name__, leaf) if isinstance(leaf, Dim) else leaf, dynamic_shapes)
-    return shapes, ", ".join(words)
+    return tree_map(lambda leaf: narrowed.get(leaf.__name__, leaf) if isinstance(leaf, Dim) else leaf, dynamic_shapes)
 
 
 def _narrowed(dim: Dim, found: re.Match[str]) -> Dim:
     smallest = max(dim.min, int(found["min"] or 0))
     largest = min(dim.max, int(found["max"] or dim.max))
     return Dim(dim.__name__, min=smallest, max=largest)
-
-
-def _words(dim: Dim) -> str:
-    return f"{dim.min}..{dim.max}"

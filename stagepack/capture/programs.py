@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynam
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
 from stagepack.capture.traced_code import traced_as_meant
 from stagepack.capture.traced_modes import CustomFunction, TracedModes
-from stagepack.errors import CaptureError, ExportWarning
+from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
 
 # Whether this torch is 2.11, see `_export`.
@@ -118,7 +117,7 @@ def _export(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Expo
 def _export_in_ranges(
     export: Callable[..., ExportedProgram], model: torch.nn.Module, dynamic_shapes: Any
 ) -> ExportedProgram:
-    """Export a module that does not allow the ranges of its sizes; those that torch suggests are used, and named by a warning."""
+    """Export a module that does not allow the ranges of its sizes; those that torch suggests are used."""
     with equal_from_the_start(model, dynamic_shapes):
         try:
             return export(dynamic_shapes=dynamic_shapes)
@@ -126,13 +125,7 @@ def _export_in_ranges(
             narrowed = narrowed_dynamic_shapes(error, dynamic_shapes)
             if narrowed is None:
                 raise
-        program = export(dynamic_shapes=narrowed[0])
-    warnings.warn(
-        f"{type(model).__name__} does not allow all declared sizes, which are narrowed: {narrowed[1]}",
-        ExportWarning,
-        stacklevel=2,
-    )
-    return program
+        return export(dynamic_shapes=narrowed)
 
 
 def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:

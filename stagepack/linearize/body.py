@@ -27,7 +27,7 @@ from stagepack.format.graph import (
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.constants import constant_argument
-from stagepack.linearize.contexts import opened_context, opens_context
+from stagepack.linearize.contexts import context_module_position, opened_context, opens_context
 from stagepack.linearize.operators import observed_aliases
 from stagepack.linearize.program_tensors import wrapped_tensor_name
 from stagepack.linearize.tables import Tables
@@ -140,8 +140,8 @@ class BodyBuilder:
 
     def _append_context(self, module: GraphModule, node: FxNode, context: int | None) -> list[Argument]:
         """Append the nodes that run under another grad mode or autocast; return the values of the node that calls them."""
-        opened, module_position = opened_context(node, context, self.tables.device)
-        module_node, *arguments = node.args[module_position:]
+        opened = opened_context(node, context, self.tables.device)
+        module_node, *arguments = node.args[context_module_position(node) :]
         assert isinstance(module_node, FxNode)
         called_module = getattr(module, str(module_node.target))
         placeholders = [called_node for called_node in called_module.graph.nodes if called_node.op == "placeholder"]

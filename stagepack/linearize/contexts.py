@@ -18,19 +18,21 @@ def opens_context(node: FxNode) -> bool:
     return str(node.target) in (_GRAD_MODE, _AUTOCAST)
 
 
-def opened_context(node: FxNode, parent: int | None, capture_device: str) -> tuple[Context, int]:
+def context_module_position(node: FxNode) -> int:
+    """Return the position, among the arguments of a node that opens a context, of the graph module that it calls; its inputs follow."""
+    return 1 if str(node.target) == _GRAD_MODE else 4
+
+
+def opened_context(node: FxNode, parent: int | None, capture_device: str) -> Context:
     """Return the context that a node opens.
 
     Args:
         node: a node for which `opens_context` is true.
         parent: the index of the context that the node itself is in.
         capture_device: the type of the device that the program was captured on.
-
-    Returns:
-        The context, and the position of the called graph module among the arguments of the node; its inputs follow.
     """
     if str(node.target) == _GRAD_MODE:
-        return Context(parent=parent, grad=bool(node.args[0])), 1
+        return Context(parent=parent, grad=bool(node.args[0]))
     device_type, dtype, is_enabled, caches_weights = node.args[:4]
     dtype = torch.get_autocast_dtype(str(device_type)) if dtype is None else dtype
     assert isinstance(dtype, torch.dtype)
@@ -40,4 +42,4 @@ def opened_context(node: FxNode, parent: int | None, capture_device: str) -> tup
         enabled=bool(is_enabled),
         cache=torch.is_autocast_cache_enabled() if caches_weights is None else bool(caches_weights),
     )
-    return Context(parent=parent, autocast=autocast), 4
+    return Context(parent=parent, autocast=autocast)

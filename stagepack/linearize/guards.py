@@ -86,6 +86,16 @@ def program_guards(
     return guards
 
 
+def is_implied(guard: Guard, symbols: Iterable[Symbol]) -> bool:
+    """Return whether a condition on one symbol holds for all sizes in its range, as far as the range is small enough to try."""
+    guard_symbols = {*symbol_names(guard.left), *symbol_names(guard.right)}
+    ranges = [symbol for symbol in symbols if symbol.name in guard_symbols]
+    if len(ranges) != 1 or ranges[0].min is None or ranges[0].max is None:
+        return False
+    sizes = range(ranges[0].min, ranges[0].max + 1)
+    return len(sizes) <= _MAX_TRIED_SIZES and all(guard_holds(guard, {ranges[0].name: size}) for size in sizes)
+
+
 class _GuardBuilder:
     def __init__(self, symbols: SymbolTable, inputs: Sequence[Value]) -> None:
         self._table = symbols
@@ -101,7 +111,7 @@ class _GuardBuilder:
             raise self._unsupported(condition, _OTHER_THAN_SIZES)
         guard = self._guard(condition)
         guards = self._tabulated(condition, checked_symbols[0]) if guard is None else [guard]
-        return [guard for guard in guards if not self._is_implied(guard)]
+        return [guard for guard in guards if not is_implied(guard, self._table.symbols)]
 
     def asserted_guards(self, condition: sympy.Basic) -> list[Guard]:
         """The guard of a condition that a node asserts, if it is one on the sizes of inputs, and the ranges do not imply it."""
@@ -147,15 +157,6 @@ class _GuardBuilder:
         if not 1 <= len(intervals) <= _MAX_INTERVALS:
             raise self._unsupported(condition, _MANY_SIZES)
         return intervals[0] if len(intervals) == 1 else [_joined(sympy.Or, [_joined(sympy.And, i) for i in intervals])]
-
-    def _is_implied(self, guard: Guard) -> bool:
-        """Whether a condition on one symbol holds for all sizes in its range, as far as the range is small enough to try."""
-        guard_symbols = {*symbol_names(guard.left), *symbol_names(guard.right)}
-        ranges = [symbol for symbol in self._table.symbols if symbol.name in guard_symbols]
-        if len(ranges) != 1 or ranges[0].min is None or ranges[0].max is None:
-            return False
-        sizes = range(ranges[0].min, ranges[0].max + 1)
-        return len(sizes) <= _MAX_TRIED_SIZES and all(guard_holds(guard, {ranges[0].name: size}) for size in sizes)
 
     def _unsupported(self, condition: sympy.Basic, reason: str) -> UnsupportedError:
         """The error for a condition: its symbols by the dimensions of inputs."""

@@ -38,7 +38,7 @@ from stagepack.linearize.guards import program_conditions, program_guards
 from stagepack.linearize.module_calls import module_calls
 from stagepack.linearize.program_tensors import program_device, program_tensors
 from stagepack.linearize.signature import program_signature
-from stagepack.linearize.symbols import SymbolTable
+from stagepack.linearize.symbols import SymbolTable, TracedSymbol
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.weight_table import WeightTable, weight_table
 from stagepack.torch_internals import asserted_conditions, is_vmap_boundary
@@ -57,6 +57,9 @@ class LinearizedProgram:
         weights: the weights of the model, and the tensors to store.
         split_positions: the positions of the nodes before which ``split_here`` was called.
         device: the type of the device that the program was captured on.
+        exported: the program.
+        sources: the fx node that each node of the graph was made of.
+        traced_symbols: what torch has for each symbol of the graph, by name.
     """
 
     graph: Graph
@@ -65,6 +68,9 @@ class LinearizedProgram:
     weights: WeightTable
     split_positions: tuple[int, ...]
     device: str
+    exported: ExportedProgram
+    sources: tuple[FxNode, ...]
+    traced_symbols: Mapping[str, TracedSymbol]
 
     def with_constant_prefix(self, prefix: str) -> "LinearizedProgram":
         """Return the program with other names of its constants, which torch numbers in each program.
@@ -89,6 +95,7 @@ def linearize_program(
     dim_names: Mapping[str, str],
     forward: Callable[..., Any] | None,
     *,
+    smallest_sizes: Mapping[str, int] | None = None,
     traced_calls: TracedCalls | None = None,
     store_zeros: bool = False,
     data_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
@@ -99,6 +106,7 @@ def linearize_program(
         program: a program of ``torch.export``.
         dim_names: the caller's names of dynamic dimensions, by the names of torch's symbols.
         forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
+        smallest_sizes: where ranges begin that torch begins later, by the same names; see `with_tried_sizes`.
         traced_calls: the calls of modules that were recorded during the capture.
         store_zeros: store persistent buffers of all zeros, too.
         data_of: returns a tensor with the data of one of the program's; fake tensors have no data of their own.
@@ -113,7 +121,7 @@ def linearize_program(
     program = _without_vmap(program)
     tensors = program_tensors(program)
     weights = weight_table(tensors, store_zeros=store_zeros, data_of=data_of)
-    symbols = SymbolTable(program, dim_names)
+    symbols = SymbolTable(program, dim_names, smallest_sizes)
     tables = Tables(symbols, program_device(program, tensors), weights.values)
     body = BodyBuilder(tables, program.graph_module)
     input_leaves = _bind_inputs(program, body)
@@ -128,6 +136,9 @@ def linearize_program(
         weights=weights,
         split_positions=tuple(tables.split_positions),
         device=tables.device,
+        exported=program,
+        sources=tuple(body.sources),
+        traced_symbols=symbols.traced_symbols,
     )
 
 

@@ -1,7 +1,7 @@
 """Symbolic sizes of torch (sympy) -> symbols and dimensions of the format."""
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import sympy
 import torch
@@ -25,16 +25,28 @@ _OPERATIONS: Mapping[type, str] = {
 _MAX_BOUND = 2**62  # torch's infinities are larger
 
 
+class TracedSymbol(NamedTuple):
+    """The name that torch has for a symbol, and the smallest size that it traced the program for."""
+
+    name: str
+    min: int | None
+
+
 class SymbolTable:
     """The symbols of one program. A symbol has the name of the caller's ``Dim``, else ``s0``, ``s1`` ... by first use."""
 
-    def __init__(self, program: ExportedProgram, dim_names: Mapping[str, str]) -> None:
+    def __init__(
+        self, program: ExportedProgram, dim_names: Mapping[str, str], smallest_sizes: Mapping[str, int] | None = None
+    ) -> None:
         """Start an empty table.
 
         Args:
             program: the program, which has torch's range of each symbol, and its value in the example.
             dim_names: the caller's name of each symbol, by the name that torch gives it.
+            smallest_sizes: where ranges begin that begin later in the program, by the same names.
         """
+        self._smallest_sizes = smallest_sizes or {}
+        self._traced_symbols: dict[str, TracedSymbol] = {}
         self._ranges = program.range_constraints
         self._dim_names = dim_names
         self._example_values = example_symbol_values(program)
@@ -46,6 +58,11 @@ class SymbolTable:
     def symbols(self) -> tuple[Symbol, ...]:
         """The symbols that were used so far, in the order of their first use."""
         return tuple(self._symbols.values())
+
+    @property
+    def traced_symbols(self) -> Mapping[str, "TracedSymbol"]:
+        """What torch has for each symbol that was used so far, by its name here."""
+        return self._traced_symbols
 
     def symbol(self, variable: sympy.Symbol) -> Symbol | None:
         """Return the symbol for one of torch's, if it was used so far."""
@@ -87,9 +104,13 @@ class SymbolTable:
 
     def _symbol_name(self, expression: sympy.Expr) -> str:
         if expression not in self._symbols:
-            lower, upper = self._bounds(expression)
+            traced_min, upper = self._bounds(expression)
+            lower = (
+                None if traced_min is None else min(traced_min, self._smallest_sizes.get(str(expression), traced_min))
+            )
             example = self._example_value(expression, lower, upper)
             symbol_name = self._unique_name(expression)
+            self._traced_symbols[symbol_name] = TracedSymbol(str(expression), traced_min)
             self._symbols[expression] = Symbol(name=symbol_name, min=lower, max=upper, example=example)
         return self._symbols[expression].name
 

@@ -58,7 +58,7 @@ SMALL = Dim.AUTO(min=2, max=20)
 # The dynamic shapes, the rows of the example for a number from 2 to 4, and whether rows are of the declared form.
 FORMS: list[tuple[Any, Callable[[int], tuple[int, int]], Callable[[int, int], bool]]] = [
     (({0: SMALL}, {0: SMALL}), lambda h: (3 * h, h + 2), lambda n, m: 2 <= n <= 20 and 2 <= m <= 20),
-    (({0: Dim.AUTO(max=30)}, {0: Dim.AUTO}), lambda h: (h + 3, h + 3), lambda n, m: 2 <= n <= 30 and m >= 2),
+    (({0: Dim.AUTO(max=30)}, {0: Dim.AUTO}), lambda h: (h + 3, h + 3), lambda n, m: 2 <= n <= 30 and m >= 0),
     (({0: 4 * H}, {0: SMALL}), lambda h: (4 * h, h), lambda n, m: n % 4 == 0 and 4 <= n <= 32 and 2 <= m <= 20),
     (({0: 2 * H + 1}, None), lambda h: (2 * h + 1, 3), lambda n, m: n % 2 == 1 and 3 <= n <= 17 and m == 3),
     (

@@ -1,0 +1,217 @@
+"""The sizes that a bundle admits, decided by trials at the ends of their ranges.
+
+Three things come of it. A range that torch began at 2, or raised, is widened to the smaller sizes that the caller allows and that the
+program answers as the model does. A range that the caller declared is narrowed where the program answers otherwise. A shape that the
+program states wrongly for the ends of a range gets a symbol of its own, as a size that depends on data has.
+"""
+
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from stagepack.capture.dimension_names import DeclaredDimension, SizeRequest, declared_dimensions, size_requests
+from stagepack.capture.programs import Capture
+from stagepack.errors import ExportWarning
+from stagepack.format.shapes import Guard, Symbol
+from stagepack.linearize.guards import is_implied
+from stagepack.linearize.observed_shapes import observations, with_observed_shapes
+from stagepack.linearize.program import LinearizedProgram
+from stagepack.linearize.size_trial import Outcome, SizeTrial, Verdict
+from stagepack.linearize.symbols import TracedSymbol
+from stagepack.torch_internals import is_automatic
+
+# How many sizes below the range of torch are tried.
+_MAX_LOWER_SIZES: Final = 8
+# How many combinations of sizes of several symbols are tried before a size is admitted.
+_MAX_COMBINATIONS = 32
+_REFUSED_BY_ALL = (Verdict.BOTH_FAIL, Verdict.REFUSED)
+
+
+def with_tried_sizes(capture: Capture, program: LinearizedProgram) -> LinearizedProgram:
+    """Return a program with the ranges and the shapes that trials have shown to be right.
+
+    The model and its program run at a few sizes and are left as they were. A model with weights that are not in memory, or whose trials
+    would be too much work, is not run.
+
+    Args:
+        capture: the captured model.
+        program: its program, with ranges that begin where the caller wants it (`size_requests`).
+
+    Returns:
+        The program. A size that was asked for and cannot be had is named by an `ExportWarning`.
+    """
+    trial = SizeTrial(capture, program)
+    _warn_of_fixed_sizes(trial, declared_dimensions(capture))
+    requests = size_requests(capture)
+    requests_by_name = {
+        symbol_name: requests[traced.name]
+        for symbol_name, traced in program.traced_symbols.items()
+        if traced.name in requests
+    }
+    ranges = _Ranges(trial, requests_by_name, program.traced_symbols, has_model=capture.model is not None)
+    ranges.decide()
+    if capture.model is not None:
+        ranges.warn(type(capture.model).__name__)
+    symbols = tuple(ranges.applied(symbol) for symbol in program.graph.symbols)
+    guards = tuple(guard for guard in (*program.guards, *ranges.exclusions) if not is_implied(guard, symbols))
+    graph = msgspec.structs.replace(program.graph, symbols=symbols)
+    return replace(program, graph=with_observed_shapes(graph, observations(trial, graph, guards)), guards=guards)
+
+
+def _warn_of_fixed_sizes(trial: SizeTrial, declared: Iterable[DeclaredDimension]) -> None:
+    for dimension in declared:
+        if is_automatic(dimension.dim) and type(dimension.size) is int and dimension.size in (0, 1):
+            _warn(
+                f"{trial.location(dimension)}: its size in the example is {dimension.size}, and torch.export fixes a size of Dim.AUTO that "
+                "is 0 or 1 in the example: use an example of 2 or more, or the bundle takes this size alone"
+            )
+
+
+class _Ranges:
+    """The sizes of the symbols of a program, while they are decided.
+
+    Attributes:
+        exclusions: conditions that leave out sizes inside of the ranges.
+    """
+
+    def __init__(
+        self,
+        trial: SizeTrial,
+        requests: Mapping[str, SizeRequest],
+        traced_symbols: Mapping[str, TracedSymbol],
+        *,
+        has_model: bool,
+    ) -> None:
+        self.exclusions: list[Guard] = []
+        self._trial = trial
+        self._requests = requests
+        self._traced_symbols = traced_symbols
+        self._has_model = has_model
+        self._symbols = [symbol for symbol in trial.symbols if symbol.name in requests]
+        self._smallest: dict[str, int] = {}
+        self._admitted: dict[str, list[int]] = {}
+        self._failures: dict[str, tuple[int, Outcome]] = {}
+
+    def decide(self) -> None:
+        """Try the sizes of each symbol, alone and with those of others that are admitted."""
+        for symbol in self._symbols:
+            failures = self._failures_of(symbol)
+            lowest = self._smallest[symbol.name]
+            excluded = [
+                size for size, outcome in failures.items() if size > lowest and outcome.verdict is not Verdict.REFUSED
+            ]
+            self.exclusions += [Guard(left=symbol.name, relation="ne", right=size) for size in excluded]
+            if missing := [size for size in failures if size < lowest or size in excluded]:
+                self._failures[symbol.name] = missing[0], failures[missing[0]]
+        if self._has_model:
+            self._try_smallest_together()
+
+    def _failures_of(self, symbol: Symbol) -> dict[int, Outcome]:
+        """Find the smallest size of a symbol, and why others are not admitted, the largest first."""
+        symbol_name, requested_min = symbol.name, self._requests[symbol.name].smallest
+        known_min = self._traced_symbols[symbol_name].min or 0
+        failures: dict[int, Outcome] = {}
+        # torch takes 0 and 1 for sizes like any other where the caller declares them, whatever the code of the model does there.
+        special_sizes = {known_min, 0, 1} if self._has_model else set()
+        sizes = sorted(
+            (size for size in special_sizes if known_min <= size < self._trial.example[symbol_name]), reverse=True
+        )
+        for size in sizes:
+            outcome = self._trial.at(self._trial.nearest({symbol_name: size}))
+            if outcome.verdict is Verdict.DIFFERS:
+                failures[size] = outcome
+        for size in range(known_min - 1, max(requested_min, known_min - _MAX_LOWER_SIZES) - 1, -1):
+            sizes.append(size)
+            failure = self._first_failure(symbol_name, size)
+            if failure is None:
+                self._admitted.setdefault(symbol_name, []).append(size)
+            else:
+                failures[size] = failure
+        fitting = [size for size in sizes if size not in failures]
+        self._smallest[symbol_name] = min(fitting, default=max(failures, default=known_min - 1) + 1)
+        return failures
+
+    def _first_failure(self, symbol_name: str, size: int) -> Outcome | None:
+        """Why a size of a symbol is not admitted: alone, or with sizes of others that are; None if it is."""
+        example = self._trial.example
+        outcome = self._trial.at(self._trial.nearest({symbol_name: size}))
+        if outcome.verdict in _REFUSED_BY_ALL:
+            # It may need the same size of others, as `gather` does of its index.
+            joint_sizes = {other: self._joint_size(other, size) for other in example if other in self._requests}
+            outcome = self._trial.at(self._trial.nearest(joint_sizes))
+        if outcome.verdict is not Verdict.EQUAL:
+            return outcome
+        choices = [
+            [(other_name, example[other_name]), *((other_name, size_of_other) for size_of_other in sizes)]
+            for other_name, sizes in self._admitted.items()
+        ]
+        lowest = tuple((other_name, min(sizes)) for other_name, sizes in self._admitted.items())
+        combinations = itertools.islice(itertools.product(*choices), _MAX_COMBINATIONS)
+        for combination in itertools.chain(combinations, [lowest]):
+            outcome = self._trial.at({**example, **dict(combination), symbol_name: size})
+            if outcome.verdict is not Verdict.EQUAL and outcome.verdict not in _REFUSED_BY_ALL:
+                return outcome
+        return None
+
+    def _joint_size(self, symbol_name: str, size: int) -> int:
+        """A size for a symbol beside others of that size."""
+        return max(size, self._requests[symbol_name].smallest)
+
+    def _try_smallest_together(self) -> None:
+        """Leave out the smallest size of a symbol if the program answers otherwise where all have their smallest ones."""
+        example = self._trial.example
+        outcome = self._trial.at({**example, **self._smallest})
+        if outcome.verdict is not Verdict.DIFFERS:
+            return
+        for symbol_name, size in self._smallest.items():
+            raised = {**self._smallest, symbol_name: size + 1}
+            if size < example[symbol_name] and self._trial.at({**example, **raised}).verdict is not Verdict.DIFFERS:
+                self._smallest, self._failures[symbol_name] = raised, (size, outcome)
+                return
+
+    def warn(self, model_name: str) -> None:
+        """Warn of sizes that were asked for and cannot be had, and of those that were not tried."""
+        excluded = {str(guard.left): guard.right for guard in reversed(self.exclusions)}
+        for symbol in map(self.applied, self._symbols):
+            request = self._requests[symbol.name]
+            size, outcome = self._failures.get(symbol.name, (0, None))
+            is_narrower = (symbol.min or 0) > request.smallest or (
+                request.largest is not None and symbol.max is not None and symbol.max < request.largest
+            )
+            shown = self._shown(symbol, request)
+            if outcome is not None and outcome.verdict is Verdict.UNKNOWN:
+                _warn(
+                    f"{shown}: sizes under {symbol.min} are not tried, and not admitted: {outcome.reason}. Declare the sizes that there "
+                    "are, as in torch.export.Dim('batch', min=1)"
+                )
+            elif request.is_explicit and (is_narrower or symbol.name in excluded):
+                declared = _range_text(request.smallest, request.largest)
+                admitted = _range_text(symbol.min or 0, symbol.max)
+                hole = f" without {excluded[symbol.name]}" if symbol.name in excluded else ""
+                reason = "" if outcome is None else f": at {size}, {outcome.reason}"
+                _warn(
+                    f"{model_name} does not allow all declared sizes, which are narrowed: {shown} from {declared} to {admitted}{hole}"
+                    f"{reason}"
+                )
+
+    def _shown(self, symbol: Symbol, request: SizeRequest) -> str:
+        """How the caller calls a size: by the name of a ``Dim``, else by its place in the arguments."""
+        dimension = request.dimension
+        return symbol.name if dimension is None or dimension.named_dim is not None else self._trial.location(dimension)
+
+    def applied(self, symbol: Symbol) -> Symbol:
+        """Return a symbol with the range that was decided; that of torch if none was."""
+        smallest = self._smallest.get(symbol.name, self._traced_symbols[symbol.name].min)
+        return symbol if smallest == symbol.min else msgspec.structs.replace(symbol, min=smallest)
+
+
+def _range_text(smallest: int, largest: int | None) -> str:
+    return f"{smallest}..{'' if largest is None else largest}"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, ExportWarning, stacklevel=2)
