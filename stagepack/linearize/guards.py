@@ -116,7 +116,7 @@ class _GuardBuilder:
     def asserted_guards(self, condition: sympy.Basic) -> list[Guard]:
         """The guard of a condition that a node asserts, if it is one on the sizes of inputs, and the ranges do not imply it."""
         guard = self._guard(condition) if self._checked_symbols(condition) else None
-        return [] if guard is None or self._is_implied(guard) else [guard]
+        return [] if guard is None or is_implied(guard, self._table.symbols) else [guard]
 
     def _checked_symbols(self, condition: sympy.Basic) -> list[Symbol]:
         """The symbols of a condition; none if a reader cannot find the sizes of all."""
