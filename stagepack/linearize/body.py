@@ -29,7 +29,8 @@ from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.constants import constant_argument
 from stagepack.linearize.contexts import context_module_position, opened_context, opens_context
 from stagepack.linearize.operators import observed_aliases
-from stagepack.linearize.program_tensors import wrapped_tensor_name
+from stagepack.linearize.program_tensors import held_tensors, module_attribute, wrapped_tensor_name
+from stagepack.linearize.subgraph_operands import subgraph_operands, with_operands
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.tensor_memory import dtype_name
 from stagepack.torch_internals import PIPE_SPLIT_OPERATOR
@@ -72,6 +73,8 @@ class BodyBuilder:
         self._is_subgraph = is_subgraph
         self._taken_names = set() if is_subgraph else {UNUSED_VALUE, *tables.weight_values.values()}
         self._weight_nodes: set[FxNode] = set()
+        # In a subgraph, the inputs that pass constants, by the name of the constant.
+        self._lifted: dict[str, ValueArg] = {}
         # The weights of a tensor subclass by name: no value stands for them, but for the tensors that they wrap.
         self._wrapper_weights: dict[FxNode, str] = {}
 
@@ -81,6 +84,13 @@ class BodyBuilder:
         self.inputs.append(value)
         self.arguments[node] = ValueArg(value.name)
         return value.name
+
+    def add_constant_input(self, constant: torch.Tensor) -> None:
+        """Add an input of the graph that passes a constant, which its graph module holds."""
+        shape = tuple(map(self.tables.symbols.dim, constant.shape))
+        value_name = self._unique_name(f"arg_{len(self.inputs)}")
+        self.inputs.append(Value(name=value_name, dtype=dtype_name(constant.dtype), shape=shape))
+        self._lifted[self.tables.constant_names[id(constant)]] = ValueArg(value_name)
 
     def bind_weight(self, node: FxNode, weight_name: str) -> None:
         """Let an fx node stand for a weight, by its fully qualified name."""
@@ -131,7 +141,7 @@ class BodyBuilder:
                 raise UnsupportedError(f"{node.target} is inside a branch or a loop, where no stage can begin")
             self.tables.split_positions.append(len(self.nodes))
         else:
-            self._append_node(node, self._complete_context(node, context))
+            self._append_node(module, node, self._complete_context(node, context))
 
     def _complete_context(self, node: FxNode, context: int | None) -> int | None:
         """The context of a node, with its grad mode if torch has lost that."""
@@ -151,12 +161,13 @@ class BodyBuilder:
                 self._weight_nodes.add(placeholder)
         return list(child_arguments(self._append_module(called_module, self.tables.context_index(opened))))
 
-    def _append_node(self, node: FxNode, context: int | None) -> None:
+    def _append_node(self, module: GraphModule, node: FxNode, context: int | None) -> None:
         meta: Any = node.meta.get("val")
         returns_several = isinstance(meta, list | tuple)
         op = self.tables.op_index(node.target)
         outputs = self._outputs(node, op, meta if returns_several else [meta], numbered=returns_several)
-        args = tuple(self._argument(argument, node) for argument in node.args)
+        further_operands = self._add_subgraphs(module, node)
+        args = with_operands([self._argument(argument, node) for argument in node.args], further_operands)
         kwargs = tuple((parameter, self._argument(argument, node)) for parameter, argument in node.kwargs.items())
         self.tables.add_aliases(op, observed_aliases(node))
         subgraphs = [self.tables.subgraphs[index] for index in subgraph_indices(Node(op=op, args=args, kwargs=kwargs))]
@@ -231,21 +242,41 @@ class BodyBuilder:
         return self.arguments[argument]
 
     def _module_argument(self, module: GraphModule, node: FxNode) -> BoundArgument:
-        """A graph module that is an argument of nodes: a subgraph, unless its nodes are appended where it is called."""
-        attribute = getattr(module, str(node.target), None)
+        """An attribute that is an argument of nodes: a constant, or a subgraph unless its nodes are appended where it is called."""
+        attribute = module_attribute(module, str(node.target))
+        if isinstance(attribute, torch.Tensor):
+            return self._constant(attribute)
         if not isinstance(attribute, GraphModule):
             raise UnsupportedError(
                 f"the attribute {node.target} is a {type(attribute).__name__}, which a bundle cannot hold"
             )
-        if all(opens_context(user) for user in node.users):
-            return []
-        return SubgraphArg(self._add_subgraph(attribute))
+        return []  # until a node calls it
 
-    def _add_subgraph(self, module: GraphModule) -> int:
+    def _add_subgraphs(self, module: GraphModule, node: FxNode) -> dict[int | None, list[Argument]]:
+        """Add the subgraphs that a node calls; return the constants that they hold, by the position of the operands that pass them."""
+        further_operands = {}
+        for position, subgraph_nodes in subgraph_operands(node):
+            bodies = [module_attribute(module, str(subgraph_node.target)) for subgraph_node in subgraph_nodes]
+            graph_modules = [body for body in bodies if isinstance(body, GraphModule)]
+            # All subgraphs that get the same operands take the constants of all of them.
+            constants = {id(tensor): tensor for body in graph_modules for tensor in held_tensors(body)}
+            for subgraph_node, body in zip(subgraph_nodes, graph_modules, strict=True):
+                self.arguments[subgraph_node] = SubgraphArg(self._add_subgraph(body, list(constants.values())))
+            further_operands[position] = [self._constant(tensor) for tensor in constants.values()]
+        return further_operands
+
+    def _constant(self, tensor: torch.Tensor) -> Argument:
+        """The value of a constant that a graph module holds: a weight, or in a subgraph the input that passes it."""
+        constant_name = self.tables.constant_names[id(tensor)]
+        return self._lifted.get(constant_name) or ValueArg(self.tables.weight_values[constant_name])
+
+    def _add_subgraph(self, module: GraphModule, constants: Sequence[torch.Tensor]) -> int:
         body = BodyBuilder(self.tables, module, is_subgraph=True)
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 body.add_input(node, f"arg_{len(body.inputs)}")
+        for constant in constants:
+            body.add_constant_input(constant)
         result = body.build()
         self.tables.subgraphs.append(Subgraph(inputs=tuple(body.inputs), nodes=tuple(body.nodes), result=result))
         return len(self.tables.subgraphs) - 1

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from stagepack.capture.module_calls import TracedCalls
-from stagepack.errors import UnsupportedError
+from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ValueArg
 from stagepack.format.shapes import Guard
 from stagepack.format.signature import Signature
@@ -36,7 +36,7 @@ from stagepack.linearize.constants import constant_argument
 from stagepack.linearize.container_trees import Leaf
 from stagepack.linearize.guards import program_conditions, program_guards
 from stagepack.linearize.module_calls import module_calls
-from stagepack.linearize.program_tensors import program_device, program_tensors
+from stagepack.linearize.program_tensors import inner_constants, program_device, program_tensors
 from stagepack.linearize.signature import program_signature
 from stagepack.linearize.symbols import SymbolTable, TracedSymbol
 from stagepack.linearize.tables import Tables
@@ -122,7 +122,7 @@ def linearize_program(
     tensors = program_tensors(program)
     weights = weight_table(tensors, store_zeros=store_zeros, data_of=data_of)
     symbols = SymbolTable(program, dim_names, smallest_sizes)
-    tables = Tables(symbols, program_device(program, tensors), weights.values)
+    tables = Tables(symbols, program_device(program, tensors), weights.values, inner_constants(program))
     body = BodyBuilder(tables, program.graph_module)
     input_leaves = _bind_inputs(program, body)
     body.build()
@@ -164,7 +164,16 @@ def _without_vmap(program: ExportedProgram) -> ExportedProgram:
     """The program, decomposed if it has calls that enter and leave levels of ``torch.vmap``."""
     graph_modules = (module for module in program.graph_module.modules() if isinstance(module, GraphModule))
     if any(is_vmap_boundary(node.target) for module in graph_modules for node in module.graph.nodes):
-        program = program.run_decompositions({})
+        try:
+            program = program.run_decompositions({})
+        except RuntimeError as error:
+            # torch 2.13 fails where a function that an operator calls holds a constant.
+            advice = (
+                "make constants in functions that torch.vmap, flex_attention and the like call buffers of the module"
+            )
+            raise UnsupportedError(
+                f"torch cannot decompose the calls of torch.vmap: {first_line(error)}: {advice}"
+            ) from error
     return program
 
 

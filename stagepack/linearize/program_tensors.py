@@ -1,10 +1,12 @@
 """The parameters, buffers and constants of a captured program, and the device that they are on."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import GraphModule
 
 from stagepack.errors import UnsupportedError
 from stagepack.linearize.weight_table import WeightKind
@@ -38,7 +40,44 @@ def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, tor
             if kind == "non_persistent_buffer" and spec.arg.name not in used_names and tensor.layout != torch.strided:
                 continue  # for code outside of the forward, such as whisper's sparse `alignment_heads`
             tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(weight_name, tensor)}
-    return tensors
+    return tensors | {name: ("constant", tensor) for name, tensor in inner_constants(program).items()}
+
+
+def inner_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Return the tensors that graph modules inside a program hold, such as constants in the branches of ``torch.cond``.
+
+    torch lifts the constants of the program itself, and names them ``lifted_tensor_0`` and so on. These get the next names.
+
+    Args:
+        program: a captured program.
+
+    Returns:
+        The tensors by name, each once, in the order in which nodes use them.
+    """
+    taken_names = {*program.constants, *program.state_dict}
+    free_names = (f"lifted_tensor_{number}" for number in itertools.count())
+    distinct = {id(tensor): tensor for tensor in held_tensors(program.graph_module)}
+    names = (name for name in free_names if name not in taken_names)
+    return dict(zip(names, distinct.values(), strict=False))
+
+
+def held_tensors(module: GraphModule) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the nodes of a graph module read as attributes, and those of the graph modules that it calls."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            attribute = module_attribute(module, str(node.target))
+            if isinstance(attribute, torch.Tensor):
+                yield attribute
+            elif isinstance(attribute, GraphModule):
+                yield from held_tensors(attribute)
+
+
+def module_attribute(module: torch.nn.Module, path: str) -> object:
+    """Return the attribute of a module at a path, which may lead through modules inside it; None if there is none."""
+    attribute: object = module
+    for name in path.split("."):
+        attribute = getattr(attribute, name, None)
+    return attribute
 
 
 def program_device(program: ExportedProgram, tensors: dict[str, tuple[WeightKind, torch.Tensor]]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 from torch.fx import Node as FxNode
 
@@ -20,15 +21,23 @@ class Tables:
         symbols: the sizes that may change.
         device: the type of the device that the program was captured on.
         weight_values: the names of the values that stand for weights, by the fully qualified names of the weights.
+        constant_names: the fully qualified names of tensors that graph modules hold, by the identity of the tensor.
         costs: the costs of nodes.
         subgraphs: the bodies of higher-order operators; those that others use come first.
         split_positions: the positions of the nodes before which ``split_here`` was called.
     """
 
-    def __init__(self, symbols: SymbolTable, device: str, weight_values: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        symbols: SymbolTable,
+        device: str,
+        weight_values: Mapping[str, str],
+        inner_constants: Mapping[str, torch.Tensor],
+    ) -> None:
         self.symbols = symbols
         self.device = device
         self.weight_values = weight_values
+        self.constant_names = {id(tensor): name for name, tensor in inner_constants.items()}
         self.costs = CostModel()
         self.subgraphs: list[Subgraph] = []
         self.split_positions: list[int] = []
