@@ -1,18 +1,23 @@
-"""What differs between two bundles: the graph, the weights by name, the cut, and the other files. Without torch."""
+"""What differs between two bundles: the graph, the weights by name, the cut, and the other files. Without torch.
+
+All fields of all types are compared, those too that later versions add: what is not named here is compared as it is stored. At the end,
+bundles whose digests differ are never equal.
+"""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-import msgspec
+from msgspec import Struct
 from msgspec.msgpack import encode
 
 from stagepack.bundle_content import read_entry_point
 from stagepack.bundle_writing import INDEX_FILE_NAME
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.manifest import File
+from stagepack.format.manifest import File, Manifest
+from stagepack.format.node_contents import NodeContents
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import map_in_threads
 from stagepack.format.weights import StoredTensor
@@ -58,32 +63,44 @@ def compare_bundles(first: Bundle, second: Bundle) -> Differences:
     """
     if first.identity == second.identity:
         return Differences(graph=(), weights={}, plan=(), files=())
-    graph_lines: list[str] = []
-    plan_lines: list[str] = []
-    weight_lines: dict[str, str] = {}
+    differences = Differences(
+        graph=tuple(_manifest_differences(first.manifest, second.manifest)),
+        weights={},
+        plan=(),
+        files=tuple(_file_differences(first, second)),
+    )
     for name, bundles in _compared_entry_points(first, second).items():
         if None in bundles:
-            graph_lines.append(f"entry point {name}: only in {'B' if bundles[0] is None else 'A'}")
+            differences = replace(
+                differences,
+                graph=(*differences.graph, f"entry point {name}: only in {'B' if bundles[0] is None else 'A'}"),
+            )
             continue
         prefix = f"{name}: " if name else ""
         first_model, second_model = (_Model.read(bundle) for bundle in bundles if bundle is not None)
-        differences = (
-            *_signature_differences(first_model.bundle, second_model.bundle),
-            *_graph_differences(first_model.graph, second_model.graph),
+        differences = replace(
+            differences,
+            graph=(*differences.graph, *(prefix + line for line in _model_differences(first_model, second_model))),
+            weights={**differences.weights, **dict(_weight_differences(first_model, second_model))},
+            plan=(
+                *differences.plan,
+                *(prefix + line for line in _cut_differences(first_model.bundle, second_model.bundle)),
+            ),
         )
-        graph_lines += [prefix + line for line in differences]
-        plan_lines += [prefix + line for line in _plan_differences(first_model.bundle, second_model.bundle)]
-        weight_lines |= _weight_differences(first_model, second_model)
-    return Differences(
-        graph=tuple(graph_lines),
-        weights=weight_lines,
-        plan=tuple(plan_lines),
-        files=tuple(_file_differences(first, second)),
-    )
+        if not differences and _is_stored_otherwise(first_model, second_model):
+            differences = replace(
+                differences, files=(f"{prefix}the graphs of the stages: the same nodes, stored otherwise",)
+            )
+    if not differences and not first.fragment:
+        differences = replace(
+            differences, files=("manifest.json: the same model, stored in other files or another order",)
+        )
+    return differences
 
 
 def _compared_entry_points(first: Bundle, second: Bundle) -> dict[str, tuple[Bundle | None, Bundle | None]]:
     """The entry points of both bundles by name. The only one of both, or the selected one, needs no name."""
+    first, second = first.with_graphs_kept(), second.with_graphs_kept()
     if first.fragment or second.fragment:
         return {"": (first.select(first.entry_point.name), second.select(second.entry_point.name))}
     names = [[entry_point.name for entry_point in bundle.entry_points] for bundle in (first, second)]
@@ -100,6 +117,7 @@ class _Model:
     """The whole model of a bundle, with its weights by name and where they are stored."""
 
     bundle: Bundle
+    stages: Sequence[Graph]
     graph: Graph
     weights: Mapping[str, Weight]
     locations: Mapping[str, tuple[Path, StoredTensor]]
@@ -109,49 +127,66 @@ class _Model:
         stored = read_entry_point(bundle)
         graph = join_stages(bundle.entry_point, stored.graphs)
         weights = {weight_name: weight for weight in graph.weights for weight_name in weight.names}
-        return _Model(bundle=bundle, graph=graph, weights=weights, locations=stored.locations)
+        return _Model(bundle=bundle, stages=stored.graphs, graph=graph, weights=weights, locations=stored.locations)
 
 
-def _signature_differences(first: Bundle, second: Bundle) -> Iterator[str]:
-    for field, title in (
-        ("signature", "how the model is called"),
-        ("symbols", "the dynamic sizes"),
-        ("guards", "the conditions on sizes"),
-    ):
-        if not _is_same(getattr(first.entry_point, field), getattr(second.entry_point, field)):
-            yield f"{title}: differs"
-    if first.manifest.device != second.manifest.device:
-        yield "the device: differs"
+# What the lines of a difference call a field; others have their names.
+_TITLES: Final = {
+    "signature": "how the model is called",
+    "symbols": "the dynamic sizes",
+    "guards": "the conditions on sizes",
+    "device": "the device",
+    "seed": "the seed of the example",
+    "example": "the file of the example",
+}
 
 
-def _graph_differences(first: Graph, second: Graph) -> Iterator[str]:
-    """Yield what differs in the graphs but for the content of the weights."""
-    if len(first.nodes) != len(second.nodes):
-        yield f"nodes: {len(first.nodes)} and {len(second.nodes)}"
-    pairs = itertools.zip_longest(_node_facts(first), _node_facts(second))
-    position = next((index for index, (a, b) in enumerate(pairs) if not _is_same(a, b)), None)
+def _differing_fields(first: Struct, second: Struct, without: Collection[str]) -> Iterator[str]:
+    """Yield the fields of two objects of one type that are not stored alike.
+
+    Args:
+        first: an object.
+        second: another one of its type.
+        without: the fields that the caller compares, or need not.
+    """
+    for field in first.__struct_fields__:
+        if field not in without and not _is_same(getattr(first, field), getattr(second, field)):
+            yield field
+
+
+def _manifest_differences(first: Manifest, second: Manifest) -> Iterator[str]:
+    # Entry points and files are compared by name; the digest is that of all else.
+    for field in _differing_fields(first, second, ("entry_points", "files", "producer", "sha256")):
+        yield f"{_TITLES.get(field, field)}: differs"
+
+
+def _model_differences(first: _Model, second: _Model) -> Iterator[str]:
+    """Yield what differs in the models but for their weights, whatever their cuts."""
+    # A name is how the caller finds the entry point. What depends on the cut is compared by `_cut_differences`.
+    without = ("name", "stages", "edges", "plan")
+    for field in _differing_fields(first.bundle.entry_point, second.bundle.entry_point, without):
+        yield f"{_TITLES.get(field, field)}: differs"
+    states = [{name for stage in model.bundle.stages for name in stage.state} for model in (first, second)]
+    if states[0] != states[1]:
+        yield f"the state: {', '.join(sorted(states[0] ^ states[1]))} in one of them"
+    if len(first.graph.nodes) != len(second.graph.nodes):
+        yield f"nodes: {len(first.graph.nodes)} and {len(second.graph.nodes)}"
+    pairs = itertools.zip_longest(
+        *(map(NodeContents(model.graph).content, model.graph.nodes) for model in (first, second))
+    )
+    position = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if position is not None:
-        shown = " and ".join(_shown_node(graph, position) for graph in (first, second))
+        shown = " and ".join(_shown_node(model.graph, position) for model in (first, second))
         yield f"node {position} is the first that differs: {shown}"
-    for field in ("inputs", "outputs", "subgraphs", "calls"):
-        if not _is_same(getattr(first, field), getattr(second, field)):
-            yield f"{field}: differ"
+    # The tables are those of the nodes. The symbols are those of the entry point, and weights are compared by name.
+    excluded = ("nodes", "symbols", "weights", "ops", "scopes", "contexts", "subgraphs")
+    for field in _differing_fields(first.graph, second.graph, excluded):
+        yield f"{field}: differ"
 
 
 def _is_same(a: object, b: object) -> bool:
     """Whether two parts of graphs are stored alike. In Python -0.0 equals 0.0, True equals 1, and NaN does not equal itself."""
     return encode(a) == encode(b)
-
-
-def _node_facts(graph: Graph) -> Iterator[tuple[Any, ...]]:
-    """Yield each node with the rows of the tables that it refers to by number."""
-    for node in graph.nodes:
-        yield (
-            msgspec.structs.replace(node, op=0, scope=0, context=None),
-            graph.ops[node.op],
-            graph.scopes[node.scope],
-            None if node.context is None else graph.contexts[node.context],
-        )
 
 
 def _shown_node(graph: Graph, position: int) -> str:
@@ -177,6 +212,9 @@ def _weight_differences(first: _Model, second: _Model) -> Iterator[tuple[str, st
             yield weight_name, f"tied to {tied[0]} and to {tied[1]}"
         elif (a.kind, a.trainable, a.strides) != (b.kind, b.trainable, b.strides):
             yield weight_name, f"{_kind(a)} and {_kind(b)}"
+        # A weight of zeros may be stored, and its value is compared with the nodes.
+        elif fields := list(_differing_fields(a, b, ("value", "zeros"))):
+            yield weight_name, f"other {', '.join(fields)}"
         elif weight_name == a.names[0]:
             common.append((weight_name, a, b))
     same_contents = map_in_threads(lambda pair: _is_same_content(first, second, pair[1], pair[2]), common)
@@ -218,14 +256,28 @@ def _content(model: _Model, weight: Weight) -> Iterator[bytes]:
             yield file.read(min(_PIECE_BYTES, stored.end - start))
 
 
-def _plan_differences(first: Bundle, second: Bundle) -> Iterator[str]:
+# The names of files; what they have is compared.
+_FILE_NAMES: Final = ("graph", "weights")
+
+
+def _cut_differences(first: Bundle, second: Bundle) -> Iterator[str]:
+    """Yield what differs in the cuts."""
     if len(first.stages) != len(second.stages):
         yield f"stages: {len(first.stages)} and {len(second.stages)}"
-    for stage_number, (a, b) in enumerate(zip(first.stages, second.stages, strict=False)):
+        return
+    for stage_number, (a, b) in enumerate(zip(first.stages, second.stages, strict=True)):
         if a.places != b.places or a.added != b.added:
             yield f"stage {stage_number}: other nodes, {a.nodes} and {b.nodes}"
-        elif a.inputs != b.inputs or a.outputs != b.outputs:
-            yield f"stage {stage_number}: other inputs or outputs"
+        elif fields := list(_differing_fields(a, b, _FILE_NAMES)):
+            yield f"stage {stage_number}: other {', '.join(fields)}"
+    for field in ("edges", "plan"):
+        if not _is_same(getattr(first.entry_point, field), getattr(second.entry_point, field)):
+            yield f"{field}: differs"
+
+
+def _is_stored_otherwise(first: _Model, second: _Model) -> bool:
+    """Whether the graphs of the stages differ in what running them does not need, such as entries of tables."""
+    return any(not _is_same(a, b) for a, b in zip(first.stages, second.stages, strict=True))
 
 
 def _file_differences(first: Bundle, second: Bundle) -> Iterator[str]:

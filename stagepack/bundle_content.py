@@ -120,7 +120,7 @@ def read_entry_point(
     Raises:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
     """
-    graphs = tuple(bundle.graph(stage_number) for stage_number in range(len(bundle.stages)))
+    graphs = bundle.graphs()
     locations: dict[str, tuple[Path, StoredTensor]] = {}
     named_weights = named_weights or NamedWeights()
     for stage_number, graph in enumerate(graphs):

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZERO_DIGEST
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import EntryPoint, Manifest, Producer, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
-from stagepack.format.plan import Plan
+from stagepack.format.plan import Plan, Run
 from stagepack.format.shapes import Guard, Symbol
 from stagepack.format.signature import Signature, signature_features
 from stagepack.format.validate import check_graph, raise_problems
@@ -111,12 +113,7 @@ def write_bundle(
         BundleWriter(out, overwrite=overwrite) as writer,
         byte_progress(f"writing {Path(out).name}", weight_bytes) as progress,
     ):
-        stage_entries = []
-        for stage_name, stage in stages.items():
-            entry = _stage_entry(stage_name, stage, file_of_tensor, weights)
-            raise_problems(check_graph(stage.graph, entry.graph))
-            writer.write_file(entry.graph, [encode_graph(fold_graph(stage.graph, entry.node_numbers))])
-            stage_entries.append(entry)
+        stage_entries = _write_graphs(writer, stages, file_of_tensor, weights)
         locations: dict[str, tuple[Path, StoredTensor]] = {}
         for file_name in dict.fromkeys(file_of_tensor.values()):
             specs = [
@@ -141,6 +138,25 @@ def write_bundle(
         signatures += [call.signature for call in calls if call.signature is not None]
         manifest = _manifest(written_entry_points, origin, signature_features(signatures))
         writer.finish(manifest, replaced_digest=replaced_digest)
+
+
+def _write_graphs(
+    writer: BundleWriter, stages: Mapping[str, CutStage], file_of_tensor: Mapping[str, str], weights: TensorSource
+) -> list[Stage]:
+    """Write the graphs of stages, by the names of the stages; return their entries in the manifest."""
+    entries = []
+    # Entry points that were read from the same files have the same graphs.
+    encoded_graphs: dict[tuple[int, tuple[Run, ...], int], tuple[Stage, bytes]] = {}
+    for stage_name, stage in stages.items():
+        key = (id(stage.graph), stage.node_runs, stage.added_count)
+        if key not in encoded_graphs:
+            derived = _stage_entry(stage, weights)
+            raise_problems(check_graph(stage.graph, f"{stage_name}.msgpack"))
+            encoded_graphs[key] = derived, encode_graph(fold_graph(stage.graph, derived.node_numbers))
+        derived, encoded = encoded_graphs[key]
+        entries.append(_with_files(derived, stage_name, stage.graph, file_of_tensor))
+        writer.write_file(entries[-1].graph, [encoded])
+    return entries
 
 
 def _manifest(entry_points: Sequence[EntryPoint], origin: ModelOrigin, features: tuple[str, ...]) -> Manifest:
@@ -195,17 +211,20 @@ def _assign_files(stages: Mapping[str, CutStage]) -> dict[str, str]:
     return file_of_tensor
 
 
-def _stage_entry(stage_name: str, stage: CutStage, file_of_tensor: Mapping[str, str], weights: TensorSource) -> Stage:
-    """The entry of a stage in the manifest."""
-    graph = stage.graph
+def _with_files(entry: Stage, stage_name: str, graph: Graph, file_of_tensor: Mapping[str, str]) -> Stage:
+    """The entry of a stage in the manifest with the names of its files."""
     weight_files = {file_of_tensor[tensor] for tensor in _tensors_in_files(graph)}
+    own_name = f"{stage_name}.safetensors"
+    ordered = sorted(weight_files, key=lambda file_name: (file_name != own_name, file_name))  # its own file first
+    return msgspec.structs.replace(entry, graph=f"{stage_name}.msgpack", weights=tuple(ordered))
+
+
+def _stage_entry(stage: CutStage, weights: TensorSource) -> Stage:
+    """The entry of a stage in the manifest without the names of its files."""
+    graph = stage.graph
     stored_tensors = {weight.stored for weight in graph.weights}
     return Stage(
-        graph=f"{stage_name}.msgpack",
-        # The stage's own file first.
-        weights=tuple(
-            sorted(weight_files, key=lambda file_name: (file_name != f"{stage_name}.safetensors", file_name))
-        ),
+        graph="",
         inputs=tuple(value.name for value in graph.inputs),
         outputs=graph.outputs,
         nodes=len(graph.nodes),

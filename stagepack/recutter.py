@@ -109,6 +109,7 @@ def recut_with_options(
     replaced_digest = check_output(bundle, out, overwrite=overwrite)
     selected_name = bundle.entry_point.name
     versions = bundle.check_digests(bundle.files)
+    bundle = bundle.with_graphs_kept()
     contents, sources = [], []
     named_weights = NamedWeights()
     for entry_point in bundle.entry_points:
@@ -152,7 +153,7 @@ def whole_graph(bundle: Bundle) -> Graph:
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
         CutError: the manifest does not record the positions of the nodes in the whole model.
     """
-    return _join_graphs(bundle, [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))])
+    return _join_graphs(bundle, bundle.graphs())
 
 
 def _join_graphs(bundle: Bundle, stage_graphs: Sequence[Graph]) -> Graph:

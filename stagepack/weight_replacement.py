@@ -211,6 +211,7 @@ def _write_filled(
 ) -> Bundle:
     """Write the bundle with the new weights and without examples."""
     named_weights = NamedWeights()
+    bundle = bundle.with_graphs_kept()
     stored_entry_points = [
         read_entry_point(bundle.select(entry_point.name), versions, named_weights)
         for entry_point in bundle.entry_points

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -19,18 +19,14 @@ from stagepack.format.tree import (
     ValueLeaf,
     constant_value,
     flatten_tree,
-    tree_leaves,
     unflatten_tree,
 )
+from stagepack.format.validate.example import INPUT_PREFIX, OUTPUT_PREFIX, example_edges
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES
-
-# How the names in the example file begin.
-INPUT_PREFIX: Final = "input."
-OUTPUT_PREFIX: Final = "output."
 
 
 def replay_example(pipeline: CallablePipeline, bundle: Bundle, tolerance: Tolerance | None = None) -> Difference:
@@ -109,7 +105,7 @@ def _read_example_arrays(bundle: Bundle, array_ops: ArrayOps) -> tuple[dict[str,
     results = {array_name: array for array_name, array in arrays.items() if array_name.startswith(OUTPUT_PREFIX)}
     return (
         _restore_dtypes(array_ops, inputs, _input_edges(bundle.entry_point)),
-        _restore_dtypes(array_ops, results, _result_edges(bundle.entry_point)),
+        _restore_dtypes(array_ops, results, example_edges(bundle.entry_point)),
     )
 
 
@@ -193,16 +189,6 @@ def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: 
 def _input_edges(entry_point: EntryPoint) -> dict[str, Edge]:
     """The inputs of the model, by edge name."""
     return {edge.name: edge for edge in entry_point.edges if edge.producer is None}
-
-
-def _result_edges(entry_point: EntryPoint) -> dict[str, Edge]:
-    """The leaves of the result that are values, by their names in the file of the example."""
-    edges = {edge.name: edge for edge in entry_point.edges}
-    return {
-        f"{OUTPUT_PREFIX}{index}": edges[leaf.name]
-        for index, leaf in enumerate(tree_leaves(entry_point.signature.result))
-        if isinstance(leaf, ValueLeaf)
-    }
 
 
 def _input_values(entry_point: EntryPoint, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,12 @@ through it would leave one stage with a stale copy. For a buffer, a parameter or
 are kept together; for an activation, those up to the last write, since a value read afterwards is final.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stagepack.format.graph import Graph, Node, Op, Weight
+from stagepack.format.graph import Graph, Node, Op, Subgraph, Weight
 from stagepack.format.traversal import (
     argument_value_names,
     input_names,
@@ -102,6 +103,21 @@ def alias_classes(graph: Graph) -> AliasClasses:
         The alias classes; weights on one stored tensor are in one class.
     """
     return _alias_classes_of_nodes(_NodeMemory(graph), graph.nodes, graph.weights)
+
+
+def may_write(graph: Graph) -> bool:
+    """Tell whether an operator of a graph writes memory. If none does, the alias classes are not needed to know what is written."""
+    return any(op.mutates or op.name in _TRAINING_PARAMETERS for op in graph.ops)
+
+
+def written_weight_names(graph: Graph, classes: AliasClasses) -> tuple[str, ...]:
+    """Return the first names of the weights that nodes write, in the order of the weight table.
+
+    Args:
+        graph: the graph of a model or of a stage.
+        classes: its alias classes.
+    """
+    return tuple(weight.names[0] for weight in graph.weights if classes.is_written(weight.value))
 
 
 def colocation_groups(
@@ -294,15 +310,21 @@ class _NodeMemory:
     def _subgraph_writes_input(self, subgraph_index: int) -> bool:
         if subgraph_index not in self._subgraph_writes:
             subgraph = self._graph.subgraphs[subgraph_index]
-            classes = _alias_classes_of_nodes(self, subgraph.nodes, ())
+            # The values of a subgraph have names of their own.
+            memory = copy.copy(self)
+            vars(memory)["_dtypes"] = _dtypes(subgraph)
+            classes = _alias_classes_of_nodes(memory, subgraph.nodes, ())
             writes_input = any(classes.is_written(value.name) for value in subgraph.inputs)
             self._subgraph_writes[subgraph_index] = writes_input
         return self._subgraph_writes[subgraph_index]
 
     @cached_property
     def _dtypes(self) -> dict[str, str]:
-        """The dtype of each value outside of subgraphs, whose values have names of their own."""
-        graph = self._graph
-        values = [value for node in graph.nodes for value in node.outputs if value is not None]
-        dtypes = {value.name: value.dtype for value in (*graph.inputs, *values)}
-        return dtypes | {weight.value: weight.dtype for weight in graph.weights}
+        weight_dtypes = {weight.value: weight.dtype for weight in self._graph.weights}
+        return _dtypes(self._graph) | weight_dtypes
+
+
+def _dtypes(body: Graph | Subgraph) -> dict[str, str]:
+    """The dtype of each value of a graph or a subgraph that is no weight."""
+    values = [value for node in body.nodes for value in node.outputs if value is not None]
+    return {value.name: value.dtype for value in (*body.inputs, *values)}

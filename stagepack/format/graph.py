@@ -61,6 +61,11 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The name of the stored tensor that has its bytes. If `zeros` is true, no file has a tensor of this name."""
         return self.names[0] if self.base is None else self.base
 
+    @property
+    def owned_names(self) -> tuple[str, ...]:
+        """Its names, and that of the stored tensor: another weight with one of them has the same memory."""
+        return self.names if self.base is None else (*self.names, self.base)
+
 
 class ValueArg(Struct, frozen=True, array_like=True, tag="value"):
     """A value that an input, a weight or an earlier node defines."""

@@ -1,12 +1,14 @@
 """Decode and check the content of a graph file."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stagepack.format.codec import decode_graph
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph
 from stagepack.format.unfold import unfold_graph
-from stagepack.format.validate import check_folded, check_graph, raise_problems
+from stagepack.format.validate import StageGraph, check_folded, check_graph, raise_problems
 
 
 class GraphFile(NamedTuple):
@@ -41,3 +43,26 @@ def read_graph(content: bytes, file_name: str, *, newer: bool = False, module_ca
     graph = unfold_graph(folded, file_name, module_calls=module_calls)
     raise_problems(check_graph(graph, file_name))
     return GraphFile(folded, graph)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGraphs:
+    """What a bundle has read and checked; see `Bundle.with_graphs_kept`.
+
+    Attributes:
+        files: the graphs by file, and by whether they have module calls.
+        models: the entry points whose stages were checked together, by what is checked.
+    """
+
+    files: dict[tuple[str, bool], tuple[GraphFile, StageGraph]] = field(default_factory=dict)
+    models: set[bytes] = field(default_factory=set)
+
+    def read(
+        self, file_name: str, read_content: Callable[[], bytes], *, newer: bool, module_calls: bool
+    ) -> tuple[GraphFile, StageGraph]:
+        """Return the graph of a file, whose content is read if it was not before, and what follows from it; see `read_graph`."""
+        key = (file_name, module_calls)
+        if key not in self.files:
+            graph_file = read_graph(read_content(), file_name, newer=newer, module_calls=module_calls)
+            self.files[key] = graph_file, StageGraph.of(graph_file.graph)
+        return self.files[key]

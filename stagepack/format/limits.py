@@ -26,6 +26,9 @@ STAGES = 4096
 RANK = 64
 TENSOR_ELEMENTS = 2**62
 
+# Bytes of the weights of zeros in one graph, which no file has.
+ZERO_BYTES = 2**40
+
 # Nesting of containers in an argument or a signature, of operations in a dimension, of contexts, module calls, subgraphs and regions.
 NESTING_DEPTH = 64
 

@@ -34,3 +34,13 @@ def operator_verdict(operator_name: str) -> str | None:
 def without_overload(operator_name: str) -> str:
     """Return the name of an operator without its overload, such as ``aten.linear`` of ``aten.linear.default``."""
     return operator_name.rpartition(".")[0]
+
+
+def is_random_operator(operator_name: str) -> bool:
+    """Tell whether an operator is listed as one that draws from a random generator, in this or another overload, or out of place."""
+    return without_overload(operator_name).removesuffix("_") in _random_operators()
+
+
+@functools.cache
+def _random_operators() -> frozenset[str]:
+    return frozenset(without_overload(name) for name, verdict in listed_verdicts().items() if verdict == "random")

@@ -77,6 +77,25 @@ def parse_schema(text: str) -> OperatorSchema | None:
         return None
 
 
+@functools.lru_cache(maxsize=1024)
+def schema_parameters(text: str) -> tuple[str, ...] | None:
+    """Return the names of the parameters of a schema, in order; None if the text is no schema.
+
+    Examples:
+        >>> schema_parameters("aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor")
+        ('self', 'other', 'alpha')
+    """
+    # Nearly all schemas are read so: parsing takes a millisecond.
+    declarations, _, _ = text.partition("(")[2].rpartition(") -> ")
+    names = tuple(
+        part.rpartition(" ")[2].partition("=")[0] for part in declarations.split(", ") if part not in ("*", "")
+    )
+    if '"' not in text and "[" not in declarations.replace("[]", "") and all(map(_PARAMETER_NAME.fullmatch, names)):
+        return names
+    schema = parse_schema(text)
+    return None if schema is None else tuple(parameter.name for parameter in schema.parameters)
+
+
 class _NoSchemaError(Exception):
     """A text is not a schema."""
 

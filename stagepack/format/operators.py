@@ -48,6 +48,9 @@ HIGHER_ORDER_OPERATORS: Final = frozenset(
     for operator in ["cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention", "invoke_subgraph"]
 )
 
+# Reads a size off a tensor. A cut adds such nodes to stages.
+SIZE_OPERATOR: Final = "aten.sym_size.int"
+
 # Namespaces whose operators are judged one by one. Operators of other namespaces run only if the caller names the namespace.
 ALLOWED_NAMESPACES: Final = frozenset({"aten", "prims", "operator", "math", "torch", "higher_order"})
 

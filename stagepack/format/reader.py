@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from msgspec.msgpack import encode
 
 from stagepack.errors import EntryPointError, FileNotListedError, Problem
 from stagepack.format import limits
@@ -19,18 +21,22 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.file_checks import raise_digest_problems
 from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.graph_reader import GraphFile, read_graph
+from stagepack.format.graph_reader import GraphFile, KeptGraphs
 from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inputs, format_stage_count
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
-from stagepack.format.shapes import Symbol
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
+    EntryPointFacts,
     NamedWeights,
+    check_example,
     check_onnx,
+    check_plan,
     check_stage,
     check_weights,
+    check_whole_model,
     format_names,
     raise_problems,
+    weight_bytes,
 )
 from stagepack.format.weights import StoredTensor
 
@@ -83,6 +89,8 @@ class Bundle(BundleFiles):
             NotABundleError, VersionError, DigestError, LimitError, FormatError: see `BundleFiles`.
         """
         super().__init__(path, source=source)
+        # Shared with the bundles that `select` returns; None to read a graph file at each request.
+        self._kept_graphs: KeptGraphs | None = None
         self.selected = self.entry_points[0] if len(self.entry_points) == 1 else None
 
     def __repr__(self) -> str:
@@ -136,8 +144,14 @@ class Bundle(BundleFiles):
             raise EntryPointError(f"{self.location}: {expected}, found {name[:80]!r}")
         selected_bundle = copy.copy(self)
         selected_bundle.selected = by_name[name]
-        selected_bundle.__dict__.pop("_edge_of_name", None)
+        selected_bundle.__dict__.pop("_facts", None)
         return selected_bundle
+
+    def with_graphs_kept(self) -> Self:
+        """Return the same bundle, which reads each graph file once: for all stages of all its entry points that have the file."""
+        bundle = copy.copy(self)
+        vars(bundle)["_kept_graphs"] = KeptGraphs()
+        return bundle
 
     @property
     def _entry_point_names(self) -> str:
@@ -174,8 +188,8 @@ class Bundle(BundleFiles):
         return self.entry_point.inputs
 
     @cached_property
-    def _edge_of_name(self) -> dict[str, Edge]:
-        return {edge.name: edge for edge in self.edges}
+    def _facts(self) -> EntryPointFacts:
+        return EntryPointFacts.of(self.entry_point)
 
     @property
     def example(self) -> Path | None:
@@ -231,10 +245,26 @@ class Bundle(BundleFiles):
         """
         stage = self.stage(stage_number)
         newer = is_newer_minor(self.manifest.version)
-        graph_file = read_graph(self.read(stage.graph), stage.graph, newer=newer, module_calls=module_calls)
-        symbol_of_name = {symbol.name: symbol for symbol in self.entry_point.symbols}
-        raise_problems(check_stage(graph_file.graph, stage, self._edge_of_name, symbol_of_name))
+        graph_file, stage_graph = (self._kept_graphs or KeptGraphs()).read(
+            stage.graph, lambda: self.read(stage.graph), newer=newer, module_calls=module_calls
+        )
+        raise_problems(check_stage(stage_graph, stage, self._facts))
         return graph_file
+
+    def graphs(self) -> tuple[Graph, ...]:
+        """Read the graphs of all stages, in order and unfolded, which must be the parts of one model.
+
+        Raises:
+            DigestError: a file is missing or differs from the one that the manifest lists.
+            FormatError: a graph breaks a rule, or the stages do not fit together (G18, G19).
+        """
+        graphs = tuple(self.graph(stage_number) for stage_number in range(len(self.stages)))
+        checked_models = (self._kept_graphs or KeptGraphs()).models
+        model = encode([[(stage.graph, stage.added, stage.places) for stage in self.stages], self.inputs])
+        if model not in checked_models:
+            raise_problems(check_whole_model(self.entry_point, graphs))
+            checked_models.add(model)
+        return graphs
 
     def onnx_file(self, stage_number: int) -> OnnxFile:
         """Read the ONNX file of a stage and check it against the manifest and the headers of its weight files.
@@ -260,7 +290,7 @@ class Bundle(BundleFiles):
         model = parse_onnx_model(content, file_name)
         headers = self.read_headers((*stage.weights, *stage.onnx.weights))
         graph = self.graph_file(stage_number, module_calls=False).graph if stage.state else Graph()
-        values = _onnx_values(stage, self._edge_of_name, graph)
+        values = _onnx_values(stage, self._facts.edges, graph)
         raise_problems(check_onnx(model, stage, values, dict(headers), file_name))
         return OnnxFile(content, model)
 
@@ -287,11 +317,11 @@ class Bundle(BundleFiles):
             IndexError: the bundle has no stage of this number.
             DigestError: a file is missing or has another size.
             FormatError: a header breaks a rule, or a weight of the graph does not fit its stored tensor (W7), or
-                differs from one of the same name in another stage (W8).
+                differs from one of the same name in another stage (W8), or the manifest states other bytes or files (W9).
         """
         stage = self.stage(stage_number)
         headers = self.read_headers(stage.weights, stream)
-        raise_problems(check_weights(graph.weights, headers, stage.graph, named_weights or NamedWeights()))
+        raise_problems(check_weights(graph.weights, headers, stage, named_weights or NamedWeights()))
         return {
             tensor_name: (self.path / file_name, tensor)
             for file_name, tensors in headers
@@ -335,33 +365,34 @@ def _check_stages(bundle: Bundle) -> None:
     Raises:
         FormatError: a rule is broken.
     """
-    stages_of_graph: dict[str, list[tuple[Stage, dict[str, Edge], dict[str, Symbol]]]] = {}
+    bundle = bundle.with_graphs_kept()
     stages_of_onnx: dict[str, list[tuple[Stage, Onnx, dict[str, Edge | Weight]]]] = {}
     headers: dict[str, dict[str, StoredTensor]] = {}
     named_weights = NamedWeights()
-    for entry_point in bundle.entry_points:
-        edge_of_name = {edge.name: edge for edge in entry_point.edges}
-        symbol_of_name = {symbol.name: symbol for symbol in entry_point.symbols}
-        for stage in entry_point.stages:
-            stages_of_graph.setdefault(stage.graph, []).append((stage, edge_of_name, symbol_of_name))
 
     def read_headers(file_names: Iterable[str]) -> dict[str, dict[str, StoredTensor]]:
         file_names = tuple(file_names)
         headers.update(bundle.read_headers(file_name for file_name in file_names if file_name not in headers))
         return {file_name: headers[file_name] for file_name in file_names}
 
-    newer = is_newer_minor(bundle.manifest.version)
-    for file_name, graph_stages in stages_of_graph.items():
-        graph = read_graph(bundle.read(file_name), file_name, newer=newer).graph
-        for stage, edge_of_name, symbol_of_name in graph_stages:
-            raise_problems(check_stage(graph, stage, edge_of_name, symbol_of_name))
-            raise_problems(check_weights(graph.weights, read_headers(stage.weights).items(), file_name, named_weights))
+    for entry_point in bundle.entry_points:
+        selected = bundle.select(entry_point.name)
+        graphs = selected.graphs()
+        stored: dict[str, StoredTensor] = {}
+        for stage, graph in zip(entry_point.stages, graphs, strict=True):
+            tensors_of_file = read_headers(stage.weights)
+            raise_problems(check_weights(graph.weights, tensors_of_file.items(), stage, named_weights))
+            stored |= {name: tensor for tensors in tensors_of_file.values() for name, tensor in tensors.items()}
             if stage.onnx is not None:
-                values = _onnx_values(stage, edge_of_name, graph)
+                values = _onnx_values(stage, {edge.name: edge for edge in entry_point.edges}, graph)
                 stages_of_onnx.setdefault(stage.onnx.model, []).append((stage, stage.onnx, values))
+        weights = [weight for graph in graphs for weight in graph.weights]
+        raise_problems(check_plan(entry_point, graphs, weight_bytes(weights, stored)))
+        if entry_point.example is not None:
+            [tensors] = read_headers([entry_point.example]).values()
+            raise_problems(check_example(entry_point, tensors))
     for file_name, onnx_stages in stages_of_onnx.items():
         model = parse_onnx_model(bundle.read(file_name, limits.ONNX_BYTES), file_name)
         for stage, onnx, values in onnx_stages:
             tensors_of_file = read_headers((*stage.weights, *onnx.weights))
             raise_problems(check_onnx(model, stage, values, tensors_of_file, file_name))
-    read_headers(entry_point.example for entry_point in bundle.entry_points if entry_point.example is not None)

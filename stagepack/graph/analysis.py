@@ -5,7 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from stagepack.format.aliasing import AliasClasses, ColocationGroup, alias_classes, colocation_groups
+from stagepack.format.aliasing import (
+    AliasClasses,
+    ColocationGroup,
+    alias_classes,
+    colocation_groups,
+    written_weight_names,
+)
 from stagepack.format.graph import Graph, Value
 from stagepack.format.traversal import input_names, output_names, random_nodes
 
@@ -89,8 +95,7 @@ class GraphAnalysis:
     @cached_property
     def written_weight_names(self) -> tuple[str, ...]:
         """The names in the model of the weights that nodes write, in the order of the weight table."""
-        classes = self.alias_classes
-        return tuple(weight.names[0] for weight in self.graph.weights if classes.is_written(weight.value))
+        return written_weight_names(self.graph, self.alias_classes)
 
     def used_by(self, node_numbers: Iterable[int]) -> dict[str, None]:
         """Return the distinct names of the values that nodes use, in the order of first use.

@@ -9,6 +9,7 @@ from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.plan import run_members
 from stagepack.format.tree import value_names
+from stagepack.format.validate import check_whole_model, raise_problems
 from stagepack.graph.assembly import GraphAssembler, canonical_graph
 
 
@@ -25,9 +26,10 @@ def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
         The graph of the whole model, in the form of `canonical_graph`.
 
     Raises:
-        CutError: the manifest does not record the positions of the nodes in the whole model, or stages have different weights of one
-            value name.
+        CutError: the manifest does not record the positions of the nodes in the whole model, or a weight differs in two stages.
+        FormatError: the stages are not the parts of one model (G18, G19).
     """
+    raise_problems(check_whole_model(entry_point, stages))
     sources: dict[int, tuple[Graph, int]] = {}
     for entry, graph in zip(entry_point.stages, stages, strict=True):
         if len(graph.nodes) > entry.added and not entry.places:
@@ -49,7 +51,7 @@ def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
     weights: dict[str, Weight] = {}
     for weight in (weight for graph in stages for weight in graph.weights):
         if weights.setdefault(weight.value, weight) != weight:
-            raise CutError(f"two weights are the value {weight.value[:80]} in different stages: export the model again")
+            raise CutError(f"the weight {weight.names[0][:80]!r} differs in two stages: export the model again")
     outputs = dict.fromkeys(value_names(entry_point.signature.result))
     calls = {call.path: call for graph in stages for call in graph.calls}
     joined = assembler.finish(nodes, inputs, tuple(weights.values()), tuple(outputs))

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Graph, Node, Op, Value, ValueArg
-from stagepack.format.operators import operator_namespace
+from stagepack.format.operators import SIZE_OPERATOR, operator_namespace
 from stagepack.format.traversal import argument_value_names, input_names, output_names, passed_arguments
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition.costed_graph import CostedGraph
 
 SYM_SIZE_OP = Op(
-    name="aten.sym_size.int", schema="aten::sym_size.int(Tensor self, int dim) -> SymInt", parameters=("self", "dim")
+    name=SIZE_OPERATOR, schema="aten::sym_size.int(Tensor self, int dim) -> SymInt", parameters=("self", "dim")
 )
 # Namespaces of arithmetic on symbolic scalars.
 _SCALAR_NAMESPACES = ("operator", "math", "torch")

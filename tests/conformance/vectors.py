@@ -160,11 +160,16 @@ def _read_weights(case: Case, folder: Path) -> None:
         assert {name: [tensor.start, tensor.end] for name, tensor in found.items()} == case.fields["tensors"]
 
 
-def _read_bundle(case: Case, folder: Path) -> None:
+def edit_bundle(case: Case, folder: Path) -> Path:
+    """Write the bundle of a case of the folder ``bundle`` into an empty folder; return its path."""
     editor = BundleEditor.copy(TINY, folder / "case.stagepack")
     for edit in case.fields["edit"]:
         _edit_file(editor, edit)
-    Bundle(editor.path).verify()
+    return editor.path
+
+
+def _read_bundle(case: Case, folder: Path) -> None:
+    Bundle(edit_bundle(case, folder)).verify()
 
 
 def _read_onnx(case: Case, folder: Path) -> None:

@@ -154,7 +154,7 @@ ATTACKS = [
     case(
         "weight that is nowhere", weight(names=["ghost"]), "the weight 'ghost' is in none of the stage's weight files"
     ),
-    case("weight of another stage", weight(names=["second.bias"]), "'second.bias' is in none of the stage's"),
+    case("weight of another stage", weight(names=["second.bias"]), "'second.bias' is .*(G19|W7)"),
     case("weight without a name", weight(names=[""]), "a name is empty"),
     case("weight of two entries", weight(names=["first.bias", "first.weight"]), "or a duplicate one"),
     case("padding as a weight", weight(names=["__padding__1"]), "or reserved in weight files"),
@@ -343,7 +343,7 @@ def test_two_weights_of_one_name_are_refused(read: Callable[[Path], object], tmp
     original = stagepack.export(model, (torch.ones(2, 4),), out=tmp_path / "m.stagepack", stages=2).path
     editor = BundleEditor.copy(original, tmp_path / "changed.stagepack")
     name_like_the_first(editor)
-    with pytest.raises(FormatError, match=r"the weight '0.bias' differs .*W8"):
+    with pytest.raises(FormatError, match=r"the weight '0.bias' .*another stage.*(G19|W8)"):
         read(editor.path)
     # Alone, each stage has what is in its own file.
     hidden = model[0](torch.ones(2, 4))

@@ -1,11 +1,15 @@
 """Devices of torch, by name: those that the caller names, and those that a graph names."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import resource
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
 from stagepack.errors import DeviceError, first_line
+from stagepack.format.graph import Weight
+from stagepack.format.validate import zero_bytes
 
 
 def parse_device(device: object) -> torch.device:
@@ -62,6 +66,47 @@ def has_device(device_type: str) -> bool:
     return True
 
 
+class ZeroMemory:
+    """The memory of the host for weights of zeros of the stages that are loaded together.
+
+    No file has them, so that a bundle of 3 kB may state any number of them; and the system gives such memory out before it has it, and
+    ends the process when calls write to it.
+    """
+
+    def __init__(self) -> None:
+        """Start without weights."""
+        self._byte_count = 0
+
+    def reserve(self, weights: Iterable[Weight], device: torch.device) -> None:
+        """Count the weights of a stage.
+
+        Raises:
+            DeviceError: they and those that were counted before are more than the host has. On other devices, torch raises an error.
+        """
+        if device.type != "cpu":
+            return
+        self._byte_count += sum(map(zero_bytes, weights))
+        # Small ones need no look at the host, which takes 50 µs.
+        if self._byte_count > 2**26 and self._byte_count > (available_bytes := available_host_bytes()):
+            raise DeviceError(
+                f"the weights of zeros do not fit into the memory of this host: expected at most {available_bytes} bytes, "
+                f"found {self._byte_count}: choose another device, or fewer stages in one process"
+            )
+
+
+def available_host_bytes() -> int:
+    """Return the memory of the host that this process may still take, in bytes: 2**63 where the system does not tell."""
+    limits = [2**63]
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits.append(int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024)
+    with suppress(OSError, ValueError):  # "max" without a limit
+        group = Path("/sys/fs/cgroup")
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return min(*limits, limit if limit != resource.RLIM_INFINITY else 2**63)
+
+
 @contextmanager
 def typed_memory_errors() -> Iterator[None]:
     """Raise an error of torch that a device has not enough memory for weights as one of stagepack. Also a decorator.
@@ -74,8 +119,11 @@ def typed_memory_errors() -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        reason = first_line(error)
+    except (RuntimeError, MemoryError) as error:
+        # The allocator of the host raises no error of a type of its own.
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        reason = first_line(error) or "no memory"
         raise DeviceError(
             f"the weights do not fit into the memory of a device: {reason}: choose another device, more devices, or device_memory="
         ) from None

@@ -12,13 +12,13 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import NamedWeights
+from stagepack.format.validate import NamedWeights, check_whole_model, raise_problems
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.checked_graphs import CheckedGraphs
-from stagepack_loaders.torch.devices import typed_memory_errors
+from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import build_with_modules
 from stagepack_loaders.torch.module_call import ModuleCallBody
 from stagepack_loaders.torch.operators import resolve_operators
@@ -118,6 +118,29 @@ def prepare_stages(
     }
 
 
+class LoadedModels:
+    """The graphs of the stages that are loaded together. Those of all stages of an entry point must be the parts of one model."""
+
+    def __init__(self) -> None:
+        """Start without stages."""
+        self._graphs: dict[str, dict[int, Graph]] = {}
+
+    def add(self, bundle: Bundle, stage_number: int, graph: Graph) -> None:
+        """Add a stage; with the last one, check all of them.
+
+        Raises:
+            FormatError: the stages do not fit together (G18, G19).
+        """
+        graphs = self._graphs.setdefault(bundle.identity, {})
+        graphs[stage_number] = graph
+        if len(graphs) == len(bundle.stages):
+            raise_problems(
+                check_whole_model(
+                    bundle.entry_point, [graph for _, graph in sorted(graphs.items(), key=lambda item: item[0])]
+                )
+            )
+
+
 class StageParts(NamedTuple):
     """What the module of a stage is built from. In `folded`, each region is one function for all its calls."""
 
@@ -133,6 +156,7 @@ def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> St
         DigestError, FormatError, OperatorError: see `prepare_stages`.
     """
     folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
+    options.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
     graph_name = bundle.stages[stage_number].graph
     operators = resolve_operators(graph.ops, options.allow_ops, graph_name)
     record = CheckedGraphs()
@@ -157,6 +181,7 @@ def build_code(
     """
     stage_entry = bundle.stages[stage_number]
     folded, graph, operators = parts
+    options.shared.get(ZeroMemory, ZeroMemory).reserve(graph.weights, device)
     try:
         module_calls: Sequence[ModuleCallBody] = ()
         if options.modules:

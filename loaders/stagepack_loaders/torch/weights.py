@@ -149,5 +149,6 @@ def lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
 def zero_weight(weight: Weight, device: torch.device) -> torch.Tensor:
     """Return a weight of zeros, which no file holds."""
     dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
+    # Memory of zeros takes no page before it is written, with any strides: they have no gaps (G9).
     zeros = torch.zeros(weight.shape, dtype=dtype, device=device)
-    return zeros if weight.strides is None else zeros.new_empty_strided(weight.shape, weight.strides).zero_()
+    return zeros if weight.strides is None else zeros.as_strided(weight.shape, weight.strides)

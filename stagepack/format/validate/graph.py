@@ -25,12 +25,13 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
-from stagepack.format.operator_schema import schema_effects
+from stagepack.format.operator_list import is_random_operator
+from stagepack.format.operator_schema import schema_effects, schema_parameters
 from stagepack.format.operators import is_denied_operator, is_operator_name
 from stagepack.format.traversal import child_arguments, sort_module_calls, subgraph_indices
 from stagepack.format.validate.graph_weights import check_graph_weights
 from stagepack.format.validate.names import DECIMAL_PATTERN, WORD_PATTERN, is_identifier
-from stagepack.format.validate.problems import BrokenRule
+from stagepack.format.validate.problems import BrokenRule, format_names
 from stagepack.format.validate.signature import check_depth, check_signature
 from stagepack.format.validate.sizes import check_symbols, check_type
 
@@ -170,7 +171,12 @@ def _check_op(op: Op, location: str) -> Iterator[BrokenRule]:
 
 
 def _check_schema_facts(op: Op, location: str) -> Iterator[BrokenRule]:
-    """Yield where the facts of an operator contradict the text of its schema, which loaders compare with that of their torch."""
+    """Yield where the facts of an operator contradict the list of operators, or its schema, which loaders compare with their torch's."""
+    if not op.random and is_random_operator(op.name):
+        yield "G12", location, f"{op.name[:80]}: random is false, and the operator draws random numbers"
+    expected = schema_parameters(op.schema) if op.schema else None
+    if expected not in (None, op.parameters):
+        yield "G12", location, f"{op.name[:80]}: expected the parameters of its schema, {format_names(expected or ())}"
     effects = schema_effects(op.schema) if op.schema else None
     if effects is None:
         return

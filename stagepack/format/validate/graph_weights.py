@@ -1,7 +1,7 @@
 """The rules on the weights of a graph (SPEC G9)."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from stagepack.format import limits
 from stagepack.format.dtypes import ITEM_SIZE
@@ -13,7 +13,7 @@ from stagepack.format.validate.problems import BrokenRule
 _TRAINABLE_PREFIXES = ("float", "bfloat", "complex")
 
 
-def check_graph_weights(weights: Iterable[Weight], defined: set[str]) -> Iterator[BrokenRule]:
+def check_graph_weights(weights: Sequence[Weight], defined: set[str]) -> Iterator[BrokenRule]:
     """Yield the problems of the weights of a graph.
 
     Args:
@@ -36,6 +36,13 @@ def check_graph_weights(weights: Iterable[Weight], defined: set[str]) -> Iterato
         if weight.dtype not in ITEM_SIZE or (weight.trainable and not weight.dtype.startswith(_TRAINABLE_PREFIXES)):
             yield "G9", location, f"{weight.dtype[:80]!r} is not a dtype of stored tensors, or cannot be trained"
         yield from _check_layout(weight, location)
+    if sum(zero_bytes(weight) for weight in weights) > limits.ZERO_BYTES:
+        yield "L1", "weights", f"expected at most {limits.ZERO_BYTES} bytes of weights of zeros"
+
+
+def zero_bytes(weight: Weight) -> int:
+    """Return the bytes of a weight of zeros, which no file has; 0 for other weights."""
+    return math.prod(weight.shape) * ITEM_SIZE.get(weight.dtype, 1) if weight.zeros else 0
 
 
 def _check_layout(weight: Weight, location: str) -> Iterator[BrokenRule]:

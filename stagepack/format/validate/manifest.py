@@ -67,7 +67,7 @@ def _check_entry_point(entry_point: EntryPoint, listed: set[str], features: Coll
         yield "M6", "example", f"{entry_point.example[:80]!r} is not among the files"
     yield from _check_places(entry_point.stages)
     if entry_point.plan is not None:
-        yield from _check_plan(entry_point.plan, len(entry_point.stages))
+        yield from _check_plan(entry_point.plan, entry_point.stages)
     yield from check_symbols(entry_point.symbols)
     yield from _check_input_symbols(entry_point)
     yield from check_guards(entry_point.guards, entry_point.symbols)
@@ -160,9 +160,9 @@ def _check_places(stages: tuple[Stage, ...]) -> Iterator[BrokenRule]:
         covered_end = max(covered_end, first + count)
 
 
-def _check_plan(plan: Plan, stage_count: int) -> Iterator[BrokenRule]:
-    if len(plan.stages) != stage_count:
-        yield "M13", "plan", f"expected {stage_count} stages, found {len(plan.stages)}"
+def _check_plan(plan: Plan, stages: Sequence[Stage]) -> Iterator[BrokenRule]:
+    if len(plan.stages) != len(stages):
+        yield "M13", "plan", f"expected {len(stages)} stages, found {len(plan.stages)}"
     for stage_number, stage in enumerate(plan.stages):
         location = f"plan, stage {stage_number}"
         if not _are_ascending(stage.nodes) or min(_costs(stage)) < 0:
@@ -176,8 +176,11 @@ def _check_plan(plan: Plan, stage_count: int) -> Iterator[BrokenRule]:
     for first, count in sorted(run for stage in plan.stages for run in stage.nodes):
         if first != covered_end:
             yield "M13", "plan", f"node {min(first, covered_end)} is in no stage or in two"
-            break
+            return
         covered_end = first + count
+    node_count = max((first + count for stage in stages for first, count in stage.places), default=covered_end)
+    if covered_end != node_count:
+        yield "M13", "plan", f"expected the {node_count} nodes of the whole model, found {covered_end}"
 
 
 def _costs(stage: PlannedStage) -> tuple[int, ...]:

@@ -1,12 +1,15 @@
-"""The agreement of a stage's graph with the headers of its weight files, and with the weights of other stages (SPEC W7, W8)."""
+"""The agreement of a stage's graph with the headers of its weight files, and with the weights of other stages (SPEC W7 to W9)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from stagepack.errors import Problem
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
 from stagepack.format.graph import Weight
+from stagepack.format.manifest import Stage
+from stagepack.format.validate.graph_weights import zero_bytes
+from stagepack.format.validate.problems import format_names
 from stagepack.format.weights import StoredTensor
 
 
@@ -33,9 +36,9 @@ class NamedWeights:
 
 
 def check_weights(
-    weights: Iterable[Weight],
+    weights: Sequence[Weight],
     headers: Iterable[tuple[str, Mapping[str, StoredTensor]]],
-    graph_name: str,
+    stage: Stage,
     named_weights: NamedWeights,
 ) -> Iterator[Problem]:
     """Yield the problems of the weights of a stage.
@@ -43,28 +46,65 @@ def check_weights(
     Args:
         weights: the weights of the stage's graph.
         headers: the name of each weight file of the stage, and its tensors by name.
-        graph_name: the name of the graph file, for messages.
+        stage: the manifest entry of the stage.
         named_weights: the weights of the stages that this one is compared with.
 
     Yields:
         One problem for each tensor that two files hold, for each weight that does not fit its stored tensor (W7), and for each that has
-        the name of another one (W8).
+        the name of another one (W8); and where the manifest states other bytes, or files that the stage does not need (W9).
     """
     stored: dict[str, StoredTensor] = {}
     files: dict[str, str] = {}
+    broken_rules: list[tuple[str, str, str]] = []
     for file_name, tensors in headers:
-        for tensor_name in sorted(stored.keys() & tensors.keys()):
-            yield Problem(rule="W7", where=file_name, message=f"{tensor_name[:80]!r} is in another file too")
+        broken_rules += [
+            ("W7", file_name, f"{name[:80]!r} is in another file too")
+            for name in sorted(stored.keys() & tensors.keys())
+        ]
         stored.update(tensors)
         files.update(dict.fromkeys(tensors, file_name))
     for weight in weights:
         message = _mismatch(weight, stored.get(weight.stored))
         if message is not None:
-            yield Problem(rule="W7", where=graph_name, message=message)
+            broken_rules.append(("W7", stage.graph, message))
         differing_name = named_weights.differing_name(weight, files.get(weight.stored))
         if differing_name is not None:
             message = f"the weight {differing_name[:80]!r} differs from the one of this name in another stage, or is in another file"
-            yield Problem(rule="W8", where=graph_name, message=message)
+            broken_rules.append(("W8", stage.graph, message))
+    # What is wrong with a weight makes the sums wrong too.
+    broken_rules = broken_rules or [
+        ("W9", stage.graph, message) for message in _statement_differences(weights, stored, files, stage)
+    ]
+    yield from (Problem(rule=rule, where=where, message=message) for rule, where, message in broken_rules)
+
+
+def weight_bytes(weights: Iterable[Weight], stored: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """Return the bytes of the stored tensor of each weight, by the name of the stored tensor; those of zeros count too.
+
+    Args:
+        weights: the weights of a graph.
+        stored: the tensors of its weight files, by name.
+    """
+    bytes_of_stored: dict[str, int] = {}
+    for weight in weights:
+        tensor = stored.get(weight.stored)
+        if weight.zeros:
+            bytes_of_stored[weight.stored] = zero_bytes(weight)
+        elif tensor is not None:
+            bytes_of_stored[weight.stored] = tensor.end - tensor.start
+    return bytes_of_stored
+
+
+def _statement_differences(
+    weights: Iterable[Weight], stored: Mapping[str, StoredTensor], files: Mapping[str, str], stage: Stage
+) -> Iterator[str]:
+    """Yield what the manifest states of the weights of a stage that these are not."""
+    bytes_of_stored = weight_bytes(weights, stored)
+    if (byte_count := sum(bytes_of_stored.values())) != stage.weight_bytes:
+        yield f"the manifest counts {stage.weight_bytes} bytes of weights, the graph has {byte_count}"
+    needed_files = {files[tensor_name] for tensor_name in bytes_of_stored if tensor_name in files}
+    if unneeded := [file_name for file_name in stage.weights if file_name not in needed_files]:
+        yield f"the manifest lists the weight files {format_names(unneeded)}, which have no weight of the graph"
 
 
 def _mismatch(weight: Weight, tensor: StoredTensor | None) -> str | None:

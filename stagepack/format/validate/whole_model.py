@@ -1,0 +1,261 @@
+"""The agreement of the stages of an entry point with each other: they are the parts of one model (SPEC G18, G19)."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from stagepack.errors import Problem
+from stagepack.format.aliasing import alias_classes, colocation_groups, may_write
+from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Op, Subgraph, SubgraphArg, Value
+from stagepack.format.manifest import EntryPoint
+from stagepack.format.node_contents import NodeContents
+from stagepack.format.plan import run_members
+from stagepack.format.traversal import (
+    input_names,
+    map_arguments,
+    map_node_arguments,
+    output_names,
+    random_nodes,
+)
+from stagepack.format.validate.names import MANIFEST_NAME
+
+
+def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Iterator[Problem]:
+    """Yield the problems of the stages of an entry point together. `check_stage` must have found none in each of them.
+
+    Args:
+        entry_point: the entry point.
+        graphs: the graphs of its stages, in order.
+    """
+    if not any(stage.places for stage in entry_point.stages):
+        return
+    broken_rules = list(_check_tables(graphs))
+    if not broken_rules:
+        model = _WholeModel.of(entry_point, graphs)
+        broken_rules += _check_copies(model)
+        broken_rules += _check_definitions(model)
+        broken_rules += _check_calls(model)
+        # Values share memory by their names, so that each name must be one value.
+        broken_rules += () if broken_rules else _check_order(model)
+    for rule, stage_number, message in broken_rules:
+        yield Problem(rule=rule, where=entry_point.stages[stage_number].graph, message=message)
+
+
+def check_plan(
+    entry_point: EntryPoint, graphs: Sequence[Graph], bytes_of_stored: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Yield the problems of the costs in a plan that are those of its nodes. `check_whole_model` must have found none.
+
+    Args:
+        entry_point: the entry point.
+        graphs: the graphs of its stages, in order.
+        bytes_of_stored: the bytes of each stored tensor, by name.
+    """
+    if entry_point.plan is None or not any(stage.places for stage in entry_point.stages):
+        return
+    nodes = _WholeModel.of(entry_point, graphs).nodes
+    weights = {weight.value: weight.stored for graph in graphs for weight in graph.weights}
+    for stage_number, planned in enumerate(entry_point.plan.stages):
+        places = [nodes[position] for position in run_members(planned.nodes)]
+        used_names = {value_name for node_copy in places for value_name in input_names(node_copy.node)}
+        scopes = [graphs[node_copy.stage_number].scopes[node_copy.node.scope].path for node_copy in places[:1]]
+        expected = replace(
+            planned,
+            module=scopes[0] if scopes else "",
+            flops=sum(node_copy.node.cost.flops for node_copy in places),
+            bytes=sum(node_copy.node.cost.bytes for node_copy in places),
+            weight_bytes=sum(bytes_of_stored[name] for name in {weights[name] for name in used_names & weights.keys()}),
+        )
+        for field in ("module", "flops", "bytes", "weight_bytes"):
+            if getattr(expected, field) != getattr(planned, field):
+                message = f"expected the {field} of its nodes, {getattr(expected, field)}, broken_rules {getattr(planned, field)}"
+                yield Problem(rule="M17", where=f"{MANIFEST_NAME}: plan, stage {stage_number}", message=message[:400])
+
+
+# A broken rule, the number of the stage, and a message.
+_BrokenStageRule = tuple[str, int, str]
+
+
+class _NodeCopy(NamedTuple):
+    """A node of the whole model in one of the stages that have it."""
+
+    position: int
+    stage_number: int
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WholeModel:
+    """All nodes of the stages, by their positions in the whole model.
+
+    Attributes:
+        node_copies: the nodes, by position and then by stage.
+        nodes: the node at each position; that of the first of its stages.
+        stages_of: the stages that have the node of a position.
+    """
+
+    entry_point: EntryPoint
+    graphs: Sequence[Graph]
+    node_copies: Sequence[_NodeCopy]
+    nodes: Sequence[_NodeCopy]
+    stages_of: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, entry_point: EntryPoint, graphs: Sequence[Graph]) -> "_WholeModel":
+        node_copies = [
+            _NodeCopy(position, stage_number, node)
+            for stage_number, (stage, graph) in enumerate(zip(entry_point.stages, graphs, strict=True))
+            for position, node in zip(run_members(stage.places), graph.nodes[stage.added :], strict=True)
+        ]
+        node_copies.sort(key=lambda node_copy: node_copy[:2])
+        nodes: list[_NodeCopy] = []
+        stages_of: list[list[int]] = []
+        for node_copy in node_copies:
+            if node_copy.position == len(nodes):  # every position is in a stage (M12)
+                nodes.append(node_copy)
+                stages_of.append([])
+            stages_of[-1].append(node_copy.stage_number)
+        return cls(entry_point=entry_point, graphs=graphs, node_copies=node_copies, nodes=nodes, stages_of=stages_of)
+
+
+def _check_tables(graphs: Sequence[Graph]) -> Iterator[_BrokenStageRule]:
+    """Yield the operators and weights that are others in another stage."""
+    ops: dict[str, Op] = {}
+    names_of: dict[str, tuple[str, ...]] = {}
+    value_of: dict[str, str] = {}
+    for stage_number, graph in enumerate(graphs):
+        for op in graph.ops:
+            if ops.setdefault(op.name, op) != op:
+                yield "G19", stage_number, f"the operator {op.name} differs from the one of this name in another stage"
+        for weight in graph.weights:
+            # Weights of one name are compared by W8.
+            is_same = names_of.setdefault(weight.value, weight.names)[0] == weight.names[0]
+            if not is_same or value_of.setdefault(weight.names[0], weight.value) != weight.value:
+                message = (
+                    f"is the value {weight.value[:80]}, which another stage has with another name or for another weight"
+                )
+                yield "G19", stage_number, f"the weight {weight.names[0][:80]!r} {message}"
+
+
+def _check_copies(model: _WholeModel) -> Iterator[_BrokenStageRule]:
+    """Yield the nodes of one position that are not the same node."""
+    contents = [NodeContents(graph) for graph in model.graphs]
+    for node_copy in model.node_copies:
+        first = model.nodes[node_copy.position]
+        if first is not node_copy and contents[first.stage_number].content(first.node) != contents[
+            node_copy.stage_number
+        ].content(node_copy.node):
+            message = f"the node at position {node_copy.position} of the whole model differs from that of another stage"
+            yield "G19", node_copy.stage_number, message
+
+
+def _check_definitions(model: _WholeModel) -> Iterator[_BrokenStageRule]:
+    """Yield the values that several nodes define, and those that a node uses before a node defines them."""
+    outside = {value_name for graph in model.graphs for value_name in (weight.value for weight in graph.weights)}
+    outside |= {edge.name for edge in model.entry_point.inputs}
+    values: dict[str, Value] = {}
+    positions: dict[str, int] = {}
+    for position, stage_number, node in model.nodes:
+        for value in node.outputs:
+            if value is not None:
+                if value.name in values or value.name in outside:
+                    yield "G19", stage_number, f"the value {value.name[:80]} is another one in another stage"
+                values[value.name], positions[value.name] = value, position
+    for position, stage_number, node in model.node_copies:
+        for value_name in input_names(node):
+            if value_name not in outside and positions.get(value_name, position) >= position:
+                message = f"uses {value_name[:80]}, which no earlier node of the whole model defines"
+                yield "G19", stage_number, f"the node at position {position} {message}"
+    for stage_number, (stage, graph) in enumerate(zip(model.entry_point.stages, model.graphs, strict=True)):
+        for node in graph.nodes[: stage.added]:
+            for value in node.outputs:
+                if value is not None and values.get(value.name) != value:
+                    message = "is not the one of this name in the whole model"
+                    yield "G19", stage_number, f"the size {value.name[:80]} of an added node {message}"
+
+
+def _check_calls(model: _WholeModel) -> Iterator[_BrokenStageRule]:
+    """Yield the module calls that differ between stages, and those that a stage lacks, or has without one of their nodes."""
+    calls: dict[str, ModuleCall] = {}
+    stages_with: dict[str, list[int]] = {}
+    for stage_number, graph in enumerate(model.graphs):
+        for call in graph.calls:
+            if calls.setdefault(call.path, call) != call:
+                yield "G19", stage_number, f"the call of {call.path[:80]!r} differs from that in another stage"
+            stages_with.setdefault(call.path, []).append(stage_number)
+    for path, call in calls.items():
+        # Calls are nested at most 64 deep, so that this is at most 64 times the number of nodes.
+        end = int(call.first) + call.nodes
+        stages = set(itertools.chain.from_iterable(model.stages_of[int(call.first) : end]))
+        if end > len(model.nodes) or stages_with[path] != sorted(stages):
+            message = (
+                f"is in the stages {stages_with[path][:9]}: expected it in those that have its nodes, and no others"
+            )
+            yield "G19", stages_with[path][0], f"the call of {path[:80]!r} {message}"
+
+
+def _check_order(model: _WholeModel) -> Iterator[_BrokenStageRule]:
+    """Yield what depends on the order of nodes, and runs in another order than in the whole model: draws, and uses of written memory."""
+    graph = _concatenated(model)
+    last_stage = 0
+    for node_number in sorted(random_nodes(graph)):
+        stages = model.stages_of[node_number]
+        if len(stages) > 1 or stages[0] < last_stage:
+            message = "draws random numbers, and runs in several stages or before an earlier node of the whole model"
+            yield "G19", stages[-1], f"the node at position {node_number} {message}"
+        last_stage = max(last_stage, stages[-1])
+    if not may_write(graph):
+        return
+    touched_values = [[*input_names(node), *output_names(node)] for node in graph.nodes]
+    for group in colocation_groups(graph, alias_classes(graph), touched_values):
+        stages = sorted({number for node_number in group.nodes for number in model.stages_of[node_number]})
+        if len(stages) > 1:
+            message = f"is written, and the nodes that touch its memory are in the stages {stages[:9]}"
+            yield "G18", stages[-1], f"{group.name[:80]!r} {message}"
+
+
+def _concatenated(model: _WholeModel) -> Graph:
+    """The nodes of the whole model, with the tables of all stages one after the other: an operator is in them as often as in the stages."""
+    ops: list[Op] = []
+    subgraphs: list[Subgraph] = []
+    nodes: list[Node] = [node_copy.node for node_copy in model.nodes]
+    by_stage: dict[int, list[_NodeCopy]] = {}
+    for node_copy in model.nodes:
+        by_stage.setdefault(node_copy.stage_number, []).append(node_copy)
+    for stage_number, graph in enumerate(model.graphs):
+        shift = _Shift(len(ops), len(subgraphs))
+        ops += graph.ops
+        subgraphs += map(shift.subgraph, graph.subgraphs)
+        for node_copy in by_stage.get(stage_number, ()):
+            nodes[node_copy.position] = shift.node(node_copy.node)
+    inputs = [Value(name=edge.name, dtype=edge.dtype, shape=edge.shape) for edge in model.entry_point.inputs]
+    weights = {weight.value: weight for graph in model.graphs for weight in graph.weights}
+    return Graph(
+        inputs=tuple(inputs),
+        weights=tuple(weights.values()),
+        nodes=tuple(nodes),
+        ops=tuple(ops),
+        subgraphs=tuple(subgraphs),
+    )
+
+
+class _Shift(NamedTuple):
+    """The number of operators and subgraphs in front of those of a stage."""
+
+    ops: int
+    subgraphs: int
+
+    def node(self, node: Node) -> Node:
+        if self.subgraphs:
+            node = map_node_arguments(node, self._argument)
+        return replace(node, op=node.op + self.ops)
+
+    def subgraph(self, subgraph: Subgraph) -> Subgraph:
+        nodes = tuple(map(self.node, subgraph.nodes))
+        return replace(subgraph, nodes=nodes, result=map_arguments(subgraph.result, self._argument))
+
+    def _argument(self, leaf: Argument) -> Argument:
+        return SubgraphArg(leaf.index + self.subgraphs) if isinstance(leaf, SubgraphArg) else leaf
