@@ -5,7 +5,9 @@ It works on every object with `shape` and `dtype`, such as torch tensors and num
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from stagepack.errors import InputError
@@ -149,6 +151,30 @@ def check_values(
         if not guard_holds(guard, sizes):
             raise InputError(_broken_guard(guard, guards, sizes, origins, ranges))
     return sizes
+
+
+def determined_symbols(values: Iterable[Value | Edge], symbols: Iterable[Symbol]) -> AbstractSet[str]:
+    """Return the names of the symbols whose sizes `check_values` finds from values.
+
+    Args:
+        values: the values of a graph, or edges.
+        symbols: the symbols in their shapes.
+    """
+    # Any sizes do: which symbols are found depends on the dimensions only.
+    sizes = {symbol.name: symbol.example or symbol.min or 1 for symbol in symbols}
+
+    def any_size(dim: Dim) -> int:
+        try:
+            return evaluate_dim(dim, sizes)
+        except ArithmeticError:
+            return 0
+
+    sized_values = [value for value in values if value.dtype not in SCALAR_DTYPES or value.expr is not None]
+    bound = {}
+    for value in sized_values:
+        shaped = SimpleNamespace(dtype=value.dtype, shape=list(map(any_size, value.shape)))
+        bound[value.name] = BoundArgument(value.name, shaped if value.expr is None else any_size(value.expr))
+    return check_values(sized_values, bound, ()).keys()
 
 
 def _allowed_sizes(dim: Dim, symbol: Symbol) -> str:

@@ -6,18 +6,15 @@ A condition that a bundle cannot keep is an error: else the bundle would answer 
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from types import SimpleNamespace
 
 import sympy
 from torch.export import ExportedProgram
 
 from stagepack.errors import UnsupportedError
 from stagepack.format import limits
-from stagepack.format.contract import BoundArgument, check_values
-from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.contract import determined_symbols
 from stagepack.format.graph import Value
-from stagepack.format.shapes import Dim, Expr, Guard, Symbol, evaluate_dim, guard_holds, symbol_names
+from stagepack.format.shapes import Dim, Expr, Guard, Symbol, guard_holds, symbol_names
 from stagepack.linearize.conditions import integer_condition
 from stagepack.linearize.guard_texts import conditions_of_texts
 from stagepack.linearize.symbols import SymbolTable
@@ -100,7 +97,7 @@ class _GuardBuilder:
     def __init__(self, symbols: SymbolTable, inputs: Sequence[Value]) -> None:
         self._table = symbols
         self._inputs = inputs
-        self._checked_names = _determined_symbols(inputs, symbols.symbols)
+        self._checked_names = determined_symbols(inputs, symbols.symbols)
 
     def guards(self, condition: sympy.Basic) -> list[Guard]:
         """The guards that hold where a condition holds, without those that the ranges imply."""
@@ -211,17 +208,3 @@ def _gap(guard: Guard) -> Dim:
 
 def _negative(dim: Dim) -> Dim:
     return -dim if isinstance(dim, int) else Expr(op="mul", args=(-1, dim))
-
-
-def _determined_symbols(inputs: Sequence[Value], symbols: Iterable[Symbol]) -> AbstractSet[str]:
-    """The names of the symbols whose sizes a reader finds from the inputs: guards with others are not checked."""
-    sizes = {symbol.name: symbol.example or symbol.min or 1 for symbol in symbols}
-    sized = [value for value in inputs if value.dtype not in SCALAR_DTYPES or value.expr is not None]
-    arguments = {}
-    for value in sized:
-        if value.expr is not None:
-            argument: object = evaluate_dim(value.expr, sizes)
-        else:
-            argument = SimpleNamespace(dtype=value.dtype, shape=[evaluate_dim(dim, sizes) for dim in value.shape])
-        arguments[value.name] = BoundArgument(value.name, argument)
-    return check_values(sized, arguments, ()).keys()

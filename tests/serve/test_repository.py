@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from google.protobuf import text_format
+from torch.export import Dim
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
 import stagepack
@@ -282,3 +283,28 @@ def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
         )
         assert completed.returncode == status, arguments
         assert completed.stderr
+
+
+class SumsIfShort(torch.nn.Module):
+    """Its stages take one input each, and it was captured for a condition on the sizes of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = self.first(x).sum() if x.shape[0] + y.shape[0] < 9 else x.sum()
+        return self.second(y) + total
+
+
+def test_guard_that_no_model_of_the_repository_checks_is_refused(tmp_path: Path) -> None:
+    auto = {0: Dim.AUTO}
+    args = torch.ones(4, 2), torch.ones(3, 2)
+    bundle = stagepack.export(SumsIfShort(), args, dynamic_shapes=(auto, auto), split_at=["second"], out=tmp_path / "x")
+    with pytest.raises(OperatorError, match=r"the model was captured for .* < 9, and no stage gets all of these sizes"):
+        write(bundle.path, tmp_path / "repository")
+    whole = stagepack.recut(bundle, out=tmp_path / "whole", stages=1)
+    assert write(whole.path, tmp_path / "repository")
+    stagepack.add_onnx(whole)
+    with pytest.raises(OperatorError, match=r"captured for .* < 9, which Triton's onnxruntime backend does not support"):
+        write(whole.path, tmp_path / "other", runtime="onnxruntime", backend="onnxruntime")

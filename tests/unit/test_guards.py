@@ -172,3 +172,24 @@ def test_guards_of_a_result_that_another_input_equals_are_kept(tmp_path: Path) -
     pipeline(torch.ones(9), torch.ones(4))
     with pytest.raises(InputError, match="for which the model was captured"):
         pipeline(torch.ones(9), torch.ones(5))
+
+
+class Container(torch.nn.Module):
+    """Calls a module with a branch on sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = AsksFor(lambda x, y: (x.shape[0] * y.shape[0]) % 5 == 0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, y) * 2
+
+
+def test_modules_that_are_captured_alone_keep_their_guards(tmp_path: Path) -> None:
+    bundle = stagepack.export(
+        Container(), (torch.ones(10), torch.ones(3)), dynamic_shapes=(AUTO, AUTO), modules=["inner"], out=tmp_path / "x"
+    )
+    pipeline = stagepack.load(bundle)
+    pipeline(torch.ones(4), torch.ones(5))
+    with pytest.raises(InputError, match="% 5 == 0, for which the model was captured"):
+        pipeline(torch.ones(4), torch.ones(6))

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
+from stagepack.errors import OperatorError
+from stagepack.format.contract import determined_symbols
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import format_guard, symbol_names
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor
 from stagepack_serving.protocol.model_config import build_model_config
 from stagepack_serving.triton.options import RepositoryOptions
@@ -30,11 +33,31 @@ def ensemble_models(bundle: Bundle, options: RepositoryOptions) -> list[TritonMo
 
     Raises:
         DeviceError: Triton has no such device, or there are more devices than stages.
-        OperatorError: a stage lacks the file that its runtime or backend needs, or the backend cannot run it.
+        OperatorError: a stage lacks the file that its runtime or backend needs, or the backend cannot run it; or no stage knows all sizes
+            of a guard.
     """
+    _check_guards(bundle)
     wiring = _EnsembleWiring(bundle, options)
     parts = [*stage_models(bundle, options), *wiring.results_models()]
     return [*parts, TritonModel(wiring.ensemble_config(parts))]
+
+
+def _check_guards(bundle: Bundle) -> None:
+    """Check that each guard can be checked by a stage, from the sizes of the inputs that it gets.
+
+    Raises:
+        OperatorError: a guard compares sizes that only several stages know together.
+    """
+    edges = {edge.name: edge for edge in bundle.edges}
+    symbols = bundle.entry_point.symbols
+    known = [determined_symbols([edges[name] for name in stage.inputs], symbols) for stage in bundle.stages]
+    for guard in bundle.entry_point.guards:
+        compared = {*symbol_names(guard.left), *symbol_names(guard.right)}
+        if not any(compared <= stage_symbols for stage_symbols in known):
+            raise OperatorError(
+                f"the model was captured for {format_guard(guard)}, and no stage gets all of these sizes: Triton would not check it: "
+                "cut the bundle into fewer stages (stagepack recut)"
+            )
 
 
 class _EnsembleWiring:

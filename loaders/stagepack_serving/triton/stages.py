@@ -3,13 +3,14 @@
 Source: https://github.com/triton-inference-server/server, docs/user_guide/model_configuration.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Guard, format_guard
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
@@ -72,7 +73,7 @@ def _onnxruntime_model(bundle: Bundle, stage_number: int, config: ModelConfig, d
         raise OperatorError(
             f"{bundle.path}: stage {stage_number} has no ONNX model: add it (stagepack onnx), or choose another runtime"
         )
-    if reason := _onnxruntime_obstacle(stage, dtypes):
+    if reason := _onnxruntime_obstacle(stage, dtypes, bundle.entry_point.guards):
         raise OperatorError(
             f"stage {stage_number}: {reason}, which Triton's onnxruntime backend does not support: use the Python backend "
             "(--backend python)"
@@ -83,9 +84,11 @@ def _onnxruntime_model(bundle: Bundle, stage_number: int, config: ModelConfig, d
     return TritonModel(config, (MANIFEST_NAME, *stage.onnx_files, *stage.weights))
 
 
-def _onnxruntime_obstacle(stage: Stage, dtypes: dict[str, str]) -> str:
+def _onnxruntime_obstacle(stage: Stage, dtypes: dict[str, str], guards: Sequence[Guard]) -> str:
     if stage.state:
         return "it keeps state"
+    if guards:
+        return f"the model was captured for {format_guard(guards[0])}"
     for edge_name, dtype in dtypes.items():
         if dtype.startswith("float8"):
             return f"{edge_name} has 8-bit floats"
