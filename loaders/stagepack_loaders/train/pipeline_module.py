@@ -162,11 +162,12 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0].contiguous().resolve_conj().resolve_neg()
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradients[0] is None else gradients[0].contiguous().resolve_conj().resolve_neg()
 
 
 class _Linked(torch.autograd.Function):
@@ -174,10 +175,11 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return gradients[0], None
 
 

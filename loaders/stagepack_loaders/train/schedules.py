@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -22,6 +21,7 @@ from stagepack.format.shapes import evaluate_dim
 from stagepack_loaders.train.boundaries import StageBoundary
 from stagepack_loaders.train.pipeline_module import PipelineModule, backward_link, edge_dtype, scalar_dtype
 from stagepack_loaders.train.random_numbers import generator_states
+from stagepack_loaders.train.trained_stage import TrainedStage
 
 # The schedules of torch by name. The first two run one stage in each process.
 SCHEDULES: Mapping[str, Any] = {
@@ -133,7 +133,7 @@ class ScheduleCache:
 
     def _make_schedule(self, sizes: Mapping[str, int]) -> Any:
         stages = [
-            PipelineStage(
+            TrainedStage(
                 module,
                 number,
                 len(self._boundaries),

@@ -69,24 +69,14 @@ class GradientSums:
         self._shared = [(parameters[parameter.name], parameter.ranks) for parameter in own_parameters]
         self._other_ranks = sorted({rank for _, ranks in self._shared for rank in ranks} - {self._rank})
         self._earlier_gradients: list[torch.Tensor | None] = []
-        self._flags: dict[int, torch.Tensor] = {}
-        self._flag_works: list[torch.distributed.Work | None] = []
+        self._requires_gradient = _Flags({})
 
     def begin(self) -> None:
         """Set aside gradients of earlier steps, which are sums already."""
         self._earlier_gradients = [parameter.grad for parameter, _ in self._shared]
         for parameter, _ in self._shared:
             parameter.grad = None
-        self._flag_works = []
-        for rank in self._other_ranks:
-            own_flags = torch.tensor(
-                [parameter.requires_grad for parameter, ranks in self._shared if rank in ranks], dtype=torch.uint8
-            )
-            self._flags[rank] = torch.empty_like(own_flags)
-            self._flag_works += [
-                torch.distributed.irecv(self._flags[rank], group=self._group, group_src=rank, tag=_FLAG_TAG),
-                torch.distributed.isend(own_flags, group=self._group, group_dst=rank, tag=_FLAG_TAG),
-            ]
+        self._requires_gradient = self._exchange_flags([parameter.requires_grad for parameter, _ in self._shared])
 
     def finish(self) -> None:
         """Sum the gradients of a step, and add those of earlier steps.
@@ -96,43 +86,78 @@ class GradientSums:
         Raises:
             OptionError: a parameter is frozen in some of its processes, and not in others.
         """
-        self._check_flags()
+        self._check_frozen()
+        own_flags = [parameter.grad is not None for parameter, _ in self._shared]
+        exchanged_flags = self._exchange_flags(own_flags)
         transfers: list[torch.distributed.P2POp] = []
-        sums = []
-        for (parameter, ranks), earlier_gradient in zip(self._shared, self._earlier_gradients, strict=True):
+        gradients_by_rank: list[dict[int, torch.Tensor]] = []
+        for parameter, ranks in self._shared:
+            gradients: dict[int, torch.Tensor] = {}
+            gradients_by_rank.append(gradients)
             if not parameter.requires_grad:
                 continue
             # In each process a convolution may have chosen another order in memory.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients = {self._rank: gradient.contiguous()}
+            gradients[self._rank] = gradient.contiguous()
             for other_rank in ranks:
                 if other_rank != self._rank:
                     gradients[other_rank] = torch.empty_like(gradients[self._rank])
                     transfers.append(self._transfer(torch.distributed.isend, gradients[self._rank], other_rank))
                     transfers.append(self._transfer(torch.distributed.irecv, gradients[other_rank], other_rank))
-            # In one order in all processes, so that the copies stay equal.
-            sums.append((parameter, [gradients[rank] for rank in ranks], earlier_gradient))
         if transfers:
             for work in torch.distributed.batch_isend_irecv(transfers):
                 work.wait()
-        for parameter, addends, earlier_gradient in sums:
-            total = sum(addends[1:], start=addends[0])
-            parameter.grad = total if earlier_gradient is None else total + earlier_gradient
+        has_gradient = exchanged_flags.wait() | {self._rank: dict(enumerate(own_flags))}
+        for index, (parameter, ranks) in enumerate(self._shared):
+            # In one order in all processes, so that the copies stay equal. Where no process has a gradient there is none.
+            addends = [gradients_by_rank[index][rank] for rank in ranks if has_gradient[rank][index]]
+            earlier_gradient = self._earlier_gradients[index]
+            if earlier_gradient is not None:
+                addends.append(earlier_gradient)
+            parameter.grad = sum(addends[1:], start=addends[0]) if addends else None
 
-    def _check_flags(self) -> None:
-        """Compare with the other processes which parameters are frozen: they would wait for each other, and their copies differ."""
-        for work in self._flag_works:
-            if work is not None:
-                work.wait()
+    def _exchange_flags(self, own_flags: Sequence[bool]) -> "_Flags":
+        """Send a flag for each parameter to the other processes that have it, and begin to receive theirs."""
+        pending = {}
         for rank in self._other_ranks:
             common = [index for index, (_, ranks) in enumerate(self._shared) if rank in ranks]
-            for index, is_trained in zip(common, self._flags[rank].tolist(), strict=True):
+            sent = torch.tensor([own_flags[index] for index in common], dtype=torch.uint8)
+            received = torch.empty_like(sent)
+            works = [
+                torch.distributed.irecv(received, group=self._group, group_src=rank, tag=_FLAG_TAG),
+                torch.distributed.isend(sent, group=self._group, group_dst=rank, tag=_FLAG_TAG),
+            ]
+            pending[rank] = (common, sent, received, works)
+        return _Flags(pending)
+
+    def _check_frozen(self) -> None:
+        """Compare with the other processes which parameters are frozen: they would wait for each other, and their copies differ."""
+        for rank, flags in self._requires_gradient.wait().items():
+            for index, is_trained in flags.items():
                 if is_trained != self._shared[index][0].requires_grad:
                     states = {True: "requires gradients", False: "is frozen"}
                     raise OptionError(
-                        f"{self._names[index]} {states[bool(is_trained)]} in process {rank} of the pipeline, and "
+                        f"{self._names[index]} {states[is_trained]} in process {rank} of the pipeline, and "
                         f"{states[not is_trained]} in process {self._rank}: change requires_grad in all processes that have the parameter"
                     )
 
     def _transfer(self, function: Any, gradient: torch.Tensor, rank: int) -> torch.distributed.P2POp:
         return torch.distributed.P2POp(function, gradient, group=self._group, group_peer=rank, tag=_TAG)
+
+
+class _Flags:
+    """Flags of shared parameters on their way between processes."""
+
+    def __init__(self, pending: Mapping[int, tuple[list[int], torch.Tensor, torch.Tensor, list[Any]]]) -> None:
+        self._pending = pending
+
+    def wait(self) -> dict[int, dict[int, bool]]:
+        """The flags of each other process, by the indices of parameters."""
+        for _, _, _, works in self._pending.values():
+            for work in works:
+                if work is not None:
+                    work.wait()
+        return {
+            rank: dict(zip(common, map(bool, received.tolist()), strict=True))
+            for rank, (common, _, received, _) in self._pending.items()
+        }
