@@ -39,7 +39,7 @@ LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
     "early": lambda results: results["early"].square().mean(),
     "early-and-probe": lambda results: results["early"].square().mean() + results["probe"].mean(),
     "main-detached": lambda results: results["main"].detach().mean() + results["early"].square().mean(),
-    "all-but-root": lambda results: sum(results[name].square().mean() for name in ("early", "probe", "main")),  # type: ignore[return-value]
+    "all-but-root": lambda results: sum(results[name].square().mean() for name in ("early", "probe", "main")),
 }
 
 

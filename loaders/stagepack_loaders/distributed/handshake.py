@@ -125,6 +125,16 @@ def exchange_identities(
         ConnectionLostError: the store has gone.
     """
     identities = exchange_reports(store, "identity", rank, size, identity, seconds=seconds, check=check)
+    check_identities(identities)
+    return identities
+
+
+def check_identities(identities: Sequence[Identity]) -> None:
+    """Check that processes fit to each other.
+
+    Raises:
+        GroupError: they have other bundles or versions.
+    """
     for field_name, title in (
         ("digest", "bundle, by the digest of its manifest"),
         ("stagepack", "version of stagepack"),
@@ -137,7 +147,6 @@ def exchange_identities(
                     f"expected one {title} in all processes: rank 0 on {identities[0].host} has {first}, rank {other_rank} on "
                     f"{other.host} has {getattr(other, field_name)}: give all the same one, and load a bundle that was replaced anew"
                 )
-    return identities
 
 
 def exchange_reports(

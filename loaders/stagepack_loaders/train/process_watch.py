@@ -10,10 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 
-import torch
-import torch.distributed
 from torch.distributed import ProcessGroup as TorchGroup
 
 from stagepack.errors import StageLostError
@@ -29,6 +26,7 @@ from stagepack_loaders.distributed.status import (
     StatusSender,
     receive_status,
 )
+from stagepack_loaders.train.start_messages import abort_group
 from stagepack_loaders.train.watched_group import TrainingProcesses
 
 # How long a step whose groups are closed may go on before the process is ended: it may wait where no error reaches it.
@@ -36,8 +34,6 @@ _END_SECONDS = 4.0
 # How long an error of a group may be ahead of the message that says which process is gone.
 _EXPLANATION_SECONDS = 2.0
 _CLOSE_SECONDS = 1.0
-_ABORT_TAG = 2**30  # of messages that are never sent
-_SHORTEST_TIMEOUT = timedelta(milliseconds=1)
 
 
 class ProcessWatch:
@@ -98,7 +94,7 @@ class ProcessWatch:
         Raises:
             StageLostError: a process is gone, before it begins or meanwhile.
         """
-        self._check()
+        self.check()
         self._is_in_step = True
         try:
             yield
@@ -110,13 +106,13 @@ class ProcessWatch:
         finally:
             self._is_in_step = False
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Tell the others that this process ends, with the error that ends it, and stop to listen."""
         atexit.unregister(self.close)
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        error = getattr(sys, "last_value", None)
+        error = error or getattr(sys, "last_value", None)
         report = report_error(error) if isinstance(error, Exception) else None
         if self._group_watch is not None:
             self._group_watch.expect_close()
@@ -128,7 +124,8 @@ class ProcessWatch:
         for thread in (*closers, *self._threads):
             thread.join(_CLOSE_SECONDS)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise the error of a process that is gone."""
         if self.lost is not None:
             raise self._copied_loss()
 
@@ -159,7 +156,7 @@ class ProcessWatch:
     def _end_step(self) -> None:
         """Close all groups, so that a step that waits in one ends with an error; after a while, end the process."""
         for group in self._groups:
-            _abort_group(group)
+            abort_group(group)
         deadline = time.monotonic() + _END_SECONDS
         while self._is_in_step:
             if time.monotonic() > deadline:
@@ -227,19 +224,3 @@ def _start(function: Callable[..., None], *args: object) -> threading.Thread:
 def _send_quietly(sender: StatusSender, message: ProcessLost) -> None:
     with contextlib.suppress(ConnectionLostError):
         sender.send(message)
-
-
-def _abort_group(group: TorchGroup | None) -> None:
-    """Close the connections of a group, so that all that waits in it ends with an error."""
-    torch_group = torch.distributed.group.WORLD if group is None else group
-    if torch_group is None:
-        return
-    if torch.distributed.get_backend(torch_group) != "gloo":
-        torch_group.abort()
-        return
-    for rank in set(range(torch_group.size())) - {torch_group.rank()}:
-        # Gloo has no call for it, but closes a connection when a wait times out.
-        with contextlib.suppress(RuntimeError):
-            work = torch.distributed.irecv(torch.empty(1), group=torch_group, group_src=rank, tag=_ABORT_TAG)
-            if work is not None:
-                work.wait(_SHORTEST_TIMEOUT)

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +14,22 @@ from torch.distributed.distributed_c10d import get_backend_config
 from stagepack.errors import EvaluationModeWarning, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions, Verify
-from stagepack_loaders.distributed.connect import launched_store
-from stagepack_loaders.distributed.launch_environment import has_launcher, launched_rank, launched_size
+from stagepack_loaders.distributed.launch_environment import (
+    has_launcher,
+    launched_size,
+)
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.data_parallel import TrainingGroups, groups_of_mesh
+from stagepack_loaders.train.default_group import make_default_group
 from stagepack_loaders.train.loss import Loss
 from stagepack_loaders.train.modes import evaluation_scopes
+from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.recomputation import Recompute
 from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
+from stagepack_loaders.train.start_messages import KnownProcesses
 from stagepack_loaders.train.training import Training, TrainingOptions
-
-_START_SECONDS = 300.0
+from stagepack_loaders.train.watched_group import meet_processes
 
 
 def train(
@@ -79,6 +83,7 @@ def train(
         OptionError: there is no such schedule, or it does not fit the numbers of stages, processes or microbatches; or a value depends on
             data, or on the result of an earlier call.
         GroupError: the processes have different bundles or versions, or cannot connect.
+        StageLostError: another process is gone.
         StagepackError: the stages cannot be loaded; see `stagepack.load`.
 
     Examples:
@@ -96,8 +101,11 @@ def train(
         raise OptionError(
             f"recompute: the schedule {schedule!r} splits the backward pass, and would compute all values twice again: choose another one"
         )
+    known_processes = KnownProcesses(hosts={}, stages={})
     if not torch.distributed.is_initialized():
-        _make_default_group()
+        if has_launcher():
+            known_processes.expect_stages(place_stages_for(schedule, len(opened_bundle.stages), launched_size()))
+        make_default_group(known_processes, silence_seconds)
     if group is not None and mesh is not None:
         raise OptionError("mesh excludes group: the dimension 'pp' of the mesh is the group of the pipeline")
     groups = TrainingGroups(pipeline=group, whole=group) if mesh is None else groups_of_mesh(mesh)
@@ -118,27 +126,56 @@ def train(
             ),
             stacklevel=2,
         )
+    if groups.replica_count == 1:
+        known_processes.expect_stages(rank_of_stage)
+    # Before weights are read, so that a process that is lost meanwhile is noticed.
+    watch = _watch_processes(opened_bundle, own_stages, groups, known_processes, silence_seconds)
     options = PrepareOptions(
         allow_ops=allow_ops, dense_inputs=True, autocast=True, copy=True, modules=modules, types=types
     )
-    prepared_stages = prepare_placed(opened_bundle, dict.fromkeys(own_stages, device), "torch", options)
-    stages = finish_prepared(opened_bundle, prepared_stages, verify=verify == "full")
-    return Training(
-        opened_bundle,
-        {number: stage for number, stage in stages.items() if isinstance(stage, TorchStage)},
-        rank_of_stage,
-        loss,
-        TrainingOptions(
-            microbatches=microbatches,
-            schedule=schedule,
-            types=tuple(types),
-            allow_ops=tuple(allow_ops),
-            modules=modules,
-            recompute=recompute,
-            seed=seed,
-            silence_seconds=silence_seconds,
-        ),
-        groups,
+    try:
+        prepared_stages = prepare_placed(opened_bundle, dict.fromkeys(own_stages, device), "torch", options)
+        stages = finish_prepared(opened_bundle, prepared_stages, verify=verify == "full")
+        training = Training(
+            opened_bundle,
+            {number: stage for number, stage in stages.items() if isinstance(stage, TorchStage)},
+            rank_of_stage,
+            loss,
+            TrainingOptions(
+                microbatches=microbatches,
+                schedule=schedule,
+                types=tuple(types),
+                allow_ops=tuple(allow_ops),
+                modules=modules,
+                recompute=recompute,
+                seed=seed,
+            ),
+            groups,
+            watch,
+        )
+        if watch is not None:
+            watch.check()
+    except BaseException as error:
+        if watch is not None:
+            watch.close(error)
+        raise
+    return training
+
+
+def _watch_processes(
+    bundle: Bundle,
+    own_stages: Sequence[int],
+    groups: TrainingGroups,
+    known_processes: KnownProcesses,
+    silence_seconds: float,
+) -> ProcessWatch | None:
+    """Meet the other processes, and notice from now on when one is gone; None without others."""
+    if torch.distributed.get_world_size(groups.whole) == 1:
+        return None
+    return ProcessWatch(
+        meet_processes(bundle, own_stages, groups.whole, known_processes),
+        groups.all_groups,
+        silence_seconds=silence_seconds,
     )
 
 
@@ -151,16 +188,3 @@ def _check_backends(groups: TrainingGroups) -> None:
                 f"expected process groups that exchange tensors of the host too, found {backends}: make the default group by "
                 "torch.distributed.init_process_group('cpu:gloo,cuda:nccl'), or leave it to stagepack.train"
             )
-
-
-def _make_default_group() -> None:
-    """Make the default process group of torch.
-
-    By itself, torch 2.13 finds in the store of torchrun the addresses of processes that are gone, after these were started again.
-    """
-    if not has_launcher():
-        torch.distributed.init_process_group()
-        return
-    rank = launched_rank()
-    store = launched_store(rank, _START_SECONDS)
-    torch.distributed.init_process_group(store=store, rank=rank, world_size=launched_size())

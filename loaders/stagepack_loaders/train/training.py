@@ -30,7 +30,6 @@ from stagepack_loaders.train.random_numbers import random_numbers_of_stage
 from stagepack_loaders.train.recomputation import Recompute
 from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
 from stagepack_loaders.train.shared_parameters import GradientSums, find_shared_parameters
-from stagepack_loaders.train.watched_group import meet_processes
 
 _SMALLEST_NORM = 1e-6  # as in torch
 # Samplers of several processes that have different seeds differ at once.
@@ -49,7 +48,6 @@ class TrainingOptions:
         modules: the stages run by the modules of the model, which the caller may replace.
         recompute: what is computed again in the backward pass.
         seed: the seed of the first microbatch.
-        silence_seconds: how long a process may show no sign of life.
     """
 
     microbatches: int
@@ -59,7 +57,6 @@ class TrainingOptions:
     modules: bool
     recompute: Recompute
     seed: int
-    silence_seconds: float
 
 
 class Training:
@@ -83,6 +80,7 @@ class Training:
         loss: Loss,
         options: TrainingOptions,
         groups: TrainingGroups,
+        watch: ProcessWatch | None,
     ) -> None:
         """Connect the stages. All processes must call this at the same time.
 
@@ -93,9 +91,10 @@ class Training:
             loss: see `stagepack.train`.
             options: the other options.
             groups: the groups of this process.
+            watch: hears whether the other processes live; None without others.
 
         Raises:
-            OptionError, GroupError: see `stagepack.train`.
+            OptionError: see `stagepack.train`.
         """
         self.bundle = bundle
         self.stages = dict(stages)
@@ -147,13 +146,7 @@ class Training:
             parameter.name for parameter in shared_parameters if parameter.ranks[0] != pipeline_rank
         }
         self._gradient_sums = GradientSums(shared_parameters, dict(self.named_parameters()), groups.pipeline)
-        self._watch: ProcessWatch | None = None
-        if self.process_count > 1:
-            self._watch = ProcessWatch(
-                meet_processes(bundle, stages, groups.whole),
-                groups.all_groups,
-                silence_seconds=options.silence_seconds,
-            )
+        self._watch = watch
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters of this process, each once, with their names in the model."""

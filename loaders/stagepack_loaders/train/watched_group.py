@@ -1,30 +1,27 @@
 """The processes of a training find each other beside the groups in which they train, so that they notice when one is gone."""
 
-import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed
 from torch.distributed import ProcessGroup as TorchGroup
 from torch.distributed.distributed_c10d import Store
 
+from stagepack.errors import GroupError, StageLostError, first_line
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.handshake import (
-    Identity,
-    LoadReport,
-    StageFacts,
-    exchange_identities,
-    exchange_reports,
-    own_identity,
-)
+from stagepack_loaders.distributed.handshake import Identity, StageFacts, check_identities, own_identity
 from stagepack_loaders.distributed.launch_environment import has_launcher, launched_address
 from stagepack_loaders.distributed.network_address import chosen_address, reachable_address
-from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name, open_store
-from stagepack_loaders.torch.stage import TorchStage
-
-_MEET_SECONDS = 60.0
+from stagepack_loaders.distributed.process_group import (
+    LOOPBACK,
+    ConnectionLostError,
+    ProcessGroup,
+    host_name,
+    open_store,
+)
+from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.train.start_messages import Answer, Hello, KnownProcesses, StartMessages, finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,7 @@ class TrainingProcesses:
         store: where they found each other.
         group: the connections for messages that tell whether they live.
         identities: what each process is, by rank.
-        stage_facts: what they have loaded.
+        stage_facts: what they run.
     """
 
     store: Store
@@ -44,48 +41,72 @@ class TrainingProcesses:
     stage_facts: tuple[StageFacts, ...]
 
 
-def meet_processes(bundle: Bundle, stages: Mapping[int, TorchStage], group: TorchGroup | None) -> TrainingProcesses:
+def meet_processes(
+    bundle: Bundle, stages: Sequence[int], group: TorchGroup | None, known_processes: KnownProcesses
+) -> TrainingProcesses:
     """Connect this process with the others. All of them must call this at the same time.
 
     Args:
         bundle: the bundle.
-        stages: the stages of this process, by stage number.
+        stages: the numbers of the stages of this process.
         group: the processes; None for all.
+        known_processes: what is known of the others.
 
     Raises:
-        GroupError: the processes have different bundles or versions, or cannot connect.
+        GroupError: the processes have different bundles or versions, or one does not come in time.
+        StageLostError: a process is gone.
     """
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     address = chosen_address(launched_address()) if has_launcher() else LOOPBACK
+    hello = Hello(identity=own_identity(bundle, "", address), stages=tuple(stages))
+    messages = StartMessages(group, known_processes)
     store: Any = None
-    location: list[tuple[str, int]] = [("", 0)]
-    if not rank:
+    if rank == FRONT_RANK:
+        hellos = (hello, *messages.gather(Hello))
         store = open_store(address or host_name())
-        location = [(address or host_name(), store.port)]
-    torch.distributed.broadcast_object_list(location, group=group, group_src=0)
-    if store is None:
-        store = open_store(*location[0])
-    identity = own_identity(bundle, "", address)
-    identities = exchange_identities(store, rank, size, identity, seconds=_MEET_SECONDS, check=lambda: None)
-    report = LoadReport(stages=tuple(_facts(number, stage, rank) for number, stage in stages.items()))
-    reports = exchange_reports(store, "loaded stages", rank, size, report, seconds=_MEET_SECONDS, check=lambda: None)
-    address = reachable_address(address, [member.address for member in identities])
+        answer = Answer(hellos=hellos, store=(address or host_name(), store.port))
+        messages.send_to_all(answer)
+    else:
+        answer = messages.ask(hello)
+    identities = [other.identity for other in answer.hellos]
+    check_identities(identities)
+    known_processes.hosts.update({other_rank: identity.host for other_rank, identity in enumerate(identities)})
+    known_processes.stages.update({other_rank: other.stages for other_rank, other in enumerate(answer.hellos)})
+    messages.listen()
+    try:
+        store = store or finished(lambda: open_store(*answer.store), messages.check)
+        address = reachable_address(address, [identity.address for identity in identities])
+        connections = ProcessGroup(store, rank, size, address=address, check=messages.check)
+    except (ConnectionLostError, GroupError, RuntimeError) as error:
+        messages.await_loss()
+        if isinstance(error, GroupError):
+            raise
+        raise StageLostError(f"a process of the training is lost: {first_line(error)}") from None
+    if rank == FRONT_RANK:
+        messages.gather(Hello)
+        messages.send_to_all(Answer())
+    else:
+        messages.ask(hello)
     return TrainingProcesses(
         store=store,
-        group=ProcessGroup(store, rank, size, address=address),
+        group=connections,
         identities=tuple(identities),
-        stage_facts=tuple(facts for other_report in reports for facts in other_report.stages),
+        stage_facts=tuple(
+            _facts(stage, other_rank, other.identity)
+            for other_rank, other in enumerate(answer.hellos)
+            for stage in other.stages
+        ),
     )
 
 
-def _facts(stage_number: int, stage: TorchStage, rank: int) -> StageFacts:
+def _facts(stage_number: int, rank: int, identity: Identity) -> StageFacts:
     return StageFacts(
         stage=stage_number,
         rank=rank,
-        host=host_name(),
-        process_id=os.getpid(),
-        runtime=stage.runtime,
-        device=str(stage.device),
+        host=identity.host,
+        process_id=identity.process_id,
+        runtime="torch",
+        device="",
         files=(),
         bytes_read=0,
         seconds=0.0,

@@ -1,0 +1,148 @@
+"""The default process group of torch, made so that a process that is lost meanwhile is named."""
+
+import contextlib
+import time
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed
+from msgspec import Struct
+
+from stagepack.errors import OptionError, StageLostError, first_line
+from stagepack_loaders.distributed.connect import launched_store
+from stagepack_loaders.distributed.handshake import exchange_reports
+from stagepack_loaders.distributed.launch_environment import (
+    has_launcher,
+    launched_address,
+    launched_rank,
+    launched_size,
+)
+from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name
+from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.status import ProcessLost
+from stagepack_loaders.train.start_messages import KnownProcesses, finished
+
+_START_SECONDS = 300.0
+_CHECK_SECONDS = 0.1
+# How long process 0, which may have the store, lets the others read which process is gone.
+_TELL_SECONDS = 1.0
+_CONNECTED, _LOST = b"connected", "lost"
+
+
+class _Presence(Struct, frozen=True, kw_only=True):
+    """A process that has come.
+
+    Attributes:
+        host: the name of its machine.
+    """
+
+    host: str
+
+
+def make_default_group(known_processes: KnownProcesses, silence_seconds: float) -> None:
+    """Make the default process group of torch, and note the machines of the processes.
+
+    By itself, torch 2.13 finds in the store of torchrun the addresses of processes that are gone, after these were started again.
+
+    Args:
+        known_processes: what is known of the processes.
+        silence_seconds: how long a process may show no sign of life, in seconds.
+
+    Raises:
+        OptionError: no launcher has started this process.
+        GroupError: a process does not come in time.
+        StageLostError: a process is gone.
+    """
+    if not has_launcher():
+        raise OptionError(
+            "expected the environment of torchrun, or a process group: run torchrun --nproc-per-node 2 SCRIPT, or call "
+            "torch.distributed.init_process_group before"
+        )
+    rank, size = launched_rank(), launched_size()
+    known_processes.hosts[FRONT_RANK] = launched_address()
+    store = launched_store(rank, _START_SECONDS)
+    try:
+        processes = exchange_reports(
+            store,
+            "sign of life",
+            rank,
+            size,
+            _Presence(host=host_name()),
+            seconds=_START_SECONDS,
+            check=lambda: None,
+        )
+    except ConnectionLostError as error:
+        raise known_processes.store_error(error) from None
+    known_processes.hosts.update({process_rank: process.host for process_rank, process in enumerate(processes)})
+    _connect(store, rank, size, known_processes, silence_seconds)
+
+
+def _connect(store: Any, rank: int, size: int, known_processes: KnownProcesses, silence_seconds: float) -> None:
+    """Make the group. The processes show signs of life in the store meanwhile: torch would wait half an hour for one that is gone."""
+    # Another connection: one on which a thread waits lets no other one in. The group keeps the store itself, which may be the server.
+    signs = _SignsOfLife(store.clone(), rank, size, known_processes, silence_seconds)
+    try:
+        finished(lambda: torch.distributed.init_process_group(store=store, rank=rank, world_size=size), signs.check)
+    except RuntimeError as error:
+        deadline = time.monotonic() + 2 * silence_seconds
+        while time.monotonic() < deadline:
+            signs.check()
+            time.sleep(_CHECK_SECONDS)
+        raise StageLostError(f"a process of the training is lost: {first_line(error)}") from None
+    signs.finish()
+
+
+class _SignsOfLife:
+    """What the processes write into the store again and again until they are connected."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, known_processes: KnownProcesses, silence_seconds: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._known_processes = known_processes
+        self._silence_seconds = silence_seconds
+        self._sign_count = 0
+        self._signs = dict.fromkeys(set(range(size)) - {rank}, b"")
+        self._last_heard = dict.fromkeys(self._signs, time.monotonic())
+
+    def check(self) -> None:
+        """Give a sign, and look for those of the others.
+
+        Raises:
+            StageLostError: a process gives none.
+        """
+        try:
+            self._exchange()
+            if self._store.check([_LOST]):
+                lost = msgspec.json.decode(self._store.get(_LOST), type=ProcessLost)
+                raise StageLostError(lost.message, stages=lost.stages, host=lost.host)
+            for rank, heard in self._last_heard.items():
+                if time.monotonic() - heard > self._silence_seconds:
+                    raise self._tell(rank)
+        except RuntimeError as error:
+            raise self._known_processes.store_error(error) from None
+
+    def finish(self) -> None:
+        """This process is connected."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"sign/{self._rank}", _CONNECTED.decode())
+
+    def _exchange(self) -> None:
+        self._sign_count += 1
+        self._store.set(f"sign/{self._rank}", str(self._sign_count))
+        for rank, last_sign in self._signs.items():
+            sign = self._store.get(f"sign/{rank}") if self._store.check([f"sign/{rank}"]) else b""
+            if sign in (_CONNECTED, b"") or sign != last_sign:
+                self._signs[rank] = sign
+                if sign:
+                    self._last_heard[rank] = time.monotonic()
+
+    def _tell(self, rank: int) -> StageLostError:
+        """Tell the others which process is gone, before the store of this one may go too."""
+        lost = self._known_processes.lost_error(rank, f"it has shown no sign of life for {self._silence_seconds:g} s")
+        content = ProcessLost(message=str(lost), stages=lost.stages, host=lost.host, is_expected=False)
+        self._store.set(_LOST, msgspec.json.encode(content).decode())
+        time.sleep(_TELL_SECONDS if self._rank == FRONT_RANK else 0)
+        return lost
