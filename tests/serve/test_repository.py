@@ -306,5 +306,7 @@ def test_guard_that_no_model_of_the_repository_checks_is_refused(tmp_path: Path)
     whole = stagepack.recut(bundle, out=tmp_path / "whole", stages=1)
     assert write(whole.path, tmp_path / "repository")
     stagepack.add_onnx(whole)
-    with pytest.raises(OperatorError, match=r"captured for .* < 9, which Triton's onnxruntime backend does not support"):
+    with pytest.raises(
+        OperatorError, match=r"captured for .* < 9, which Triton's onnxruntime backend does not support"
+    ):
         write(whole.path, tmp_path / "other", runtime="onnxruntime", backend="onnxruntime")
