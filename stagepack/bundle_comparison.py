@@ -137,7 +137,6 @@ _TITLES: Final = {
     "guards": "the conditions on sizes",
     "device": "the device",
     "seed": "the seed of the example",
-    "example": "the file of the example",
 }
 
 
@@ -162,10 +161,14 @@ def _manifest_differences(first: Manifest, second: Manifest) -> Iterator[str]:
 
 def _model_differences(first: _Model, second: _Model) -> Iterator[str]:
     """Yield what differs in the models but for their weights, whatever their cuts."""
-    # A name is how the caller finds the entry point. What depends on the cut is compared by `_cut_differences`.
-    without = ("name", "stages", "edges", "plan")
+    # A name is how the caller finds the entry point, or the file of the example, whose content is compared. What depends on the cut is
+    # compared by `_cut_differences`.
+    without = ("name", "stages", "edges", "plan", "example")
     for field in _differing_fields(first.bundle.entry_point, second.bundle.entry_point, without):
         yield f"{_TITLES.get(field, field)}: differs"
+    examples = [model.bundle.entry_point.example for model in (first, second)]
+    if None in examples and examples[0] != examples[1]:
+        yield f"the example: only in {'B' if examples[0] is None else 'A'}"
     states = [{name for stage in model.bundle.stages for name in stage.state} for model in (first, second)]
     if states[0] != states[1]:
         yield f"the state: {', '.join(sorted(states[0] ^ states[1]))} in one of them"

@@ -13,7 +13,7 @@ from stagepack.format.file_writing import FileRange, FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
-from stagepack.format.validate import NamedWeights
+from stagepack.format.validate import NamedWeights, check_example, raise_problems
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import Pieces, TensorSource, check_output_path
 from stagepack.partition.cut import Cut, CutStage
@@ -134,10 +134,14 @@ def recorded_example(bundle: Bundle, versions: Mapping[str, FileVersion]) -> Ten
     Args:
         bundle: the bundle.
         versions: from `Bundle.check_digests`.
+
+    Raises:
+        FormatError: its tensors do not fit the entry point (M16).
     """
     if bundle.example is None:
         return stored_tensors({}, versions)
     header = read_weight_header(bundle.example)
+    raise_problems(check_example(bundle.entry_point, header))
     return stored_tensors({tensor: (bundle.example, stored) for tensor, stored in header.items()}, versions)
 
 

@@ -1,8 +1,9 @@
 """Change bundles at random, and do with each all that users do: ``python -m tools.fuzz_bundles --cases 1000``.
 
-The structure of one file of a bundle is changed and its digests are made right, so that the checks behind the digests are reached. Prints
-how the actions ended, by kind, and one line for each distinct finding: anything but an end in order or a typed error. The exit status is 1
-if there are findings. ``--only MODEL:SEED`` repeats a case.
+The structure of one file of a bundle is changed, or one statement of several that must agree, and the digests are made right, so that the
+checks behind the digests are reached. All roads to an answer must then give the same one, or refuse the bundle (``tests.fuzz.roads``).
+Prints how the actions ended, by kind, and one line for each distinct finding: anything but an end in order or a typed error. The exit
+status is 1 if there are findings. ``--only MODEL:SEED`` repeats a case.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from stagepack_loaders.example import read_example
 from tests.bundle_editor import BundleEditor
 from tests.fuzz.actions import ACTIONS, Case, Outcome, run_apart
 from tests.fuzz.mutation import mutate_alike, mutate_file, operators_of
+from tests.fuzz.statements import change_statements
 
 FROZEN = Path("schema/frozen/1.0")
 # Models of the zoo that together have every kind of content that a bundle may have, and frozen bundles, which have ONNX models.
@@ -68,7 +70,7 @@ MODELS = (
     "decoders-llama-tied",
     "vision-resnet",
 )
-FINDINGS = ("exception", "value", "signal", "hang", "memory")
+FINDINGS = ("exception", "value", "lie", "signal", "hang", "memory")
 
 
 def main() -> None:
@@ -87,8 +89,10 @@ def main() -> None:
         default=(),
         help="actions to leave out: onnx takes up to 10 s, compile 50 s",
     )
+    parser.add_argument("--actions", nargs="+", choices=ACTIONS, default=ACTIONS, help="actions; all by default")
     options = parser.parse_args()
-    actions = {action_name: action for action_name, action in ACTIONS.items() if action_name not in options.without}
+    chosen_names = [action_name for action_name in options.actions if action_name not in options.without]
+    actions = {action_name: ACTIONS[action_name] for action_name in chosen_names}
     torch.set_num_threads(1)
     write_bundles(options.bundles, options.models)
     import_commands()
@@ -175,6 +179,8 @@ def _summary(outcome: Outcome) -> str:
     """The detail without what differs from case to case: for an exception its type and line."""
     if outcome.kind == "exception":
         return outcome.detail.split(":")[0] + outcome.detail[outcome.detail.rfind("(") :]
+    if outcome.kind == "lie":
+        return outcome.detail.partition(": ")[0]
     return outcome.detail if outcome.kind != "value" else ""
 
 
@@ -186,24 +192,29 @@ def run_case(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "changed.stagepack"
         editor = BundleEditor.copy(case.original, path)
-        file_names = [
-            file.name for file in sorted(path.iterdir()) if file.suffix in (".msgpack", ".safetensors", ".onnx")
-        ]
-        graph_names = [name for name in file_names if name.endswith(".msgpack")]
-        file_name = generator.choice(graph_names if generator.random() < 0.6 else ["manifest.json", *file_names])
-        operators = operators_of(case.original)
-        alike = generator.random() < 0.8
-        mutate_file(
-            editor,
-            file_name,
-            generator,
-            partial(mutate_alike, generator=generator, operators=operators) if alike else None,
-        )
+        # Half of the cases change what must agree with something else, the others the form of one file.
+        if generator.random() < 0.5:
+            change_statements(editor, generator)
+        else:
+            _change_file(editor, case, generator)
         if keep is not None:
             shutil.rmtree(keep, ignore_errors=True)
             shutil.copytree(path, keep)
         changed = Case(path, case.original, case.inputs)
         yield from run_apart(actions, changed)
+
+
+def _change_file(editor: BundleEditor, case: Case, generator: random.Random) -> None:
+    """Change the structure of one file."""
+    file_names = [
+        file.name for file in sorted(editor.path.iterdir()) if file.suffix in (".msgpack", ".safetensors", ".onnx")
+    ]
+    graph_names = [name for name in file_names if name.endswith(".msgpack")]
+    file_name = generator.choice(graph_names if generator.random() < 0.6 else ["manifest.json", *file_names])
+    operators = operators_of(case.original)
+    alike = generator.random() < 0.8
+    change_one = partial(mutate_alike, generator=generator, operators=operators) if alike else None
+    mutate_file(editor, file_name, generator, change_one)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
 from stagepack_loaders.example import read_example_inputs
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+from tests.fuzz.roads import RoadsDifferError, compare_roads
 
 # Of processor time.
 SECONDS = 20
@@ -40,7 +41,7 @@ class Outcome:
 
     Attributes:
         kind: ``ok``, ``refused`` (a typed error), ``exception`` (any other), ``value`` (a value of another type or shape than stated),
-            ``signal``, ``hang``, ``memory``.
+            ``lie`` (two roads that do not answer alike), ``signal``, ``hang``, ``memory``.
         detail: the message, with the innermost line of code for an exception.
     """
 
@@ -149,6 +150,7 @@ ACTIONS: dict[str, Callable[[Case, Path], None]] = {
     "plan --profile": command("plan", "{bundle}", "--stages", "2", "--profile", "h100", "--shared", "transmit"),
     "report": command("report", "{bundle}", "-o", "{out}.html"),
     "report --profile": command("report", "{bundle}", "-o", "{out}.html", "--profile", "h100"),
+    "roads": lambda case, scratch: compare_roads(case.path, case.original, case.inputs, scratch),
     "recut": command("recut", "{bundle}", "--stages", "2", "-o", "{out}"),
     "recut --stages 1": command("recut", "{bundle}", "--stages", "1", "-o", "{out}"),
     "diff": command("diff", "{bundle}", "{original}"),
@@ -221,6 +223,8 @@ def _run_action(action: Callable[[Case, Path], None], case: Case) -> Outcome:
             action(case, Path(scratch))
     except ValueDiffers as error:
         return Outcome("value", str(error))
+    except RoadsDifferError as error:
+        return Outcome("lie", str(error))
     except StagepackError as error:
         return Outcome("refused", f"{type(error).__name__}: {error}")
     except click.ClickException as error:

@@ -79,8 +79,10 @@ def _compare_entry_point(bundle: Bundle, inputs: dict[str, Any], scratch: Path) 
     for road, run in roads.items():
         found = _outcome(run)
         if isinstance(found, str):
-            # What a recut refuses is not written.
-            if road not in ("all stages in one", "other stages"):
+            # What a recut refuses is not written. Of module calls, which only a join reads, stages may say different things.
+            # They need not state positions, without which there is no join.
+            is_refused_join = "the call of" in found or found.startswith("CutError: the bundle does not record")
+            if road not in ("all stages in one", "other stages") and not is_refused_join:
                 raise RoadsDifferError(f"{road}: refused where one process answers: {found}")
         elif not _are_same(answers, found):
             raise RoadsDifferError(f"{road}: other answers than one process")
