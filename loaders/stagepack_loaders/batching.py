@@ -1,15 +1,23 @@
 """Whether requests may be batched: concatenated along their first dimension, run once, and split again."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from stagepack.errors import InputError
+from stagepack.errors import InputError, StageFailedError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, format_guard, symbol_names
+from stagepack.format.tree import value_names
+from stagepack.graph.rows.analysis import mixed_rows
 from stagepack_loaders import example
 from stagepack_loaders.callable_pipeline import CallablePipeline
+
+# Rows beside those whose answers are compared: much larger and smaller, and not numbers.
+_NEIGHBOUR_FACTORS: Final = ((1e3, 1e-3), (math.nan, math.inf))
+_DEPENDS: Final = "the answer to the recorded example depends on the rest of its batch"
+_SCALED_DTYPES: Final = frozenset({"bfloat16", "float16", "float32", "float64", "complex64", "complex128"})
 
 
 class BatchLimit(NamedTuple):
@@ -29,14 +37,15 @@ def batch_limit(
 ) -> BatchLimit:
     """Determine how large a batch of several requests may be.
 
-    Requests may be joined if the edges share one batch dimension (see `batch_dimension`) and the answer to the recorded example does
-    not depend on the rest of the batch. The test runs the example only, so it is evidence, not a proof.
+    Requests may be joined if the edges share one batch dimension whose rows no operator mixes (see `batch_dimension`), and the answer to
+    the recorded example does not depend on the rest of the batch: other rows of the example, and rows that are scaled, reordered, NaN or
+    infinite. The graph decides, and the runs confirm it for the kernels of the runtime.
 
     Args:
         bundle: the bundle to run.
         edges: the edges whose values are joined and split.
         requested_size: the batch size that the operator allows.
-        pipeline: runs the example; with None the test is left out, and the batch dimension alone decides.
+        pipeline: runs the example; with None the runs are left out, and the graph alone decides.
 
     Returns:
         The smaller of `requested_size` and the largest batch size of the bundle; 1 with a reason if requests must not be joined.
@@ -48,12 +57,20 @@ def batch_limit(
     if pipeline is None or max_batch_size == 1:
         return BatchLimit(max_batch_size, "")
     with pipeline.without_limit():  # which is for the sizes of each request
-        reason = _find_dependence(pipeline, bundle, dimension.max)
+        reason = _find_dependence(pipeline, bundle, dimension)
     return BatchLimit(1, reason) if reason else BatchLimit(max_batch_size, "")
 
 
+def end_edges(bundle: Bundle) -> list[Edge]:
+    """Return the edges of the inputs and the results of a bundle."""
+    results = set(value_names(bundle.entry_point.signature.result))
+    return [edge for edge in bundle.edges if edge.producer is None or edge.name in results]
+
+
 def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
-    """Find the symbol that is the first dimension of all edges, and no later dimension of any.
+    """Find the symbol that is the first dimension of all edges, and no later dimension of any, and whose rows keep apart.
+
+    Reads the graphs of all stages.
 
     Args:
         bundle: the bundle.
@@ -62,6 +79,16 @@ def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     Returns:
         The symbol; or, as a string, the reason why there is none.
     """
+    symbol = _shared_symbol(bundle, edges)
+    if isinstance(symbol, str):
+        return symbol
+    graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+    row_dims = {edge.name: 0 for edge in edges if edge.producer is None}
+    return mixed_rows(graphs, row_dims, [edge.name for edge in edges]) or symbol
+
+
+def _shared_symbol(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
+    """The symbol that is the first dimension of all edges, and no later dimension of any; or why there is none."""
     if any(stage.state for stage in bundle.stages):
         return "the model keeps state between calls"
     symbols = {symbol.name: symbol for symbol in bundle.entry_point.symbols}
@@ -83,34 +110,60 @@ def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     return batch_symbol
 
 
-def _find_dependence(pipeline: CallablePipeline, bundle: Bundle, max_batch_size: int | None) -> str:
-    """Run the recorded example inside a larger batch and alone. Return why requests must not be joined; empty if nothing was seen.
-
-    The larger batch holds the items of the example in another order and then in their own; an example of one item is preceded by zeros.
-    """
+def _find_dependence(pipeline: CallablePipeline, bundle: Bundle, symbol: Symbol) -> str:
+    """Run the recorded example in other batches. Return why requests must not be joined; empty if nothing was seen."""
     inputs = {} if bundle.example is None else example.read_example(pipeline, bundle)[0]
     example_size = len(next(iter(inputs.values()), ()))
     if example_size == 0:
         return "the bundle has no recorded example to test batches with"
-    batch_items = [example_size - 1, *range(1, example_size), 0, *range(example_size)]
-    if max_batch_size is not None:
-        batch_items = batch_items[-max_batch_size:]
     expected = example.run_on_inputs(pipeline, inputs)
-    for item_positions in (batch_items, [0]):
-        starts_with_zeros = example_size == 1 and len(item_positions) > 1
-        batch = _select_items(inputs, item_positions)
-        if starts_with_zeros:
-            for array in batch.values():
-                array[0] = 0
+    reordered = [example_size - 1, *range(1, example_size), 0, *range(example_size)]
+    smallest = list(range(min(example_size, max(1, symbol.min or 0))))
+    for item_positions in (reordered if symbol.max is None else reordered[-symbol.max :], smallest):
         try:
-            results = example.run_on_inputs(pipeline, batch)
+            results = example.run_on_inputs(pipeline, _select_items(inputs, item_positions))
         except InputError as error:
             return f"the recorded example is refused at batch size {len(item_positions)}: {error}"
-        start = int(starts_with_zeros)
-        answers = {output_name: result[start:] for output_name, result in results.items()}
-        if not example.compare_results(pipeline, answers, _select_items(expected, item_positions[start:])).within:
-            return "the answer to the recorded example depends on the rest of its batch"
+        if not example.compare_results(pipeline, results, _select_items(expected, item_positions)).within:
+            return _DEPENDS
+    own_count = example_size if symbol.max is None else min(example_size, max(1, symbol.max - 2))
+    own_items = _select_items(inputs, range(own_count))
+    own_answers = _select_items(expected, range(own_count))
+    for first, last in _neighbours(bundle, inputs):
+        batch = {
+            array_name: pipeline.arrays.join([first[array_name], array, last[array_name]])
+            for array_name, array in own_items.items()
+        }
+        if symbol.max is not None:
+            batch = {array_name: array[: symbol.max] for array_name, array in batch.items()}
+        try:
+            results = example.run_on_inputs(pipeline, batch)
+        except (InputError, StageFailedError):
+            continue  # the scheduler runs the calls of a batch that fails alone, so an error is no other answer
+        own_results = {array_name: result[1 : 1 + own_count] for array_name, result in results.items()}
+        if not example.compare_results(pipeline, own_results, own_answers).within:
+            return _DEPENDS
     return ""
+
+
+def _neighbours(bundle: Bundle, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of items to run beside the example: its first item, scaled or without numbers, and its integers in another order."""
+    scaled_names = {edge.name for edge in bundle.inputs if edge.dtype in _SCALED_DTYPES}
+    for factors in _NEIGHBOUR_FACTORS:
+        first, last = (
+            {
+                array_name: array[:1] * factor if array_name in scaled_names else _reversed_elements(array[:1])
+                for array_name, array in inputs.items()
+            }
+            for factor in factors
+        )
+        yield first, last
+
+
+def _reversed_elements(array: Any) -> Any:
+    """An array with its elements in reverse order."""
+    elements = array.reshape(-1)
+    return elements[list(reversed(range(len(elements))))].reshape(array.shape)
 
 
 def _select_items(arrays: Mapping[str, Any], item_positions: Sequence[int]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """`stagepack inspect`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from stagepack.cli.bundle_facts import bundle_facts, print_bundle
+from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_bundle
 from stagepack.cli.command import subcommand
 from stagepack.cli.graph_listing import graph_lines
 from stagepack.cli.output import print_json, print_line
@@ -38,7 +39,7 @@ from stagepack.format.reader import Bundle
 def command(bundle_path: str, stage_number: int | None, as_code: bool, flat: bool, as_json: bool) -> None:
     """Show the stages, edges and nodes of a bundle.
 
-    Reads the manifest, and with --stage or --graph the graphs, but never the weights. Needs no torch.
+    Reads the manifest and the graphs, but never the weights. Needs no torch.
     """
     if as_code and as_json:
         raise click.UsageError("--graph and --json cannot be used together")
@@ -56,9 +57,30 @@ def command(bundle_path: str, stage_number: int | None, as_code: bool, flat: boo
         else:
             print_stage_graph(facts)
     elif as_json:
-        print_json(bundle_facts(bundle))
+        print_json(bundle_facts(bundle) | {"batching": _batching_facts(bundle)})
     else:
         print_bundle(bundle)
+        for entry_point, facts in _batching_facts(bundle).items():
+            subject = f"batching of {entry_point}" if len(bundle.entry_points) > 1 else "batching"
+            print_line(f"{subject}: {_batching_line(facts)}")
+
+
+def _batching_facts(bundle: Bundle) -> dict[str, dict[str, str | None]]:
+    """For each entry point, the dynamic size over which requests may share a batch, or why they may not."""
+    from stagepack_loaders.batching import batch_dimension, end_edges  # noqa: PLC0415 - after the arguments are checked
+
+    facts: dict[str, dict[str, str | None]] = {}
+    for selected in each_entry_point(bundle):
+        symbol = batch_dimension(selected, end_edges(selected))
+        over, reason = (None, symbol) if isinstance(symbol, str) else (symbol.name, None)
+        facts[selected.entry_point.name] = {"over": over, "reason": reason}
+    return facts
+
+
+def _batching_line(facts: Mapping[str, str | None]) -> str:
+    if facts["over"] is None:
+        return f"none: {facts['reason']}"
+    return f"requests may share a batch over {facts['over']}: no operator lets rows meet"
 
 
 def _print_graph(bundle: Bundle, stage_number: int, flat: bool) -> None:

@@ -313,6 +313,8 @@ def test_inspect_tells_what_the_bundle_tells(sound: Path) -> None:
     assert all(edge.name in shown for edge in bundle.edges)
     assert bundle.digest in shown
     assert "stage 2 has state: calls" in shown
+    assert facts["batching"] == {"forward": {"over": None, "reason": "the model keeps state between calls"}}
+    assert "batching: none: the model keeps state between calls" in shown
 
 
 def test_inspect_of_a_stage_lists_its_nodes_and_weights(sound: Path) -> None:

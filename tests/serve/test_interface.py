@@ -77,7 +77,7 @@ def ends(bundle: Bundle) -> list[Edge]:
         ("half", 8, ""),
         ("kinds", 1, "flag has no dynamic first dimension"),
         ("counting", 1, "the model keeps state between calls"),
-        ("together", 1, "the answer to the recorded example depends on the rest of its batch"),
+        ("together", 1, "aten.mean.dim computes one result from several rows"),
     ],
 )
 def test_rows_run_together_where_they_keep_apart(
@@ -89,33 +89,59 @@ def test_rows_run_together_where_they_keep_apart(
 
 
 @pytest.mark.parametrize(
-    "together",
+    ("together", "operator"),
     [
-        lambda x: x + x.sum(0),
-        lambda x: x.cumsum(0),
-        lambda x: x.flip(0),
-        lambda x: x / x.norm(dim=0),
-        lambda x: x - x.amax(0),
+        (lambda x: x + x.sum(0), "aten.sum"),
+        (lambda x: x.cumsum(0), "aten.cumsum"),
+        (lambda x: x.flip(0), "aten.flip"),
+        (lambda x: x / x.norm(dim=0), "norm"),
+        (lambda x: torch.round(x / x.abs().amax() * 127), "aten.amax"),
     ],
 )
 @pytest.mark.parametrize("rows", [2, 3])
-def test_rows_that_meet_are_seen(together: Any, rows: int, tmp_path: Path) -> None:
-    size = torch.export.Dim("rows", min=1)
-    shapes = {"x": {0: size}}
-    example_input = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
-    bundle = stagepack.export(
-        Named(together), (example_input,), out=tmp_path / "m.stagepack", stages=1, dynamic_shapes=shapes
-    )
-    assert batch_limit(bundle, ends(bundle), 8, stagepack.load(bundle)) == (
+def test_rows_that_meet_are_seen(together: Any, operator: str, rows: int, tmp_path: Path) -> None:
+    bundle = batched_bundle(together, tmp_path / "m.stagepack", rows)
+    limit = batch_limit(bundle, ends(bundle), 8, stagepack.load(bundle))
+    assert limit.max_batch_size == 1
+    assert operator in limit.reason
+
+
+@pytest.mark.parametrize(
+    ("together", "rows"),
+    [
+        (lambda x: x - x.mean(0), 2),  # seen among the rows of the example
+        (lambda x: x / x.abs().amax(), 2),  # seen beside rows of another scale alone
+        (lambda x: x + 0 * x.sum(0), 2),  # seen beside NaN alone
+    ],
+)
+def test_runs_have_the_last_word(together: Any, rows: int, tmp_path: Path) -> None:
+    apart = batched_bundle(lambda x: x * 2, tmp_path / "apart.stagepack", rows)
+    pipe = stagepack.load(batched_bundle(together, tmp_path / "together.stagepack", rows))
+    assert batch_limit(apart, ends(apart), 8, pipe) == (
         1,
         "the answer to the recorded example depends on the rest of its batch",
     )
 
 
+def batched_bundle(function: Any, path: Path, rows: int) -> Bundle:
+    """A bundle of a function of rows of 4 numbers."""
+    shapes = {"x": {0: torch.export.Dim("rows", min=1)}}
+    example_input = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
+    return stagepack.export(Named(function), (example_input,), out=path, stages=1, dynamic_shapes=shapes)
+
+
+def test_requests_of_at_least_two_rows_are_batched(tmp_path: Path) -> None:
+    shapes = ({0: torch.export.Dim("rows", min=2, max=16)},)
+    model, example_input = torch.nn.Linear(4, 4), torch.ones(3, 4)
+    bundle = stagepack.export(model, (example_input,), out=tmp_path / "m.stagepack", dynamic_shapes=shapes)
+    assert batch_limit(bundle, ends(bundle), 8, stagepack.load(bundle)) == (8, "")
+
+
 def test_rows_are_no_more_than_the_bundle_allows(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
     bundle = stagepack.open(bundles["skips"])
     assert batch_limit(bundle, ends(bundle), 1000, pipes["skips"])[0] == 64
-    assert batch_limit(stagepack.open(bundles["together"]), ends(bundle), 8, None) == (8, "")  # taken on trust
+    together = stagepack.open(bundles["together"])
+    assert batch_limit(together, ends(together), 8, None) == (1, "aten.mean.dim computes one result from several rows")
 
 
 def test_state_takes_turns_in_a_stage(bundles: Mapping[str, Path]) -> None:

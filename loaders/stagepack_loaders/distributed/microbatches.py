@@ -11,7 +11,7 @@ import torch
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
-from stagepack_loaders.batching import batch_dimension, batch_limit
+from stagepack_loaders.batching import batch_dimension, batch_limit, end_edges
 from stagepack_loaders.callable_pipeline import CallablePipeline
 
 # Sends values with the sizes of their symbols on their way.
@@ -22,7 +22,7 @@ class Microbatches:
     """Cuts batches of more than some rows, for a model whose rows do not depend on each other."""
 
     def __init__(self, bundle: Bundle, pipeline: CallablePipeline, size: int) -> None:
-        """Check that rows do not depend on each other, by the signature and by runs of the recorded example.
+        """Check that rows do not depend on each other, by the graphs and by runs of the recorded example.
 
         Args:
             bundle: the bundle.
@@ -32,8 +32,7 @@ class Microbatches:
         Raises:
             OptionError: the rows of the model depend on each other, or may not be so few.
         """
-        results = set(value_names(bundle.entry_point.signature.result))
-        edges = [edge for edge in bundle.edges if edge.producer is None or edge.name in results]
+        edges = end_edges(bundle)
         symbol = batch_dimension(bundle, edges)
         if isinstance(symbol, str):
             raise OptionError(f"microbatch_size: batches of the model cannot be cut: {symbol}")
@@ -47,6 +46,7 @@ class Microbatches:
         self._size = size
         self._symbol = symbol.name
         self._inputs = tuple(edge.name for edge in edges if edge.producer is None)
+        results = set(value_names(bundle.entry_point.signature.result))
         self._results = tuple(edge.name for edge in edges if edge.name in results)
 
     def submit(

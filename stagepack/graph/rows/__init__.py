@@ -1,0 +1,1 @@
+"""Whether a model keeps the rows of a batch apart: see `stagepack.graph.rows.analysis`."""

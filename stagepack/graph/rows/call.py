@@ -1,0 +1,209 @@
+"""A node as the rules of `stagepack.graph.rows` see it: its arguments by name, with the rows of each."""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from stagepack.format.graph import Argument, Node, Op, ValueArg
+from stagepack.format.operator_schema import parse_schema
+from stagepack.format.traversal import argument_value_names, child_arguments
+from stagepack.graph.rows.layout import ONE, Rows, RowsMeetError, Shape, Size, SizePoints, counts_rows
+
+
+class Tracked(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape; empty for a symbolic scalar.
+        rows: where it has the rows of the batch; None for a value that is the same for all rows and all numbers of rows.
+        number: the value of a symbolic integer, if it is known.
+        counts_rows: it is a symbolic scalar that depends on the number of rows.
+    """
+
+    dtype: str
+    shape: Shape = ()
+    rows: Rows | None = None
+    number: Size | None = None
+    counts_rows: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+# Parameters that say how large a result is; the shape of the result tells what they do.
+_SIZE_PARAMETERS = frozenset(
+    [
+        "N",
+        "dims",
+        "end",
+        "length",
+        "normalized_shape",
+        "output_size",
+        "repeats",
+        "shape",
+        "size",
+        "sizes",
+        "split_size",
+        "split_sizes",
+        "stride",
+    ]
+)
+
+
+_INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
+_FLOAT = re.compile(r"-?\d{1,18}\.\d{0,18}", re.ASCII)
+
+
+class NodeCall:
+    """A node with what is known of its arguments.
+
+    Attributes:
+        op: its operator.
+        name: the name of the operator without overload and without the underscore of those that write in place.
+        overload: its overload.
+        points: the values of sizes.
+        outputs: the shape of each result that is a tensor; None for another one.
+    """
+
+    def __init__(self, op: Op, node: Node, values: Mapping[str, Tracked], points: SizePoints) -> None:
+        self.op, self.points = op, points
+        name, _, overload = op.name.rpartition(".") if op.schema else (op.name, "", "")
+        self.name, self.overload = name if name.endswith("__") else name.removesuffix("_"), overload
+        self.outputs = [
+            None if value is None or value.dtype.startswith("sym") else points.shape(value.shape)
+            for value in node.outputs
+        ]
+        self._values = values
+        named = {**dict(zip(op.parameters, node.args, strict=False)), **dict(node.kwargs)}
+        self.arguments: dict[str, Argument] = named if op.schema else dict(enumerate(node.args))  # type: ignore[arg-type]
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the first result.
+
+        Raises:
+            RowsMeetError: it is no tensor.
+        """
+        if not self.outputs or self.outputs[0] is None:
+            raise RowsMeetError("has no result that is a tensor")
+        return self.outputs[0]
+
+    def all_tensors(self) -> Iterator[tuple[str, Tracked]]:
+        """Each tensor among the arguments, with the name of its parameter."""
+        for parameter, argument in self.arguments.items():
+            for value in self._tracked(argument):
+                if not value.dtype.startswith("sym"):
+                    yield parameter, value
+
+    def tensors(self, parameter: str) -> list[Tracked]:
+        """The tensors that are passed to a parameter."""
+        return [value for value in self._tracked(self.arguments.get(parameter)) if not value.dtype.startswith("sym")]
+
+    def tensor(self, *parameters: str) -> Tracked:
+        """The tensor that is passed to the first of some parameters that the operator has.
+
+        Raises:
+            RowsMeetError: no tensor is passed.
+        """
+        for parameter in parameters:
+            if found := self.tensors(parameter):
+                return found[0]
+        raise RowsMeetError("is not known to keep rows apart")
+
+    def optional_tensors(self, parameter: str) -> list[Tracked | None]:
+        """The tensors of a list in which some are None."""
+        argument = self.arguments.get(parameter)
+        return [
+            next(iter(self._tracked(item)), None)
+            for item in (child_arguments(argument) if argument is not None else ())
+        ]
+
+    def need_shared(self, *parameters: str) -> None:
+        """Raise RowsMeetError if a tensor besides those of some parameters has rows."""
+        for parameter, value in self.all_tensors():
+            if parameter not in parameters and value.rows is not None:
+                raise RowsMeetError(f"takes its argument {parameter} from the rows")
+
+    def need_few_numbers(self, allowed: frozenset[str]) -> None:
+        """Raise RowsMeetError if a number besides sizes depends on the number of rows."""
+        for parameter, argument in self.arguments.items():
+            if parameter not in _SIZE_PARAMETERS | allowed and any(
+                value.counts_rows for value in self._tracked(argument)
+            ):
+                raise RowsMeetError("computes with the number of rows")
+
+    def counts_rows(self, parameter: str) -> bool:
+        """Whether a number that is passed to a parameter depends on the number of rows."""
+        return any(value.counts_rows for value in self._tracked(self.arguments.get(parameter)))
+
+    def option(self, parameter: str) -> bool | float | str | None:
+        """A constant argument, or its default."""
+        argument = self.arguments[parameter] if parameter in self.arguments else self._default(parameter)
+        return argument if isinstance(argument, bool | int | float | str) else None
+
+    def numbers(self, parameter: str) -> list[Size] | None:
+        """The integers that are passed to a parameter, as a list; None if None is passed.
+
+        Raises:
+            RowsMeetError: one is not known.
+        """
+        argument = self.arguments[parameter] if parameter in self.arguments else self._default(parameter)
+        if argument is None:
+            return None
+        is_single = isinstance(argument, int | ValueArg)
+        items = [argument] if is_single else argument if isinstance(argument, list) else list(child_arguments(argument))
+        return [self._number(item) for item in items]
+
+    def axes(self, parameter: str, rank: int) -> list[int]:
+        """The dimensions that are passed to a parameter, from 0; all dimensions if none is passed."""
+        numbers = self.numbers(parameter)
+        if not numbers:
+            return list(range(rank))
+        return [number[0] + rank if number[0] < 0 else number[0] for number in numbers]
+
+    def axis(self, parameter: str, rank: int) -> int:
+        """The dimension that is passed to a parameter, from 0."""
+        return self.axes(parameter, rank)[0] if rank else 0
+
+    def has_parameter(self, parameter: str) -> bool:
+        """Whether the operator has a parameter."""
+        return parameter in self.op.parameters
+
+    def _default(self, parameter: str) -> "Argument | list[int]":
+        default_text = _defaults(self.op.schema).get(parameter)
+        if default_text is None or default_text == "None":
+            return None
+        if default_text in ("True", "False"):
+            return default_text == "True"
+        if default_text.startswith("["):
+            return [int(number) for number in re.findall(r"-?\d{1,18}", default_text)]
+        if _INTEGER.fullmatch(default_text):
+            return int(default_text)
+        return float(default_text) if _FLOAT.fullmatch(default_text) else None
+
+    def _number(self, argument: object) -> Size:
+        if isinstance(argument, int):
+            return (int(argument),) * len(ONE)
+        known = self._values.get(argument.name) if isinstance(argument, ValueArg) else None
+        if known is None or known.number is None:
+            raise RowsMeetError("uses a number that is not known before the call")
+        return known.number
+
+    def _tracked(self, argument: Argument) -> list[Tracked]:
+        return [self._values[name] for name in argument_value_names(argument) if name in self._values]
+
+
+@functools.lru_cache(maxsize=256)
+def _defaults(schema_text: str) -> Mapping[str, str | None]:
+    """The default of each parameter of a schema."""
+    schema = parse_schema(schema_text)
+    return {parameter.name: parameter.default for parameter in schema.parameters} if schema is not None else {}
+
+
+def counted(number: Size | None, *, otherwise: bool) -> bool:
+    """Whether a scalar depends on the number of rows: by its value where it is known."""
+    return counts_rows(number) if number is not None else otherwise
