@@ -19,9 +19,17 @@ from stagepack_loaders.torch.devices import parse_graph_device
 from stagepack_loaders.torch.steps import argument_names
 from stagepack_loaders.torch.torch_attributes import torch_argument
 
-_META = torch.device("meta")
+META = torch.device("meta")
 # Under autocast these are cast to one another.
 CAST_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Layout(NamedTuple):
+    """Where the elements of a tensor are, in elements of its storage."""
+
+    strides: tuple[int, ...]
+    offset: int
+    storage_size: int
 
 
 class Fact(NamedTuple):
@@ -30,10 +38,12 @@ class Fact(NamedTuple):
     Attributes:
         kind: the dtype of a tensor, or the class of a Python number.
         content: the sizes of a tensor, or the number; None for a size or number that depends on data.
+        layout: of a tensor that is not contiguous in a storage of its own; None also where nothing is known of it. A graph states none.
     """
 
     kind: torch.dtype | type
     content: Any
+    layout: Layout | None = None
 
     @property
     def is_known(self) -> bool:
@@ -63,10 +73,12 @@ UNKNOWN_RESULT = CallResult()
 class MetaValues:
     """The arguments of operators, with tensors on the device ``meta``."""
 
-    def __init__(self, facts: Mapping[str, Fact], *, is_casting: bool) -> None:
+    def __init__(self, facts: Mapping[str, Fact], *, is_casting: bool, device: torch.device = META) -> None:
         self._facts = facts
         self._is_casting = is_casting
+        self._device = device
         self._tensors: dict[str, torch.Tensor] = {}
+        self._layouts: dict[str, tuple[object, ...]] = {}
 
     def argument(self, argument: Argument) -> Any:
         """Return an argument as an operator takes it; None for a tensor whose sizes depend on data.
@@ -80,11 +92,7 @@ class MetaValues:
     def is_reshaped(self, value_name: str) -> bool:
         """Whether the tensor of a value has another shape or other strides than the one that was passed to an operator."""
         tensor = self._tensors.get(value_name)
-        return tensor is not None and (
-            tuple(tensor.shape) != self._facts[value_name].content
-            or not tensor.is_contiguous()
-            or tensor.storage_offset() != 0
-        )
+        return tensor is not None and _arrangement(tensor) != self._layouts[value_name]
 
     def _leaf(self, leaf: Argument) -> Any:
         match leaf:
@@ -96,7 +104,7 @@ class MetaValues:
             case DeviceArg(name):
                 if name is not None:
                     parse_graph_device(name)
-                return _META
+                return self._device
             case _:
                 return leaf
 
@@ -104,8 +112,20 @@ class MetaValues:
         """The tensor of a value, the same for each use: an operator may write one of its arguments. None if its sizes depend on data."""
         if name not in self._tensors and fact.is_known:
             dtype = torch.float32 if self._is_casting and fact.kind in CAST_DTYPES else fact.kind
-            self._tensors[name] = torch.empty(fact.content, dtype=dtype, device=_META)  # type: ignore[arg-type]
+            self._tensors[name] = tensor = _empty(fact, dtype, self._device)  # type: ignore[arg-type]
+            self._layouts[name] = _arrangement(tensor)
         return self._tensors.get(name)
+
+
+def _empty(fact: Fact, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if fact.layout is None:
+        return torch.empty(fact.content, dtype=dtype, device=device)
+    strides, offset, storage_size = fact.layout
+    return torch.empty(storage_size, dtype=dtype, device=device).as_strided(fact.content, strides, offset)
+
+
+def _arrangement(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
 def argument_key(argument: Argument, facts: Mapping[str, Fact]) -> object:
@@ -122,8 +142,17 @@ def argument_key(argument: Argument, facts: Mapping[str, Fact]) -> object:
 def fact_of(value: object) -> Fact | None:
     """Return what is known of a result; None if it is neither a tensor nor a number."""
     if isinstance(value, torch.Tensor):
-        return Fact(value.dtype, tuple(value.shape))
+        return Fact(value.dtype, tuple(value.shape), _layout(value))
     return Fact(type(value), value) if isinstance(value, bool | int | float) else None
+
+
+def _layout(tensor: torch.Tensor) -> Layout | None:
+    if tensor.layout is not torch.strided:
+        return None
+    storage_size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.is_contiguous() and storage_size == tensor.numel():
+        return None
+    return Layout(tensor.stride(), int(tensor.storage_offset()), storage_size)
 
 
 def describe_fact(fact: Fact) -> str:

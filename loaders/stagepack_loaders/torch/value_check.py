@@ -5,9 +5,10 @@ that are alike run once: a model of many layers takes hardly longer than one of 
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,14 +22,23 @@ from stagepack.format.graph import (
     MemoryFormatArg,
     Node,
     Value,
+    Weight,
 )
 from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.traversal import input_names
-from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema, operators_without_compiler
+from stagepack.torch_internals import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    OperatorOverload,
+    operator_schema,
+    operators_without_compiler,
+)
 from stagepack_loaders.torch.meta_values import (
+    META,
     UNKNOWN_RESULT,
     CallResult,
     Fact,
+    Layout,
     MetaValues,
     argument_key,
     describe_fact,
@@ -64,7 +74,39 @@ _RESULTS: dict[object, CallResult] = {}
 _MAX_RESULTS = 10_000
 
 
+class NodeProblem(NamedTuple):
+    """What is wrong with a node of a graph or of one of its subgraphs."""
+
+    node: Node
+    message: str
+
+
 def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_name: str) -> None:
+    """Compare the values of a graph with what its operators return, see `value_problems`.
+
+    Args:
+        graph: the graph, unfolded.
+        operators: the operator of each entry of its op table.
+        graph_name: the name of its file, for messages.
+
+    Raises:
+        FormatError: a value is not what its operator returns, or an operator refuses its arguments (G16).
+        OperatorError, DeviceError: see `value_problems`.
+    """
+    try:
+        problems = value_problems(graph, operators)
+    except (DeviceError, OperatorError) as error:
+        raise type(error)(f"{graph_name}: {error}") from None
+    if problems:
+        raise FormatError(
+            [
+                Problem(rule="G16", where=f"{graph_name}: {_described_node(graph, node)}", message=message)
+                for node, message in problems
+            ]
+        )
+
+
+def value_problems(graph: Graph, operators: Sequence[Callable[..., Any]]) -> list[NodeProblem]:
     """Compare the values of a graph and of its subgraphs with what its operators return and pass to subgraphs.
 
     Not compared are the results of operators of custom namespaces, of `flex_attention`, of those that torch cannot run without data, and of
@@ -74,22 +116,24 @@ def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_na
     Args:
         graph: the graph, unfolded.
         operators: the operator of each entry of its op table.
-        graph_name: the name of its file, for messages.
+
+    Returns:
+        The nodes whose values are not what their operators return, or whose operators refuse their arguments; at most 20.
 
     Raises:
-        FormatError: a value is not what its operator returns, or an operator refuses its arguments (G16).
         OperatorError: the arguments of a call do not fit its operator by number and name, or a dtype, layout or memory format does not
             exist in this torch.
         DeviceError: the graph names a device that this machine does not have.
     """
-    check = _GraphCheck(graph, operators, graph_name)
-    try:
-        with torch.no_grad(), operators_without_compiler():
-            check.run()
-    except (DeviceError, OperatorError) as error:
-        raise type(error)(f"{graph_name}: {error}") from None
-    if check.problems:
-        raise FormatError(check.problems)
+    check = _GraphCheck(graph, operators)
+    with torch.no_grad(), operators_without_compiler():
+        check.run()
+    return check.problems
+
+
+def _described_node(graph: Graph, node: Node) -> str:
+    name = next((value.name for value in node.outputs if value is not None), "")
+    return f"{name} = {graph.ops[node.op].name}"
 
 
 @dataclass(slots=True)
@@ -98,8 +142,7 @@ class _GraphCheck:
 
     graph: Graph
     operators: Sequence[Callable[..., Any]]
-    graph_name: str
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[NodeProblem] = field(default_factory=list)
     _sizes: dict[str, int] = field(init=False)
     _casting_contexts: set[int] = field(init=False)
     _overloads: list[Callable[..., Any]] = field(init=False)
@@ -124,7 +167,7 @@ class _GraphCheck:
             inputs = {value.name: facts[value.name] for value in subgraph.inputs}
             self._subgraphs.append(SubgraphFacts(inputs, subgraph_result(subgraph.result, facts)))
         weights = {
-            weight.value: Fact(torch_attribute(weight.dtype, torch.dtype), weight.shape)
+            weight.value: Fact(torch_attribute(weight.dtype, torch.dtype), weight.shape, _weight_layout(weight))
             for weight in self.graph.weights
         }
         self._check_body(self.graph.inputs, self.graph.nodes, weights, is_subgraph=False)
@@ -139,7 +182,7 @@ class _GraphCheck:
         for node in nodes:
             # A subgraph runs in the context of the node that calls it.
             is_casting = bool(self._casting_contexts) if is_subgraph else node.context in self._casting_contexts
-            result = self._result(node, facts, is_casting=is_casting)
+            result = self._fitting_result(node, facts, is_casting=is_casting)
             if reshaped_names:
                 for value_name in reshaped_names.intersection(input_names(node)):
                     self._add_problem(node, f"it uses {value_name}, whose shape or strides another node has changed")
@@ -148,14 +191,32 @@ class _GraphCheck:
                 reshaped_names.update(used_names[index] for index in result.reshaped)
                 for value_name in reshaped_names & kept_names:
                     self._add_problem(node, f"the operator changes the shape or the strides of {value_name}")
-            self._compare(node, result, facts, is_casting=is_casting)
+            for message in self._misfits(node, result, is_casting=is_casting):
+                self._add_problem(node, message)
+            self._add_facts(node, result, facts, is_casting=is_casting)
             if len(self.problems) >= _MAX_PROBLEMS:
                 return
 
-    def _result(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> CallResult:
+    def _fitting_result(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> CallResult:
+        """What the operator of a node returns: the first answer that fits what the node states, else that without data or layouts."""
         if isinstance(self._overloads[node.op], HigherOrderOperator):
             operator_name = self.graph.ops[node.op].name
             return call_subgraphs(operator_name, node, facts, self._subgraphs, is_casting=is_casting)
+        result = self._result(node, facts, is_casting=is_casting)
+        if not self._misfits(node, result, is_casting=is_casting):
+            return result
+        # Strides are known of few values: an edge or a result of an unknown operator has perhaps those that the operator needs.
+        plain_facts = {name: facts[name]._replace(layout=None) for name in input_names(node)}
+        plain_result = self._result(node, plain_facts, is_casting=is_casting)
+        if not self._misfits(node, plain_result, is_casting=is_casting):
+            return plain_result
+        # Some operators return other shapes on the CPU, where most models are captured: `_native_batch_norm_legit_no_training` returns
+        # empty statistics there.
+        with FakeTensorMode(allow_fallback_kernels=False):
+            cpu_result = self._run(node, facts, is_casting=is_casting, device=torch.device("cpu"))
+        return plain_result if self._misfits(node, cpu_result, is_casting=is_casting) else cpu_result
+
+    def _result(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> CallResult:
         key = (
             self.operators[node.op],
             tuple([argument_key(argument, facts) for argument in node.args]),
@@ -171,10 +232,12 @@ class _GraphCheck:
             result = _RESULTS[key] = self._run(node, facts, is_casting=is_casting)
         return result
 
-    def _run(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> CallResult:
+    def _run(
+        self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool, device: torch.device = META
+    ) -> CallResult:
         """Run the operator of a node on tensors without memory."""
         operator, overload = self.operators[node.op], self._overloads[node.op]
-        values = MetaValues(facts, is_casting=is_casting)
+        values = MetaValues(facts, is_casting=is_casting, device=device)
         check_call(self.graph.ops[node.op].name, overload, len(node.args), [name for name, _ in node.kwargs])
         try:
             args = [values.argument(argument) for argument in node.args]
@@ -210,48 +273,42 @@ class _GraphCheck:
             return CallResult(facts_of_items, is_sequence=True, reshaped=reshaped)
         return CallResult([fact_of(returned)], reshaped=reshaped)
 
-    def _compare(self, node: Node, result: CallResult, facts: dict[str, Fact], *, is_casting: bool) -> None:
-        """Compare what a node states with what its operator returned, and take down what is known of its values."""
+    def _misfits(self, node: Node, result: CallResult, *, is_casting: bool) -> list[str]:
+        """How the result of a node's operator differs from what the node states."""
         if result.reason:
-            self._add_problem(node, result.reason)
-        elif result.facts is not None and any(node.outputs):
-            if result.is_sequence != node.unpack:
-                self._add_problem(
-                    node, f"the operator returns {'several values' if result.is_sequence else 'one value'}"
-                )
-            elif len(node.outputs) > len(result.facts):
-                self._add_problem(
-                    node, f"it states {len(node.outputs)} values, the operator returns {len(result.facts)}"
-                )
-            else:
-                self._compare_values(node, result.facts, facts, is_casting=is_casting)
-                return
-        for value in node.outputs:
-            if value is not None:
-                facts[value.name] = self._stated(value)
+            return [result.reason]
+        if result.facts is None or not any(node.outputs):
+            return []
+        if result.is_sequence != node.unpack:
+            return [f"the operator returns {'several values' if result.is_sequence else 'one value'}"]
+        if len(node.outputs) > len(result.facts):
+            return [f"it states {len(node.outputs)} values, the operator returns {len(result.facts)}"]
+        return [
+            f"it states {value.name} as {describe_fact(self._stated(value))}, the operator returns "
+            f"{'nothing' if fact is None else describe_fact(fact)}"
+            for value, fact in zip(node.outputs, result.facts, strict=False)
+            if value is not None
+            and fact != _ANY
+            and (fact is None or not is_fitting(fact, self._stated(value), is_casting=is_casting))
+        ]
 
-    def _compare_values(
-        self, node: Node, returned: Sequence[Fact | None], facts: dict[str, Fact], *, is_casting: bool
-    ) -> None:
-        for value, fact in zip(node.outputs, returned, strict=False):
+    def _add_facts(self, node: Node, result: CallResult, facts: dict[str, Fact], *, is_casting: bool) -> None:
+        """Take down what is known of the values of a node: what it states, or what its operator returns if more is known of that."""
+        is_compared = result.facts is not None and result.is_sequence == node.unpack
+        returned = result.facts if is_compared and result.facts is not None else ()
+        for value, fact in itertools.zip_longest(node.outputs, returned[: len(node.outputs)]):
             if value is None:
                 continue
             stated = self._stated(value)
-            if fact in (stated, _ANY):
+            if fact is None or fact == _ANY or not is_fitting(fact, stated, is_casting=is_casting):
                 facts[value.name] = stated
-            elif fact is None or not is_fitting(fact, stated, is_casting=is_casting):
-                found = "nothing" if fact is None else describe_fact(fact)
-                self._add_problem(
-                    node, f"it states {value.name} as {describe_fact(stated)}, the operator returns {found}"
-                )
-                facts[value.name] = stated
+            elif fact.is_known and not (is_casting and stated.is_known):
+                facts[value.name] = fact
             else:
-                facts[value.name] = stated if stated.is_known and (is_casting or not fact.is_known) else fact
+                facts[value.name] = stated if stated.is_known else fact
 
     def _add_problem(self, node: Node, message: str) -> None:
-        name = next((value.name for value in node.outputs if value is not None), "")
-        where = f"{self.graph_name}: {name} = {self.graph.ops[node.op].name}"
-        self.problems.append(Problem(rule="G16", where=where, message=message))
+        self.problems.append(NodeProblem(node, message))
 
     def _stated(self, value: Value) -> Fact:
         key = (value.dtype, value.shape, value.expr)
@@ -273,6 +330,13 @@ class _GraphCheck:
             return evaluate_dim(dim, self._sizes)
         except (KeyError, ArithmeticError):
             return None
+
+
+def _weight_layout(weight: Weight) -> Layout | None:
+    if weight.strides is None:
+        return None
+    reach = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.strides, strict=True)) + 1
+    return Layout(weight.strides, weight.offset, weight.offset + reach)
 
 
 def _misplaced_argument(node: Node, overload: OperatorOverload) -> str:
