@@ -3,6 +3,7 @@
 import importlib.metadata
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -10,6 +11,7 @@ from pathlib import Path
 
 _STAGEPACK_FOLDER = str(Path(__file__).parents[1])
 _INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def describe_error(error: BaseException) -> str:
@@ -45,6 +47,22 @@ def error_location(error: BaseException) -> str:
             return location
         cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def traced_location(stack_trace: str) -> str:
+    """Return file, line and function of the innermost frame of a node's ``stack_trace`` that is not of Python, torch or stagepack.
+
+    Args:
+        stack_trace: what ``torch.export`` records of a node, the innermost frame last.
+
+    Returns:
+        As of `error_location`.
+    """
+    location = ""
+    for file_name, line, function in _FRAME.findall(stack_trace):
+        if not _is_library(file_name):
+            location = _format(file_name, int(line), function)
+    return location
 
 
 def _is_library(file_name: str) -> bool:

@@ -24,6 +24,8 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
+from stagepack.format.operator_permissions import needed_permission
+from stagepack.format.operators import is_denied_operator, operator_namespace
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.constants import constant_argument
@@ -33,10 +35,11 @@ from stagepack.linearize.program_tensors import held_tensors, module_attribute, 
 from stagepack.linearize.subgraph_operands import subgraph_operands, with_operands
 from stagepack.linearize.tables import Tables
 from stagepack.linearize.tensor_memory import dtype_name
-from stagepack.torch_internals import PIPE_SPLIT_OPERATOR
+from stagepack.torch_internals import PIPE_SPLIT_OPERATOR, OperatorOverload, operator_schema
 
 _SPLIT_MARKERS = ("stagepack.split_here.default", PIPE_SPLIT_OPERATOR)
 _UNWRAP_OPERATOR = "export.access_subclass_inner_tensor.default"
+_EFFECT_OPERATOR = "with_effects"
 _SCALAR_DTYPES = {
     torch.SymInt: "symint",
     torch.SymFloat: "symfloat",
@@ -121,6 +124,7 @@ class BodyBuilder:
                 case "get_attr":
                     self.arguments[node] = self._module_argument(module, node)
                 case "call_function":
+                    self.tables.current_node = node
                     self._append_call(module, node, context)
                 case "output":
                     result = self._argument(node.args[0], node)
@@ -136,12 +140,28 @@ class BodyBuilder:
             wrapper, attribute = node.args
             assert isinstance(wrapper, FxNode)
             self.bind_weight(node, wrapped_tensor_name(self._wrapper_weights[wrapper], str(attribute)))
+        elif operator_name == _EFFECT_OPERATOR:
+            self.arguments[node] = [None, *self._append_effect(module, node, context)]
         elif operator_name in _SPLIT_MARKERS:
             if self._is_subgraph:
                 raise UnsupportedError(f"{node.target} is inside a branch or a loop, where no stage can begin")
             self.tables.split_positions.append(len(self.nodes))
-        else:
+        elif not _is_unused_query(node):
             self._append_node(module, node, self._complete_context(node, context))
+
+    def _append_effect(self, module: GraphModule, node: FxNode, context: int | None) -> Sequence[Argument]:
+        """Append a call that torch orders by a token, as the order of the nodes does; return its values."""
+        target: Any
+        _, target, *args = node.args
+        token_and_results = node.meta["val"]
+        result_count = len(operator_schema(target).returns)
+        call = FxNode(node.graph, node.name, "call_function", target, tuple(args), node.kwargs)
+        call.meta = {**node.meta, "val": token_and_results[1:] if result_count > 1 else token_and_results[1]}
+        self._append_node(module, call, self._complete_context(node, context))
+        # It is not in the graph, whose nodes should not count it as a user.
+        call.args, call.kwargs = (), {}
+        result = self.arguments[call]
+        return result if isinstance(result, list) else [result]
 
     def _complete_context(self, node: FxNode, context: int | None) -> int | None:
         """The context of a node, with its grad mode if torch has lost that."""
@@ -287,3 +307,15 @@ class BodyBuilder:
             value_name += "_"
         self._taken_names.add(value_name)
         return value_name
+
+
+def _is_unused_query(node: FxNode) -> bool:
+    """Whether a call of ATen on constants alone, which loaders do not run by default, is of no use.
+
+    `torch.tensor` of a list asks ``promote_types`` for the dtype of its items while it is traced.
+    """
+    if node.users or node.all_input_nodes or not isinstance(node.target, OperatorOverload):
+        return False
+    operator_name = str(node.target)
+    is_aten = operator_namespace(operator_name) == "aten" and not is_denied_operator(operator_name)
+    return is_aten and needed_permission(operator_name) is not None

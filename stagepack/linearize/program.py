@@ -36,6 +36,7 @@ from stagepack.linearize.constants import constant_argument
 from stagepack.linearize.container_trees import Leaf
 from stagepack.linearize.guards import program_conditions, program_guards
 from stagepack.linearize.module_calls import module_calls
+from stagepack.linearize.node_location import with_node_location
 from stagepack.linearize.program_tensors import inner_constants, program_device, program_tensors
 from stagepack.linearize.signature import program_signature
 from stagepack.linearize.symbols import SymbolTable, TracedSymbol
@@ -125,7 +126,10 @@ def linearize_program(
     tables = Tables(symbols, program_device(program, tensors), weights.values, inner_constants(program))
     body = BodyBuilder(tables, program.graph_module)
     input_leaves = _bind_inputs(program, body)
-    body.build()
+    try:
+        body.build()
+    except UnsupportedError as error:
+        raise UnsupportedError(with_node_location(str(error), tables.current_node)) from None
     result_leaves = _result_leaves(program, body)
     return LinearizedProgram(
         graph=_graph(body, weights, result_leaves, traced_calls or TracedCalls()),
@@ -183,6 +187,8 @@ def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
     for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
         if spec.kind in _WEIGHT_INPUTS:
             body.bind_weight(node, str(spec.target))
+        elif spec.kind == InputKind.TOKEN:
+            body.arguments[node] = None
         elif spec.kind != InputKind.USER_INPUT:
             raise UnsupportedError(f"the input {node.name} is a {spec.kind.name}, which a bundle cannot hold")
         elif isinstance(spec.arg, ConstantArgument):
@@ -209,6 +215,8 @@ def _result_leaves(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
                 body.copy_into(weight_placeholders[str(spec.target)], result)
             case OutputKind.USER_INPUT_MUTATION:
                 body.copy_into(placeholders[str(spec.target)], result)
+            case OutputKind.TOKEN:
+                pass
             case _:
                 raise UnsupportedError(f"the output {spec.arg.name} is a {spec.kind.name}, which a bundle cannot hold")
     return leaves

@@ -25,6 +25,7 @@ class Tables:
         costs: the costs of nodes.
         subgraphs: the bodies of higher-order operators; those that others use come first.
         split_positions: the positions of the nodes before which ``split_here`` was called.
+        current_node: the fx node of which a node is made at present, for errors.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Tables:
         self.costs = CostModel()
         self.subgraphs: list[Subgraph] = []
         self.split_positions: list[int] = []
+        self.current_node: FxNode | None = None
         self._op_rows: list[Op] = []
         self._op_indices: dict[Any, int] = {}
         self._scope_indices: dict[Scope, int] = {}
