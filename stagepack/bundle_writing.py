@@ -19,11 +19,11 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import EntryPoint, Manifest, Producer, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.plan import Plan, Run
+from stagepack.format.reader import Bundle, check_stages
 from stagepack.format.shapes import Guard, Symbol
 from stagepack.format.signature import Signature, signature_features
 from stagepack.format.validate import check_graph, raise_problems
 from stagepack.format.version import VERSION
-from stagepack.format.weights import StoredTensor, tensor_layout
 from stagepack.format.writer import BundleWriter, TensorSource
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.folding import fold_graph
@@ -33,8 +33,8 @@ from stagepack.terminal import byte_progress
 INDEX_FILE_NAME = "model.safetensors.index.json"
 _EXAMPLE_FILE_NAME = "example.safetensors"
 
-# Takes the file and the position of each stored tensor, by name, and returns the recorded example.
-ExampleRecorder = Callable[[Mapping[str, tuple[Path, StoredTensor]]], TensorSource]
+# Takes the bundle before it has its name and its examples, at the entry point, and returns the recorded example.
+ExampleRecorder = Callable[[Bundle], TensorSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,8 @@ class EntryPointContent:
         cut: its stages and edges.
         plan: how it is cut; None if that is not known.
         seed: the seed of the random numbers of the example.
-        record_example: returns the recorded example, which may be empty. It is called when the weights are written.
+        record_example: returns the recorded example, which may be empty. It is called when all else is written, and may raise an error:
+            then nothing is written.
     """
 
     name: str
@@ -97,7 +98,7 @@ def write_bundle(
         replaced_digest: replace only the bundle with this digest; None for any bundle.
 
     Raises:
-        FormatError: a cut breaks rules of the format; nothing is written.
+        FormatError: the bundle breaks rules of the format, as any reader checks them; nothing is written.
         OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
         WriteError: the bundle cannot be written.
     """
@@ -114,30 +115,49 @@ def write_bundle(
         byte_progress(f"writing {Path(out).name}", weight_bytes) as progress,
     ):
         stage_entries = _write_graphs(writer, stages, file_of_tensor, weights)
-        locations: dict[str, tuple[Path, StoredTensor]] = {}
         for file_name in dict.fromkeys(file_of_tensor.values()):
             specs = [
                 weights.specs[tensor] for tensor, tensor_file in file_of_tensor.items() if tensor_file == file_name
             ]
             writer.write_tensors(file_name, specs, weights.read, progress)
-            locations |= {stored.name: (writer.folder / file_name, stored) for stored in tensor_layout(specs)}
         remaining_entries = iter(stage_entries)
-        written_entry_points = []
-        for prefix, entry_point in zip(prefixes, entry_points, strict=True):
-            example = entry_point.record_example(locations)
-            example_file = f"{prefix}{_EXAMPLE_FILE_NAME}" if example.specs else None
-            if example_file is not None:
-                writer.write_tensors(example_file, example.specs.values(), example.read)
-            own_entries = tuple(itertools.islice(remaining_entries, len(entry_point.cut.stages)))
-            written_entry_points.append(_manifest_entry_point(entry_point, own_entries, example_file))
-        index_files = _checkpoint_index(list(stages.values()), file_of_tensor, weights)
-        for file_name, content in {**origin.files, **index_files}.items():
-            writer.write_file(file_name, [content])
+        written_entry_points = [
+            _manifest_entry_point(entry_point, tuple(itertools.islice(remaining_entries, len(entry_point.cut.stages))))
+            for entry_point in entry_points
+        ]
         signatures = [entry_point.signature for entry_point in entry_points]
         calls = (call for stage in stages.values() for call in stage.graph.calls)
         signatures += [call.signature for call in calls if call.signature is not None]
         manifest = _manifest(written_entry_points, origin, signature_features(signatures))
+        writer.write_draft(manifest)
+        example_files = _write_examples(writer, prefixes, entry_points)
+        index_files = _checkpoint_index(list(stages.values()), file_of_tensor, weights)
+        for file_name, content in {**origin.files, **index_files}.items():
+            writer.write_file(file_name, [content])
+        manifest = msgspec.structs.replace(
+            manifest, entry_points=tuple(map(_with_example, written_entry_points, example_files))
+        )
+        writer.write_draft(manifest)
+        check_stages(Bundle(writer.folder))
         writer.finish(manifest, replaced_digest=replaced_digest)
+
+
+def _write_examples(
+    writer: BundleWriter, prefixes: Sequence[str], entry_points: Sequence[EntryPointContent]
+) -> list[str | None]:
+    """Let each entry point record its example; return the names of the files."""
+    draft = Bundle(writer.folder)
+    file_names: list[str | None] = []
+    for prefix, entry_point in zip(prefixes, entry_points, strict=True):
+        example = entry_point.record_example(draft.select(entry_point.name))
+        file_names.append(f"{prefix}{_EXAMPLE_FILE_NAME}" if example.specs else None)
+        if example.specs:
+            writer.write_tensors(f"{prefix}{_EXAMPLE_FILE_NAME}", example.specs.values(), example.read)
+    return file_names
+
+
+def _with_example(entry_point: EntryPoint, file_name: str | None) -> EntryPoint:
+    return msgspec.structs.replace(entry_point, example=file_name)
 
 
 def _write_graphs(
@@ -173,9 +193,8 @@ def _manifest(entry_points: Sequence[EntryPoint], origin: ModelOrigin, features:
     )
 
 
-def _manifest_entry_point(
-    entry_point: EntryPointContent, stages: tuple[Stage, ...], example_file: str | None
-) -> EntryPoint:
+def _manifest_entry_point(entry_point: EntryPointContent, stages: tuple[Stage, ...]) -> EntryPoint:
+    """The entry point in the manifest, without its example."""
     return EntryPoint(
         name=entry_point.name,
         signature=entry_point.signature,
@@ -184,7 +203,6 @@ def _manifest_entry_point(
         plan=entry_point.plan,
         symbols=entry_point.symbols,
         guards=entry_point.guards,
-        example=example_file,
         seed=entry_point.seed,
     )
 

@@ -40,6 +40,13 @@ class CaptureError(StagepackError):
     """
 
 
+class AnswerDiffersError(CaptureError):
+    """The captured program answers the example otherwise than the model does, by more than rounding; the message names the module.
+
+    Change the model so that it takes one path in eager mode and under ``torch.export``, or pass ``allow_difference=True``.
+    """
+
+
 class UnsupportedError(StagepackError):
     """The captured program contains something that a bundle, or the protocol that serves it, cannot represent; the message names it.
 

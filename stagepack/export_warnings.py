@@ -6,7 +6,6 @@ from stagepack.capture.programs import Capture
 from stagepack.errors import ExportWarning
 from stagepack.format.graph import Graph
 from stagepack.format.operator_permissions import needed_permissions
-from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.linearize import LinearizedProgram
 
 _SHOWN_MODULES = 3
@@ -65,20 +64,18 @@ def warn_of_lost_backward(capture: Capture) -> None:
 
 
 def warn_of_unlisted_operators(capture: Capture, graph: Graph) -> None:
-    """Warn if a model uses operators of ATen or prims that loaders do not run by default.
+    """Warn if a model uses operators that loaders do not run by default.
 
     Args:
         capture: the captured model.
         graph: its graph.
     """
-    permissions = sorted(
-        permission for permission in needed_permissions([graph]) if operator_namespace(permission) in ALLOWED_NAMESPACES
-    )
+    permissions = sorted(needed_permissions([graph]))
     if permissions:
         model_name = "the program" if capture.model is None else type(capture.model).__name__
         warnings.warn(
             f"{model_name} uses {_shown(permissions)}, which loaders do not run by default: whoever loads the bundle passes "
-            f"allow_ops={permissions}",
+            f"allow_ops={permissions} (--allow-ops)",
             ExportWarning,
             stacklevel=2,
         )

@@ -4,16 +4,15 @@ import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from stagepack.bundle_content import merged_tensors
+from stagepack.bundle_content import merged_tensors, read_entry_point
 from stagepack.bundle_writing import EntryPointContent, ExampleRecorder, ModelOrigin, write_bundle
-from stagepack.capture.assets import NO_ASSETS
 from stagepack.capture.dimension_names import dimension_names, size_requests
-from stagepack.capture.hugging_face import AnswerDiffersError, answers_alike, are_identical, only_parameters
-from stagepack.capture.model_run import run_model
+from stagepack.capture.hugging_face import NotIdenticalError, are_identical, only_parameters
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source_argument import FORWARD
@@ -21,64 +20,77 @@ from stagepack.errors import CaptureError
 from stagepack.export_warnings import warn_of_lost_backward, warn_of_training_mode, warn_of_unlisted_operators
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import Producer
+from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import LinearizedProgram, linearize_program
-from stagepack.linearize.example import EXAMPLE_SEED, example_tensors, run_example
-from stagepack.linearize.filled_model import TensorLocations, fill_modules
+from stagepack.linearize.example import (
+    EXAMPLE_SEED,
+    INPUT_PREFIX,
+    example_inputs,
+    example_values,
+    run_example,
+    tensor_source,
+)
+from stagepack.linearize.filled_model import fill_modules
 from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.linearize.tried_sizes import with_tried_sizes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
+from stagepack.self_check import LoadedDraft, check_program, report_difference
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """How a captured model is written.
+
+    Attributes:
+        assets: further files, see `stagepack.capture.assets.read_assets`.
+        overwrite: replace a bundle that exists at the output.
+        allow_difference: write a model whose captured program answers otherwise than the model does, with a warning.
+        progress: called with the name of each step before it begins.
+        compared: called with the largest difference between the answers of the model and of its bundle to the example, of each entry point.
+    """
+
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+    overwrite: bool = False
+    allow_difference: bool = False
+    progress: Progress = lambda _: None
+    compared: Callable[[float], None] = lambda _: None
+
+
+_DEFAULTS = ExportOptions()
+
+
 def export_capture(
-    capture: Capture,
-    *,
-    out: str | os.PathLike[str],
-    cut_options: CutOptions,
-    assets: Mapping[str, bytes] = NO_ASSETS,
-    overwrite: bool = False,
-    progress: Progress = lambda _: None,
+    capture: Capture, *, out: str | os.PathLike[str], cut_options: CutOptions, options: ExportOptions = _DEFAULTS
 ) -> Bundle:
     """Write a captured model as a bundle.
 
     Args:
         capture: the captured model.
-        out: the folder to write; it must not exist unless `overwrite` is true.
+        out: the folder to write; it must not exist unless `options.overwrite` is true.
         cut_options: where to cut.
-        assets: see `stagepack.capture.assets.read_assets`.
-        overwrite: replace a bundle that exists at `out`.
-        progress: called with the name of each step before it begins.
+        options: how to write it.
 
     Returns:
         The new bundle, opened.
 
     Raises:
-        CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+        AnswerDiffersError, CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
     """
     try:
-        return export_entry_points(
-            {FORWARD: capture},
-            out=out,
-            cut_options={FORWARD: cut_options},
-            assets=assets,
-            overwrite=overwrite,
-            progress=progress,
-        )
-    except AnswerDiffersError:
+        return export_entry_points({FORWARD: capture}, out=out, cut_options={FORWARD: cut_options}, options=options)
+    except NotIdenticalError:
         assert capture.capture_loaded is not None
-        loaded = capture.capture_loaded()
-        return export_capture(
-            loaded, out=out, cut_options=cut_options, assets=assets, overwrite=overwrite, progress=progress
-        )
+        return export_capture(capture.capture_loaded(), out=out, cut_options=cut_options, options=options)
 
 
 def export_captures(
@@ -86,34 +98,25 @@ def export_captures(
     *,
     out: str | os.PathLike[str],
     cut_options: CutOptions,
-    assets: Mapping[str, bytes] = NO_ASSETS,
-    overwrite: bool = False,
-    progress: Progress = lambda _: None,
+    options: ExportOptions = _DEFAULTS,
 ) -> Bundle:
     """Write a captured model as a bundle, or captured functions of one model, each cut in the same way.
 
     Args:
         captures: the captured functions, by the name of the entry point.
-        out: the folder to write; it must not exist unless `overwrite` is true.
+        out: the folder to write; it must not exist unless `options.overwrite` is true.
         cut_options: where to cut each of them.
-        assets: see `stagepack.capture.assets.read_assets`.
-        overwrite: replace a bundle that exists at `out`.
-        progress: called with the name of each step before it begins.
+        options: how to write them.
 
     Returns:
         The new bundle, opened.
 
     Raises:
-        CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+        AnswerDiffersError, CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
     """
     if len(captures) == 1 and FORWARD in captures:
-        return export_capture(
-            captures[FORWARD], out=out, cut_options=cut_options, assets=assets, overwrite=overwrite, progress=progress
-        )
-    options = dict.fromkeys(captures, cut_options)
-    return export_entry_points(
-        captures, out=out, cut_options=options, assets=assets, overwrite=overwrite, progress=progress
-    )
+        return export_capture(captures[FORWARD], out=out, cut_options=cut_options, options=options)
+    return export_entry_points(captures, out=out, cut_options=dict.fromkeys(captures, cut_options), options=options)
 
 
 def export_entry_points(
@@ -121,32 +124,31 @@ def export_entry_points(
     *,
     out: str | os.PathLike[str],
     cut_options: Mapping[str, CutOptions],
-    assets: Mapping[str, bytes] = NO_ASSETS,
-    overwrite: bool = False,
-    progress: Progress = lambda _: None,
+    options: ExportOptions = _DEFAULTS,
 ) -> Bundle:
     """Write captured functions of one model as the entry points of a bundle.
 
+    The bundle is loaded before it has its name, and runs the example: what no loader accepts is not written.
+
     Args:
         captures: the captured functions, by the name of the entry point. A weight that several of them use has one name in all.
-        out: the folder to write; it must not exist unless `overwrite` is true.
+        out: the folder to write; it must not exist unless `options.overwrite` is true.
         cut_options: where to cut each of them, by name.
-        assets: see `stagepack.capture.assets.read_assets`.
-        overwrite: replace a bundle that exists at `out`.
-        progress: called with the name of each step before it begins.
+        options: how to write them.
 
     Returns:
         The new bundle, opened.
 
     Raises:
-        AnswerDiffersError: a captured program whose weights are deferred answers otherwise than the model.
-        CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+        NotIdenticalError: a captured program whose weights are deferred answers otherwise than the model.
+        AnswerDiffersError, CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
     """
-    check_output_path(out, overwrite=overwrite)
+    check_output_path(out, overwrite=options.overwrite)
     contents, sources, devices = [], [], set()
     for name, capture in captures.items():
-        progress(_step("linearize", name, captures))
+        options.progress(_step("linearize", name, captures))
         program = _linearize(capture)
+        check_program(program)
         if name != FORWARD:
             program = program.without_unused_weights()
         warn_of_training_mode(capture, program, _written_weights(program))
@@ -154,7 +156,7 @@ def export_entry_points(
         warn_of_unlisted_operators(capture, program.graph)
         if len(captures) > 1:
             program = program.with_constant_prefix(f"{name}.")
-        progress(_step("cut", name, captures))
+        options.progress(_step("cut", name, captures))
         partition = _cut(program, cut_options[name])
         contents.append(
             EntryPointContent(
@@ -165,7 +167,7 @@ def export_entry_points(
                 cut=partition.cut,
                 plan=partition.plan,
                 seed=EXAMPLE_SEED,
-                record_example=_example_recorder(capture, program, progress),
+                record_example=_example_recorder(capture, program, options),
             )
         )
         sources.append(_weight_source(capture, program))
@@ -174,9 +176,9 @@ def export_entry_points(
         raise CaptureError(
             f"expected all entry points on one device, found {', '.join(sorted(devices))}: move the model to one"
         )
-    progress("write")
-    origin = _origin(next(iter(captures.values())), devices.pop(), assets)
-    write_bundle(out, contents, merged_tensors(sources), origin, overwrite=overwrite)
+    options.progress("write")
+    origin = _origin(next(iter(captures.values())), devices.pop(), options.assets)
+    write_bundle(out, contents, merged_tensors(sources), origin, overwrite=options.overwrite)
     return Bundle(out)
 
 
@@ -184,37 +186,65 @@ def _step(title: str, name: str, captures: Mapping[str, Capture]) -> str:
     return f"{title} {name}" if len(captures) > 1 else title
 
 
-def _example_recorder(capture: Capture, program: LinearizedProgram, progress: Progress) -> ExampleRecorder:
-    """What records the example: now, since it may fail, or where the weights are deferred when they are written."""
+def _example_recorder(capture: Capture, program: LinearizedProgram, options: ExportOptions) -> ExampleRecorder:
+    """What records the example. The model runs now, since it may fail; or, if its weights are deferred, when they are written."""
     if capture.deferred is not None:
-        return partial(_record_from_files, capture, program, progress)
-    progress("run the example")
+        return partial(_record_from_files, capture, program, options)
+    options.progress("run the example")
     written_tensors = [program.weights.tensors[weight] for weight in _written_weights(program)]
-    example = example_tensors(capture, program.signature, run_example(capture, written_tensors))
-    return lambda _: example
+    expected = run_example(capture, program, written_tensors)
+    return lambda draft: _record_example(
+        LoadedDraft(draft, program.device, bundle_permissions(draft)), capture, program, expected, options
+    )
 
 
 def _record_from_files(
-    capture: Capture, program: LinearizedProgram, progress: Progress, locations: TensorLocations
+    capture: Capture, program: LinearizedProgram, options: ExportOptions, draft: Bundle
 ) -> TensorSource:
-    """Run a model whose weights are deferred on its example, from the weight files that are just written.
+    """Record the example of a model whose weights are deferred: it runs with those of the weight files that are just written.
 
     Raises:
-        AnswerDiffersError: the captured program answers otherwise than the model.
-        CaptureError: the model fails.
+        NotIdenticalError: the captured program answers otherwise than the model, which may be captured in another way.
+        AnswerDiffersError, CaptureError, UnsupportedError: see `export`.
     """
-    progress("run the example")
+    options.progress("run the example")
     assert capture.model is not None
-    compared = [] if capture.capture_loaded is None else [capture.program.module()]
-    fill_modules([capture.model, *compared], capture, program.weights, locations, _written_weights(program))
-    answer = run_example(capture)
-    for module in compared:
-        if not are_identical(answer, run_model(module, capture.inputs, seed=EXAMPLE_SEED)):
-            raise AnswerDiffersError
-        for further_inputs in capture.further_inputs:
-            if not answers_alike(capture.model, module, only_parameters(further_inputs, capture.inputs)):
-                raise AnswerDiffersError
-    return example_tensors(capture, program.signature, answer)
+    locations = read_entry_point(draft).locations
+    fill_modules([capture.model], capture, program.weights, locations, _written_weights(program))
+    expected = run_example(capture, program)
+    stages = LoadedDraft(draft, program.device, bundle_permissions(draft))
+    if capture.capture_loaded is not None:
+        for inputs in (capture.inputs, *capture.further_inputs):
+            example = replace(capture, inputs=only_parameters(inputs, capture.inputs))
+            model_answer = expected if inputs is capture.inputs else run_example(example, program)
+            answer = stages.run(example_inputs(example, program), EXAMPLE_SEED)
+            if not are_identical(model_answer, answer):
+                raise NotIdenticalError
+    return _record_example(stages, capture, program, expected, options)
+
+
+def _record_example(
+    stages: LoadedDraft,
+    capture: Capture,
+    program: LinearizedProgram,
+    expected: Mapping[str, torch.Tensor],
+    options: ExportOptions,
+) -> TensorSource:
+    """The inputs of the example and the answer of the loaded stages, which is compared with that of the model.
+
+    Raises:
+        AnswerDiffersError: they differ by more than rounding, and the caller does not allow it.
+        UnsupportedError: the stages do not run.
+    """
+    options.progress("replay the example")
+    inputs = example_inputs(capture, program)
+    answer = stages.run(inputs, EXAMPLE_SEED)
+    difference = stages.difference(answer, expected)
+    options.compared(difference.largest)
+    if not difference.within:
+        values = tuple(example_values(capture, program).values())
+        report_difference(capture, values, difference.largest, seed=EXAMPLE_SEED, is_allowed=options.allow_difference)
+    return tensor_source({f"{INPUT_PREFIX}{name}": tensor for name, tensor in inputs.items()} | answer)
 
 
 def _written_weights(program: LinearizedProgram) -> tuple[str, ...]:
@@ -227,7 +257,6 @@ def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, 
     Args:
         capture: the captured model.
         cut_options: where to cut.
-        assets: see `stagepack.capture.assets.read_assets`.
 
     Returns:
         The cut with its costs, and the dynamic sizes of the model.

@@ -19,7 +19,7 @@ from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 from stagepack.capture.source_argument import capture_with_checkpoint
 from stagepack.errors import ExportWarning, OptionError
-from stagepack.exporter import export_capture, export_entry_points
+from stagepack.exporter import ExportOptions, export_capture, export_entry_points
 from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
@@ -60,13 +60,15 @@ def export(
     rtol: float | None = None,
     atol: float | None = None,
     allow_ops: Collection[str] = (),
+    allow_difference: bool = False,
     overwrite: bool = False,
 ) -> Bundle:
     """Write a model as a bundle of pipeline stages.
 
-    The model is captured by ``torch.export.export``, cut, and run once on its example, so that every loader can check itself against the
-    answer. The model and the inputs are unchanged afterwards. At most one of `stages`, `split_at`, `policy` and `plan` says where to
-    cut; without them, the model is cut at `stagepack.split_here` in its code, or is one stage.
+    The model is captured by ``torch.export.export``, cut, and run once on its example. The bundle is loaded before it has its name, and its
+    answer to the example is compared with that of the model, and recorded, so that every loader can check itself against it. What no loader
+    accepts is not written. The model and the inputs are unchanged afterwards. At most one of `stages`, `split_at`, `policy` and `plan` says
+    where to cut; without them, the model is cut at `stagepack.split_here` in its code, or is one stage.
 
     Args:
         model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name. Of a module that ``torch.compile``
@@ -109,6 +111,8 @@ def export(
         rtol: with `onnx`: the tolerance of the comparison with torch, see `stagepack.add_onnx`.
         atol: likewise.
         allow_ops: with `graph_from`: as for `stagepack.load`.
+        allow_difference: write a model of which the captured program answers otherwise than the model does in eager mode, by more than
+            rounding. The bundle answers as the program does, and a warning says so.
         overwrite: replace a bundle that exists at `out`.
 
     Returns:
@@ -116,7 +120,8 @@ def export(
 
     Raises:
         CaptureError: the model cannot be loaded, captured or run on its example.
-        UnsupportedError: the captured program contains something that a bundle cannot represent.
+        AnswerDiffersError: the captured program answers otherwise than the model, and `allow_difference` is false.
+        UnsupportedError: the captured program contains something that a bundle cannot represent, or that no loader would accept.
         CutError: the model cannot be cut as requested.
         OptionError: `args` is not a tuple, or `kwargs` not a dict, or `model` is not a function though there are `weights`, or another
             option is wrong or does not go with the others.
@@ -171,9 +176,8 @@ def export(
             )
         captures = _captures_of_functions(model, inputs, entry_points, modules, dtype)
         options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
-        bundle = export_entry_points(
-            captures, out=out, cut_options=options_of_entry_points, assets=asset_contents, overwrite=overwrite
-        )
+        options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
+        bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, options=options)
         return _with_onnx(bundle, rtol, atol) if onnx else bundle
     if isinstance(stages, Mapping) or isinstance(split_at, Mapping):
         raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
@@ -192,7 +196,8 @@ def export(
         if weights is None
         else _capture_with_weights(model, inputs, weights, dtype)
     )
-    bundle = export_capture(capture, out=out, cut_options=cut_options, assets=asset_contents, overwrite=overwrite)
+    options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
+    bundle = export_capture(capture, out=out, cut_options=cut_options, options=options)
     return _with_onnx(bundle, rtol, atol) if onnx else bundle
 
 

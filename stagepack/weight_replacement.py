@@ -10,22 +10,27 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
 
-from stagepack.bundle_content import check_output, further_files, merged_tensors, read_entry_point, recorded_example
+from stagepack.bundle_content import (
+    StoredEntryPoint,
+    check_output,
+    further_files,
+    merged_tensors,
+    read_entry_point,
+    recorded_example,
+)
 from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint, without_prefix
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.source_argument import FORWARD
-from stagepack.errors import CaptureError, WriteError
+from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileVersion
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.manifest import Manifest
 from stagepack.format.reader import Bundle
-from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.validate import NamedWeights
-from stagepack.format.writer import BundleWriter, Pieces, TensorSource
+from stagepack.format.writer import Pieces, TensorSource
+from stagepack.linearize.example import tensor_source
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import open_bundle
 
@@ -83,22 +88,32 @@ def replace_weights(
     weights = _weights_by_name(opened)
     new_weights = _open_source(source, weights)
     replacements = _replacements(opened, weights, new_weights, os.fspath(source), needed_names)
-    try:
-        temporary = TemporaryFolder(Path(os.path.abspath(out)))
-    except OSError as error:
-        raise WriteError(f"{out}: cannot write there: {error.strerror}") from None
-    with temporary:
-        progress("write")
-        filled = _write_filled(opened, versions, new_weights.files, replacements, temporary.path / "filled")
+    progress("write")
+    named_weights = NamedWeights()
+    opened = opened.with_graphs_kept()
+    stored_entry_points = [
+        read_entry_point(opened.select(entry_point.name), versions, named_weights)
+        for entry_point in opened.entry_points
+    ]
+    old_tensors = merged_tensors([stored.weights for stored in stored_entry_points])
+
+    def read(stored_name: str) -> Pieces:
+        return _pieces(replacements[stored_name]) if stored_name in replacements else old_tensors.read(stored_name)
+
+    def record_example(stored: StoredEntryPoint, draft: Bundle) -> TensorSource:
         progress("run the example")
-        answers = {
-            entry_point.name: _answers(filled.select(entry_point.name), opened.select(entry_point.name), allow_ops)
-            for entry_point in opened.entry_points
-            if entry_point.example is not None
-        }
-        with BundleWriter(out, overwrite=overwrite) as writer:
-            manifest = _write_finished(writer, filled, opened, versions, answers)
-            writer.finish(manifest, replaced_digest=replaced_digest)
+        return _example_with_new_answer(stored.bundle, versions, draft, allow_ops)
+
+    contents = [
+        replace(stored, graphs=tuple(_with_new_zeros(graph, replacements) for graph in stored.graphs)).content(
+            record_example=partial(record_example, stored)
+        )
+        for stored in stored_entry_points
+    ]
+    tensors = TensorSource(specs=old_tensors.specs, read=read)
+    files = {**further_files(opened), **new_weights.files}
+    origin = ModelOrigin(producer=opened.manifest.producer, device=opened.manifest.device, files=files)
+    write_bundle(out, contents, tensors, origin, overwrite=overwrite, replaced_digest=replaced_digest)
     return Bundle(out)
 
 
@@ -202,36 +217,6 @@ def _pieces(tensor: CheckpointTensor) -> Pieces:
     return [_octets(tensor)] if tensor.location is None else [tensor.location]
 
 
-def _write_filled(
-    bundle: Bundle,
-    versions: Mapping[str, FileVersion],
-    files: Mapping[str, bytes],
-    replacements: Mapping[str, CheckpointTensor],
-    path: Path,
-) -> Bundle:
-    """Write the bundle with the new weights and without examples."""
-    named_weights = NamedWeights()
-    bundle = bundle.with_graphs_kept()
-    stored_entry_points = [
-        read_entry_point(bundle.select(entry_point.name), versions, named_weights)
-        for entry_point in bundle.entry_points
-    ]
-    old_tensors = merged_tensors([stored.weights for stored in stored_entry_points])
-
-    def read(stored_name: str) -> Pieces:
-        return _pieces(replacements[stored_name]) if stored_name in replacements else old_tensors.read(stored_name)
-
-    contents = []
-    for stored in stored_entry_points:
-        graphs = tuple(_with_new_zeros(graph, replacements) for graph in stored.graphs)
-        no_example = TensorSource(specs={}, read=read)
-        contents.append(replace(stored, graphs=graphs).content(record_example=lambda _, example=no_example: example))
-    manifest = bundle.manifest
-    origin = ModelOrigin(producer=manifest.producer, device=manifest.device, files={**further_files(bundle), **files})
-    write_bundle(path, contents, TensorSource(specs=old_tensors.specs, read=read), origin, overwrite=False)
-    return Bundle(path)
-
-
 def _with_new_zeros(graph: Graph, replacements: Mapping[str, CheckpointTensor]) -> Graph:
     """The graph, whose buffers of zeros are stored if they are no zeros any more."""
 
@@ -244,39 +229,20 @@ def _with_new_zeros(graph: Graph, replacements: Mapping[str, CheckpointTensor]) 
     )
 
 
-def _answers(filled: Bundle, bundle: Bundle, allow_ops: Collection[str]) -> dict[str, torch.Tensor]:
-    """The answer of the stages with the new weights to the example of the old bundle."""
+def _example_with_new_answer(
+    bundle: Bundle, versions: Mapping[str, FileVersion], draft: Bundle, allow_ops: Collection[str]
+) -> TensorSource:
+    """The example of a bundle with the answer of the stages with the new weights, whose sizes may depend on these."""
     from stagepack_loaders.example import read_example, run_on_inputs  # noqa: PLC0415 - only this step runs stages
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
-    pipeline = load(filled, allow_ops=allow_ops, verify="off")
+    example = recorded_example(bundle, versions)
+    if not example.specs:
+        return example
+    pipeline = load(draft, allow_ops=allow_ops, verify="manifest")
     inputs, _ = read_example(pipeline, bundle)
-    return run_on_inputs(pipeline, inputs)
-
-
-def _write_finished(
-    writer: BundleWriter,
-    filled: Bundle,
-    bundle: Bundle,
-    versions: Mapping[str, FileVersion],
-    answers: Mapping[str, Mapping[str, torch.Tensor]],
-) -> Manifest:
-    """Write the files of the bundle again with the recorded answers; its other files are linked. Return the manifest."""
-    for file_name, entry in filled.files.items():
-        writer.link_file(filled.path / file_name, entry)
-    for entry_point in bundle.entry_points:
-        if entry_point.example is not None:
-            example = recorded_example(bundle.select(entry_point.name), versions)
-            read = partial(_read_example_tensor, example, answers[entry_point.name])
-            writer.write_tensors(entry_point.example, example.specs.values(), read)
-    entry_points = [
-        msgspec.structs.replace(written, example=entry_point.example)
-        for written, entry_point in zip(filled.entry_points, bundle.entry_points, strict=True)
-    ]
-    return msgspec.structs.replace(filled.manifest, entry_points=tuple(entry_points))
-
-
-def _read_example_tensor(example: TensorSource, answers: Mapping[str, torch.Tensor], stored_name: str) -> Pieces:
-    if stored_name in answers:
-        return [tensor_bytes(answers[stored_name].contiguous())]
-    return example.read(stored_name)
+    answer = tensor_source(run_on_inputs(pipeline, inputs))
+    return TensorSource(
+        specs={**example.specs, **answer.specs},
+        read=lambda stored_name: (answer if stored_name in answer.specs else example).read(stored_name),
+    )

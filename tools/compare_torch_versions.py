@@ -14,7 +14,7 @@ import torch
 
 import stagepack
 from stagepack.errors import StagepackError
-from stagepack.exporter import export_capture
+from stagepack.exporter import ExportOptions, export_capture
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
 from stagepack_loaders.pipeline import Pipeline
@@ -54,7 +54,9 @@ def write_bundle(case: Case, folder: Path) -> None:
         return
     try:
         path = folder / f"{case.name}.stagepack"
-        export_capture(case.capture(), out=path, cut_options=CutOptions(stages=3), overwrite=True)
+        export_capture(
+            case.capture(), out=path, cut_options=CutOptions(stages=3), options=ExportOptions(overwrite=True)
+        )
     except Exception as error:  # noqa: BLE001 - the models of the zoo themselves may need another torch
         print(f"{case.name}: {type(error).__name__}: {str(error)[:200]}")
 

@@ -1,9 +1,8 @@
 """Files that a bundle carries for others than stagepack, such as a tokenizer."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from stagepack.errors import OptionError
@@ -11,8 +10,6 @@ from stagepack.format.validate import MANIFEST_NAME
 
 # What the format's own files end with.
 _RESERVED_SUFFIXES: Final = (".index.json", ".msgpack", ".onnx", ".safetensors", ".sig")
-
-NO_ASSETS: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 def read_assets(paths: Iterable[str | os.PathLike[str]]) -> dict[str, bytes]:

@@ -19,8 +19,8 @@ from stagepack.errors import CaptureError
 from stagepack.torch_internals import register_transformers_caches, tree_leaves
 
 
-class AnswerDiffersError(Exception):
-    """The captured program answers otherwise than the model."""
+class NotIdenticalError(Exception):
+    """The captured program does not answer bit for bit as the model does."""
 
 
 _EXPORTERS = {"torch.export.export": capture_module, PATCHED_EXPORT: capture_patched}

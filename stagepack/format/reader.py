@@ -344,7 +344,7 @@ class Bundle(BundleFiles):
             for file_name in self.unlisted_files()
         ]
         raise_digest_problems(problems)
-        _check_stages(self)
+        check_stages(self)
 
 
 def _onnx_values(stage: Stage, edge_of_name: Mapping[str, Edge], graph: Graph) -> dict[str, Edge | Weight]:
@@ -359,7 +359,7 @@ def _onnx_values(stage: Stage, edge_of_name: Mapping[str, Edge], graph: Graph) -
     return values
 
 
-def _check_stages(bundle: Bundle) -> None:
+def check_stages(bundle: Bundle) -> None:
     """Check every rule on the stages and the examples of all entry points, which may share files: each file is read once.
 
     Raises:

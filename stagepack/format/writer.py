@@ -213,6 +213,29 @@ class BundleWriter:
 
         self.write_file(file_name, pieces(), progress)
 
+    def write_draft(self, manifest: Manifest) -> None:
+        """Write a manifest of the files that are written so far, so that the folder can be opened before it is finished.
+
+        Args:
+            manifest: the manifest. Its `files` and `sha256` are replaced.
+
+        Raises:
+            FormatError: the manifest breaks rules.
+            OSError: see `write_file`.
+        """
+        (self._temporary_folder / MANIFEST_NAME).write_bytes(encode_manifest(self._with_files(manifest)))
+
+    def _with_files(self, manifest: Manifest) -> Manifest:
+        """The manifest with the list of files.
+
+        Raises:
+            FormatError: it breaks rules.
+        """
+        entries = sorted(self._file_entries, key=lambda entry: entry.name)
+        manifest = msgspec.structs.replace(manifest, files=tuple(entries))
+        raise_problems(check_manifest(manifest))
+        return manifest
+
     def finish(self, manifest: Manifest, *, replaced_digest: str | None = None) -> None:
         """Write the manifest and rename the temporary folder to the output.
 
@@ -226,9 +249,8 @@ class BundleWriter:
             FormatError: the manifest breaks rules.
             OSError: the file system refuses; the ``with`` statement converts it to a `WriteError`.
         """
-        entries = sorted(self._file_entries, key=lambda entry: entry.name)
-        manifest = msgspec.structs.replace(manifest, files=tuple(entries))
-        raise_problems(check_manifest(manifest))
+        manifest = self._with_files(manifest)
+        (self._temporary_folder / MANIFEST_NAME).unlink(missing_ok=True)  # that of a draft
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
         map_in_threads(synchronize, [*self._unsynchronized, self._temporary_folder])
         check_output_path(self._out, overwrite=self._overwrite)

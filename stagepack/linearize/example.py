@@ -1,65 +1,94 @@
-"""Record the answer of the original model to its example, for a self-check anywhere."""
+"""The example of a captured model: its inputs as tensors, and the answer of the model, with which that of the stages is compared."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
+from stagepack.capture.program_run import InterpretedProgram
 from stagepack.capture.programs import Capture
 from stagepack.errors import CaptureError, InputError
 from stagepack.format.contract import bind_call
-from stagepack.format.signature import Signature
-from stagepack.format.tree import ValueLeaf, flatten_tree
+from stagepack.format.tree import ValueLeaf, flatten_tree, tree_leaves
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import TensorSource
+from stagepack.linearize.program import LinearizedProgram
 from stagepack.linearize.tensor_memory import dtype_name, tensor_bytes
 
 # Random models run under this seed, here and in every self-check.
 EXAMPLE_SEED = 0
+INPUT_PREFIX, OUTPUT_PREFIX = "input.", "output."
 
 
-def run_example(capture: Capture, written: Iterable[torch.Tensor] = ()) -> Any:
-    """Run the original model once on its example.
-
-    Args:
-        capture: the captured model. The model and its inputs stay as they are.
-        written: the tensors of the model that it writes.
-
-    Raises:
-        CaptureError: the model fails.
-    """
-    model = capture.program.module() if capture.model is None else capture.model
-    return run_model(model, capture.inputs, seed=EXAMPLE_SEED, written=written)
-
-
-def example_tensors(capture: Capture, signature: Signature, answer: Any) -> TensorSource:
-    """Return the inputs of the example and the answer of the model as tensors.
+def example_values(capture: Capture, program: LinearizedProgram) -> dict[str, Any]:
+    """Return the tensors and numbers that the program takes in its example, by name, in the order of its inputs.
 
     Args:
         capture: the captured model.
-        signature: how the model is called.
-        answer: the answer, from `run_example`.
+        program: its program.
+    """
+    bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
+    return {value.name: bound[value.name].value for value in program.graph.inputs}
+
+
+def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, torch.Tensor]:
+    """Return the inputs of the example by name, contiguous; numbers are 0-dimensional tensors.
+
+    Args:
+        capture: the captured model.
+        program: its program.
+    """
+    bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
+    return {name: torch.as_tensor(argument.value).detach().clone().contiguous() for name, argument in bound.items()}
+
+
+def run_example(
+    capture: Capture, program: LinearizedProgram, written: Iterable[torch.Tensor] = ()
+) -> dict[str, torch.Tensor]:
+    """Run the original model once on its example. The model and its inputs stay as they are.
+
+    Args:
+        capture: the captured model. Without a model, its program is interpreted.
+        program: its program.
+        written: the tensors of the model that it writes.
 
     Returns:
-        The inputs as ``input.NAME`` and the leaves of the answer as ``output.INDEX``; numbers are 0-dimensional tensors.
+        The leaves of the answer as tensors on the CPU, as ``output.INDEX``.
 
     Raises:
-        CaptureError: the model's answer consists of other containers than the captured program's.
+        CaptureError: the model fails, or its answer consists of other containers than the captured program's.
     """
-    inputs = bind_call(signature, capture.inputs.args, capture.inputs.kwargs)
-    tensors = {
-        f"input.{tensor_name}": torch.as_tensor(bound.value).detach().clone() for tensor_name, bound in inputs.items()
-    }
+    result_tree = program.signature.result
+    if capture.model is None:
+        inputs = Inputs(args=tuple(example_values(capture, program).values()))
+        leaves = run_model(InterpretedProgram(capture.program), inputs, seed=EXAMPLE_SEED, written=written)
+        return _answer_tensors(zip(tree_leaves(result_tree), leaves, strict=True))
+    answer = run_model(capture.model, capture.inputs, seed=EXAMPLE_SEED, written=written)
     try:
-        results = list(flatten_tree(signature.result, answer, "the answer"))
+        results = [(leaf, value) for _, leaf, value in flatten_tree(result_tree, answer, "the answer")]
     except InputError as error:
         message = f"the model does not answer as the captured program does: {error}"
         raise CaptureError(f"{message}: fix what the model returns, for example by use_cache=False") from error
-    for result_index, (_, leaf, result) in enumerate(results):
-        if isinstance(leaf, ValueLeaf):
-            tensors[f"output.{result_index}"] = torch.as_tensor(result).detach()
-    contiguous = {tensor_name: tensor.contiguous() for tensor_name, tensor in tensors.items()}
+    return _answer_tensors(results)
+
+
+def _answer_tensors(results: Iterable[tuple[Any, Any]]) -> dict[str, torch.Tensor]:
+    return {
+        f"{OUTPUT_PREFIX}{index}": torch.as_tensor(value).detach().cpu()
+        for index, (leaf, value) in enumerate(results)
+        if isinstance(leaf, ValueLeaf)
+    }
+
+
+def tensor_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
+    """Return tensors as the content of a file.
+
+    Args:
+        tensors: the tensors by name.
+    """
+    contiguous = {tensor_name: tensor.detach().contiguous() for tensor_name, tensor in tensors.items()}
     specs = {
         tensor_name: TensorSpec(name=tensor_name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         for tensor_name, tensor in contiguous.items()

@@ -47,3 +47,25 @@ def test_operators_that_loaders_do_not_run_by_default_are_named(tmp_path: Path) 
         assert torch.equal(stagepack.load(bundle, allow_ops=allow_ops)(torch.ones(3, 1)), torch.full((3, 1), 2.0))
     with pytest.raises(OperatorError):
         stagepack.load(bundle, allow_ops=["aten", "aten.threshold_backward.other"])
+
+
+@torch.library.custom_op("warned::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class WithCustomOperator(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.warned.twice(x)  # type: ignore[no-any-return]
+
+
+def test_namespaces_of_custom_operators_are_named(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with pytest.warns(ExportWarning, match=r"WithCustomOperator uses warned, .* allow_ops=\['warned'\]"):
+        bundle = stagepack.export(WithCustomOperator(), (x,), out=tmp_path / "m.stagepack")
+    assert torch.equal(stagepack.load(bundle, allow_ops=["warned"])(x), x * 2)

@@ -1,0 +1,204 @@
+"""Check what an export writes as loaders do: the graph before the cut, and the bundle before it has its name, which runs its example."""
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stagepack.capture.checkpoint import map_tensor
+from stagepack.capture.program_run import diverging_module
+from stagepack.capture.programs import Capture
+from stagepack.errors import (
+    AnswerDiffersError,
+    CaptureError,
+    DeviceError,
+    ExportWarning,
+    FormatError,
+    InputError,
+    OperatorError,
+    StageFailedError,
+    UnsupportedError,
+)
+from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.graph import Graph, Node
+from stagepack.format.operator_permissions import needed_permissions
+from stagepack.format.reader import Bundle
+from stagepack.format.weights import StoredTensor
+from stagepack.linearize import LinearizedProgram
+from stagepack.linearize.node_location import with_node_location
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.comparison import Difference
+from stagepack_loaders.example import compare_results, run_on_inputs
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.preparation import finish_pipeline, prepare_all
+from stagepack_loaders.registry import DEFAULT_RUNTIME
+from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.value_check import NodeProblem, value_problems
+from stagepack_loaders.torch.weights import WeightCache
+
+_SHOWN_PROBLEMS = 5
+_IN_PLACE = "changes the shape or the strides of"
+
+
+def check_program(program: LinearizedProgram) -> None:
+    """Refuse a program that no loader accepts once it is written.
+
+    Args:
+        program: the program.
+
+    Raises:
+        UnsupportedError: a value is not what its operator returns, or an operator refuses its arguments; the message has the module, the
+            line and what to do.
+    """
+    graph = program.graph
+    with refused_by_loaders():
+        operators = resolve_operators(graph.ops, needed_permissions([graph]), "the graph")
+        problems = value_problems(graph, operators)
+    if problems:
+        position_of_node = {id(node): position for position, node in enumerate(graph.nodes)}
+        shown = [_described(program, problem, position_of_node) for problem in problems[:_SHOWN_PROBLEMS]]
+        raise UnsupportedError("; ".join(shown))
+
+
+def _described(program: LinearizedProgram, problem: NodeProblem, position_of_node: Mapping[int, int]) -> str:
+    node, message = problem
+    position = position_of_node.get(id(node))
+    source = None if position is None else program.sources[position]
+    sentence = f"{program.graph.ops[node.op].name}: {message}, so no loader would accept the bundle: {_advice(message)}"
+    return with_node_location(sentence, source) if source is not None else _in_scope(program.graph, node, sentence)
+
+
+def _in_scope(graph: Graph, node: Node, sentence: str) -> str:
+    path = graph.scopes[node.scope].path if graph.scopes else ""
+    return f"{sentence} ({path})" if path else sentence
+
+
+def _advice(message: str) -> str:
+    if _IN_PLACE in message or "another node has changed" in message:
+        return (
+            "write the model without the operator in place, such as x.t() for x.t_(), or x = x + y for torch.add(x, y, out=x); or export "
+            "program.run_decompositions() of a captured program"
+        )
+    return "write the model with another operator, or export program.run_decompositions() of a captured program"
+
+
+@contextlib.contextmanager
+def refused_by_loaders() -> Iterator[None]:
+    """Return a context that raises what loaders refuse as the error of an export.
+
+    Raises:
+        UnsupportedError: a loader refuses the bundle, or its stages cannot run the example.
+        CaptureError: the example does not fit the sizes and constants of the captured program.
+    """
+    try:
+        yield
+    except InputError as error:
+        raise CaptureError(f"the example does not fit the captured program: {error}") from error
+    except (FormatError, OperatorError, StageFailedError) as error:
+        raise UnsupportedError(f"the bundle would be refused when it is loaded or called: {error}") from error
+
+
+class _MappedForReading(WeightCache):
+    """Weights mapped for reading only: the system may refuse a mapping that can be written and is larger than the memory."""
+
+    def open_files(self, bundle: Bundle, file_names: Iterable[str], **_: Any) -> None:
+        """Open nothing: `_read_stored` maps each tensor."""
+
+    def _read_stored(self, path: Path, stored: StoredTensor, device: torch.device, *, copy: bool) -> torch.Tensor:
+        key = (stored.name, device)
+        if key not in self._stored:
+            dtype: torch.dtype = getattr(torch, TORCH_DTYPES[stored.dtype])
+            self._stored[key] = map_tensor(path, stored.start, dtype, stored.shape).to(device, copy=copy)
+        return self._stored[key]
+
+
+class LoadedDraft:
+    """The stages of a bundle before it has its name, prepared as for a caller who allows their operators."""
+
+    def __init__(self, draft: Bundle, device: str, allow_ops: Collection[str]) -> None:
+        """Load the stages.
+
+        Args:
+            draft: the bundle, at an entry point.
+            device: the type of the device that the model was captured on. Where its memory has no room for the stages beside the model,
+                they run on the CPU.
+            allow_ops: see `stagepack.load`.
+
+        Raises:
+            UnsupportedError: see `refused_by_loaders`.
+        """
+        self._draft = draft
+        self._allow_ops = allow_ops
+        with refused_by_loaders():
+            try:
+                self._pipeline = self._load(device)
+            except DeviceError:
+                self._pipeline = self._load("cpu")
+
+    def _load(self, device: str) -> Pipeline:
+        options = PrepareOptions(allow_ops=self._allow_ops)
+        options.shared.get(WeightCache, _MappedForReading)
+        prepared_stages = prepare_all(self._draft, [device], DEFAULT_RUNTIME, options)
+        return finish_pipeline(self._draft, prepared_stages, (), verify=False)
+
+    def run(self, inputs: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+        """Return the leaves of the answer as tensors on the CPU, as ``output.INDEX``.
+
+        Args:
+            inputs: a tensor for each input by name; they stay as they are.
+            seed: the seed of the random generators.
+
+        Raises:
+            UnsupportedError: see `refused_by_loaders`.
+        """
+        with refused_by_loaders(), torch.random.fork_rng(range(torch.cuda.device_count())):
+            try:
+                answer = self._run(inputs, seed)
+            except StageFailedError as error:
+                if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                    raise
+                self._pipeline = self._load("cpu")
+                answer = self._run(inputs, seed)
+        return {result_name: tensor.detach().cpu() for result_name, tensor in answer.items()}
+
+    def _run(self, inputs: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+        self._pipeline.reset_state()
+        self._pipeline.seed(seed)
+        return run_on_inputs(self._pipeline, {input_name: tensor.clone() for input_name, tensor in inputs.items()})
+
+    def difference(self, answer: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Difference:
+        """Compare two answers; both are as `run` returns them."""
+        return compare_results(self._pipeline, answer, expected)
+
+
+def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *, seed: int, is_allowed: bool) -> None:
+    """Say that the captured program answers otherwise than the model, and in which module the two part.
+
+    Args:
+        capture: the captured model, with its weights.
+        inputs: the inputs of the program to the example, in its order.
+        largest: the largest difference between the answers.
+        seed: the seed of the example.
+        is_allowed: warn, and go on.
+
+    Raises:
+        AnswerDiffersError: it is not allowed.
+    """
+    module = ""
+    if capture.model is not None:
+        module = diverging_module(capture.model, capture.program, capture.inputs, inputs, seed)
+    name = "the program" if capture.model is None else type(capture.model).__name__
+    where = f", first in {module}" if module else ""
+    message = (
+        f"{name}: the captured program answers the example otherwise than the model does, by {largest:g}{where}: the model takes another "
+        "path in eager mode than under torch.export"
+    )
+    if not is_allowed:
+        raise AnswerDiffersError(
+            f"{message}: change the model so that both take the same path, or export it all the same with --allow-difference (in Python "
+            "allow_difference=True)"
+        )
+    warnings.warn(f"{message}; the bundle has the answer of the captured program", ExportWarning, stacklevel=2)

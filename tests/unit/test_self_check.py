@@ -1,0 +1,255 @@
+"""An export writes only what a default load accepts and what answers as the model does."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import stagepack
+from stagepack.capture.program_run import InterpretedProgram
+from stagepack.errors import AnswerDiffersError, ExportWarning, StageFailedError, UnsupportedError
+from stagepack_loaders.example import replay_example
+
+
+class Calls(torch.nn.Module):
+    """A model that is one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*inputs)
+
+
+def decomposed(model: torch.nn.Module, *inputs: torch.Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(model, tuple(tensor.clone() for tensor in inputs)).run_decompositions()
+
+
+def norm(dimensions: int, kind: str) -> torch.nn.Module:
+    options = {} if kind == "BatchNorm" else {"track_running_stats": True, "affine": True}
+    return getattr(torch.nn, f"{kind}{dimensions}d")(4, **options).eval()
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm", "InstanceNorm"])
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_normalization_of_a_decomposed_program_is_loaded(kind: str, dimensions: int, tmp_path: Path) -> None:
+    x = torch.rand(2, 4, *([5] * dimensions))
+    model = norm(dimensions, kind)
+    bundle = stagepack.export(decomposed(model, x), out=tmp_path / "m.stagepack")
+    assert torch.equal(stagepack.load(bundle)(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norm_of_a_decomposed_program_is_loaded_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    x, model = torch.rand(2, 4, dtype=dtype), torch.nn.LayerNorm(4, dtype=dtype)
+    bundle = stagepack.export(decomposed(model, x), out=tmp_path / "m.stagepack")
+    assert torch.equal(stagepack.load(bundle)(x), model(x))
+
+
+def scaled_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    one = torch.ones((), device=x.device)
+    return torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
+def strided_window(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2)[1:].as_strided((2, 2), (3, 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (scaled_product, (torch.eye(16).to(torch.float8_e4m3fn), torch.eye(16).to(torch.float8_e4m3fn))),
+        (strided_window, (torch.arange(12.0).reshape(4, 3),)),
+    ],
+    ids=["scaled_mm", "as_strided"],
+)
+def test_operators_that_need_strides_are_loaded(
+    function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], tmp_path: Path
+) -> None:
+    bundle = stagepack.export(Calls(function), inputs, out=tmp_path / "m.stagepack")
+    assert torch.equal(stagepack.load(bundle)(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize(
+    "x", [torch.arange(3), torch.rand(3), torch.tensor([[True, False]])], ids=["int", "float", "bool"]
+)
+def test_a_tensor_of_a_list_needs_no_permission(x: torch.Tensor, tmp_path: Path) -> None:
+    def doubled(values: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(values.tolist()) * 2
+
+    bundle = stagepack.export(Calls(doubled), (x,), out=tmp_path / "m.stagepack")
+    assert torch.equal(stagepack.load(bundle)(x), doubled(x))
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = Calls(function)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.inner(*inputs)
+
+
+RESHAPED: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
+    ("t_", lambda x: x.t_() * 2, (torch.rand(3, 2),)),
+    ("transpose_", lambda x: x.transpose_(0, 1) * 2, (torch.rand(3, 2),)),
+    ("squeeze_", lambda x: x.squeeze_(0) * 2, (torch.rand(1, 2),)),
+    ("resize_", lambda x: torch.ops.aten.resize_.default(x, (5,)) * 2, (torch.rand(6),)),
+    ("add.out", lambda x, y: torch.add(x, x, out=y) * 2, (torch.rand(3), torch.empty(0))),
+]
+
+
+@pytest.mark.parametrize(("operator", "function", "inputs"), RESHAPED, ids=[name for name, _, _ in RESHAPED])
+def test_an_input_that_is_reshaped_in_place_is_refused_by_module_and_line(
+    operator: str, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], tmp_path: Path
+) -> None:
+    message = rf"aten\.{re.escape(operator)}.* changes the shape .*run_decompositions.*\(inner: .*test_self_check\.py, line \d+"
+    with pytest.raises(UnsupportedError, match=message):
+        stagepack.export(Inner(function), tuple(tensor.clone() for tensor in inputs), out=tmp_path / "m.stagepack")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_denied_operator_is_refused_by_module_and_line(tmp_path: Path) -> None:
+    def share_storage(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(0)
+        torch.ops.aten.set_.source_Tensor(y, x)
+        return y * 2
+
+    with pytest.raises(
+        UnsupportedError, match=r"aten\.set_.* is not allowed .*\(inner: .*test_self_check\.py, line \d+"
+    ):
+        stagepack.export(Inner(share_storage), (torch.rand(3),), out=tmp_path / "m.stagepack")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.inverse, lambda x: torch.linalg.lu_factor(x)[0], torch.linalg.cholesky],
+    ids=["inverse", "lu", "cholesky"],
+)
+def test_calls_that_torch_orders_by_tokens_answer_and_fail_as_the_model(
+    function: Callable[..., Any], tmp_path: Path
+) -> None:
+    x = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    program = decomposed(Calls(function), x)
+    bundle = stagepack.export(program, out=tmp_path / "m.stagepack")
+    pipeline = stagepack.load(bundle)
+    assert torch.equal(pipeline(x), function(x))
+    with pytest.raises(StageFailedError):
+        pipeline(torch.zeros(2, 2))
+    assert all(
+        "with_effects" not in str(user)
+        for node in program.graph.nodes
+        for user in node.users
+        if user not in program.graph.nodes
+    )
+
+
+def padded_encoder() -> tuple[torch.nn.Module, torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+    return model, torch.randn(2, 5, 16), {"src_key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2])}
+
+
+class Detached(torch.nn.Module):
+    """Changes a tensor in a way that the trace does not see."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return y + (1.0 if torch.compiler.is_exporting() else 2.0)
+
+
+class WithDetached(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), Detached()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_capture_that_differs_from_the_model_is_refused_by_its_module(tmp_path: Path) -> None:
+    with pytest.raises(AnswerDiffersError, match=r"by 1, first in second \(Detached\).*allow_difference=True"):
+        stagepack.export(WithDetached(), (torch.rand(2, 3),), out=tmp_path / "m.stagepack", stages=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_difference_that_is_allowed_is_recorded_as_the_stages_answer(tmp_path: Path) -> None:
+    x = torch.rand(2, 3)
+    model = WithDetached()
+    with pytest.warns(ExportWarning, match=r"first in second \(Detached\)"):
+        bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack", stages=2, allow_difference=True)
+    bundle.verify()
+    pipeline = stagepack.load(bundle)
+    assert replay_example(pipeline, bundle).largest == 0.0
+    assert torch.equal(pipeline(x), model.first(x) * 2 + 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_fast_path_of_eager_mode_is_refused_by_its_layer(tmp_path: Path) -> None:
+    model, x, options = padded_encoder()
+    with pytest.raises(AnswerDiffersError, match=r"first in layers\.0 \(TransformerEncoderLayer\)"):
+        stagepack.export(model, (x,), options, out=tmp_path / "m.stagepack")
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        bundle = stagepack.export(model, (x,), options, out=tmp_path / "m.stagepack")
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert replay_example(stagepack.load(bundle), bundle).largest == 0.0
+
+
+class Masked(torch.nn.Module):
+    """Returns as many columns as its buffer has ones."""
+
+    def __init__(self, mask: list[bool]) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.register_buffer("mask", torch.tensor(mask))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))[:, self.mask]
+
+
+def test_new_weights_that_decide_a_size_get_an_example_of_their_own(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    tuned = Masked([True, True, True, False])
+    old = stagepack.export(Masked([True, False, True, False]), (x,), out=tmp_path / "old.stagepack", stages=2)
+    save_file(tuned.state_dict(), tmp_path / "tuned.safetensors")
+    bundle = stagepack.export(tmp_path / "tuned.safetensors", graph_from=old, out=tmp_path / "new.stagepack")
+    bundle.verify()
+    pipeline = stagepack.load(bundle)
+    assert torch.equal(pipeline(x), tuned(x))
+    assert replay_example(pipeline, bundle).largest == 0.0
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+class Named(torch.nn.Module):
+    """Has submodules whose names are no identifiers of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("class", "for", "None"):
+            self.add_module(name, torch.nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor, flag: bool = True) -> list[torch.Tensor]:
+        for name in ("class", "for", "None"):
+            x = self.get_submodule(name)(x)
+        return [x, x.relu()]
+
+
+def test_a_program_is_interpreted_without_code_of_its_names() -> None:
+    model, x = Named(), torch.rand(2, 3)
+    program = torch.export.export(model, (x,))
+    assert all(map(torch.equal, InterpretedProgram(program)(x), model(x)))
+    buffered = torch.nn.BatchNorm1d(3)
+    functional = decomposed(buffered, x)
+    before = buffered.running_mean.clone()  # type: ignore[union-attr]
+    with torch.no_grad():
+        (answer,) = InterpretedProgram(functional)(x)
+        assert torch.equal(answer, torch.nn.BatchNorm1d(3)(x))
+    assert torch.equal(buffered.running_mean, before)  # type: ignore[arg-type]
