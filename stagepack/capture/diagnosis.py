@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
@@ -13,12 +14,14 @@ from stagepack.capture.module_inputs import automatic_shapes, record_module_inpu
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import is_transformers_model
-from stagepack.capture.programs import capture_module
+from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.torch_messages import format_torch_error, suppress_log_records, suppress_stderr
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, StagepackError
 from stagepack.torch_internals import draft_export_failures
 
 _MOST_MODULES = 60
+# The last attempt for a model that can be captured as it is.
+WRITE: Final = "stagepack export"
 # They report what the errors say, too.
 _LOGGERS = ("torch.export._draft_export", "torch.export", "torch.fx.experimental.symbolic_shapes")
 
@@ -55,20 +58,22 @@ class FailingModule:
     error: str
 
 
-def try_captures(model: torch.nn.Module, inputs: Inputs) -> Iterator[CaptureAttempt]:
-    """Capture a model in each way that may work, the simplest first. Ends with the first two if the model can be captured as it is.
+def try_export(model: torch.nn.Module, inputs: Inputs, write: Callable[[Capture], object]) -> Iterator[CaptureAttempt]:
+    """Capture a model in each way that may work, the simplest first. If that succeeds as it is, the last attempt writes it.
 
     Args:
         model: the model; it is unchanged afterwards.
         inputs: its example inputs.
+        write: writes the captured model, or raises the error of an export.
     """
     inputs = with_tensors(inputs)
     yield (run := _attempt("the model runs", lambda: run_model(model, inputs, seed=0)))
     if run.error is not None:
         return
-    advice = "stagepack export writes this model"
-    yield (export := _attempt("torch.export.export", lambda: capture_module(model, inputs), advice))
-    if export.error is None:
+    captures: list[Capture] = []
+    yield (capture := _attempt("torch.export.export", lambda: captures.append(capture_module(model, inputs))))
+    if capture.error is None:
+        yield _attempt(WRITE, lambda: write(captures[0]), "it writes this model")
         return
     if inputs.dynamic_shapes is not None:
         fixed = replace(inputs, dynamic_shapes=None)
@@ -133,8 +138,8 @@ def _attempt(way: str, capture: Callable[[], object], advice: str = "") -> Captu
     try:
         with suppress_log_records(*_LOGGERS):
             capture()
-    except CaptureError as capture_error:
-        error = str(capture_error)
+    except StagepackError as own_error:
+        error = str(own_error)
     except Exception as torch_error:  # noqa: BLE001 - torch and the code of the model raise any class
         error = with_location(format_torch_error(torch_error), torch_error)
     seconds = time.perf_counter() - start_time

@@ -13,7 +13,7 @@ from stagepack.cli.failures import failure_of
 _COMMAND_GROUPS = {
     "Write bundles": {
         "export": "Write a model as a bundle.",
-        "doctor": "Find out why a model cannot be captured, and what would work.",
+        "doctor": "Find out why a model cannot be exported, and what would work.",
         "plan": "Show how a model or a bundle would be cut.",
         "recut": "Write a bundle with another cut.",
         "onnx": "Add ONNX files to a bundle.",

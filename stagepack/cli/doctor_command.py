@@ -2,17 +2,21 @@
 
 import contextlib
 import sys
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stagepack.cli.command import subcommand
+from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, print_table, progress
 from stagepack.cli.run_options import json_option
 
 if TYPE_CHECKING:
     from stagepack.capture.diagnosis import CaptureAttempt, FailingModule
+    from stagepack.capture.programs import Capture
 
 _SHOWN_CHARACTERS = 220
 
@@ -35,25 +39,26 @@ _SHOWN_CHARACTERS = 220
 )
 @json_option
 def command(source: str, inputs_function: str | None, as_json: bool) -> None:
-    """Find out why a model cannot be captured, and what would work.
+    """Find out why a model cannot be exported, and what would work.
 
     Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', and if none of the usual ones works, its modules one
-    by one. The code of SOURCE runs. The exit status is 1 if 'stagepack export' cannot capture the model.
+    by one. A model that is captured is written into a temporary folder, loaded, and compared on its example. The code of SOURCE runs. The
+    exit status is 1 if 'stagepack export' cannot write the model.
     """
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch
-        from stagepack.capture.diagnosis import find_failing_modules, try_captures  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.diagnosis import WRITE, find_failing_modules, try_export  # noqa: PLC0415 - torch, slow to import
         from stagepack.capture.source_argument import load_source_argument  # noqa: PLC0415 - the same
 
         model, inputs = load_source_argument(source, inputs_function)
         attempts: list[CaptureAttempt] = []
-        for attempt in try_captures(model, inputs):
-            attempts.append(attempt)
-            next_step(f"tried: {attempt.way}")
-        is_captured = attempts[-1].error is None and len(attempts) == 2
         failing: list[FailingModule] = []
-        if not is_captured and attempts[0].error is None:
+        with shown_warnings(), tempfile.TemporaryDirectory() as folder:
+            for attempt in try_export(model, inputs, lambda capture: _write(capture, Path(folder))):
+                attempts.append(attempt)
+                next_step(f"tried: {attempt.way}")
+        if attempts[0].error is None and attempts[-1].way != WRITE:
             next_step("trying the modules")
             failing = find_failing_modules(model, inputs)
     advice = capture_advice([*(attempt.error or "" for attempt in attempts), *(module.error for module in failing)])
@@ -69,7 +74,15 @@ def command(source: str, inputs_function: str | None, as_json: bool) -> None:
         _print_diagnosis(attempts, failing)
         for sentence in advice:
             print_line(f"has worked: {sentence}")
-    sys.exit(0 if is_captured else 1)
+    sys.exit(0 if attempts[-1].way == WRITE and attempts[-1].error is None else 1)
+
+
+def _write(capture: "Capture", folder: Path) -> None:
+    """Write a bundle that is removed afterwards: what loaders refuse is an error."""
+    from stagepack.exporter import export_capture  # noqa: PLC0415 - with torch
+    from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
+
+    export_capture(capture, out=folder / "tried.stagepack", cut_options=CutOptions())
 
 
 def _print_diagnosis(attempts: "list[CaptureAttempt]", failing: "list[FailingModule]") -> None:

@@ -37,6 +37,15 @@ class OnlyTwoRows(torch.nn.Module):
         return x * 2
 
 
+class Turned(torch.nn.Module):
+    def forward(self, x):
+        return x.t_() * 2
+
+
+def turned():
+    return Turned(), (torch.ones(2, 3),)
+
+
 def inputs():
     rows = torch.export.Dim("rows", min=1, max=9)
     return stagepack.Inputs(args=(torch.ones(2, 3),), dynamic_shapes={"x": {0: rows}})
@@ -80,8 +89,22 @@ def test_a_model_that_can_be_captured_needs_nothing(models: Path) -> None:
     done = run("doctor", f"{models}:whole", "--json")
     facts = json.loads(done.stdout)
     assert done.exit_code == 0
-    assert [attempt["error"] for attempt in facts["attempts"]] == [None, None]
+    assert [(attempt["way"], attempt["error"]) for attempt in facts["attempts"]] == [
+        ("the model runs", None),
+        ("torch.export.export", None),
+        ("stagepack export", None),
+    ]
     assert facts["modules"] == []
+
+
+def test_a_model_that_no_loader_accepts_is_not_fine(models: Path) -> None:
+    done = run("doctor", f"{models}:turned", "--json")
+    facts = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert facts["attempts"][-1]["way"] == "stagepack export"
+    assert "changes the shape or the strides of x" in facts["attempts"][-1]["error"]
+    line = 1 + MODELS.splitlines().index("        return x.t_() * 2")
+    assert f"models.py, line {line}, in forward" in facts["attempts"][-1]["error"]
 
 
 def test_the_module_in_the_way_is_named(models: Path) -> None:
