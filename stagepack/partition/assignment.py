@@ -18,10 +18,12 @@ class StageAssignment(NamedTuple):
     Attributes:
         stage_of: the number of the stage of each node.
         stage_count: the number of stages; the last ones may be empty.
+        named_modules: the paths of the modules that the caller has put into a stage by their names.
     """
 
     stage_of: list[int]
     stage_count: int
+    named_modules: Sequence[str] = ()
 
 
 def assign_consecutive(order: NodeOrder, split_positions: Sequence[int]) -> StageAssignment:
@@ -94,7 +96,7 @@ def assign_by_modules(analysis: GraphAnalysis, order: NodeOrder, module_paths: S
         if position == 0:
             raise CutError(f"split_at: {path!r} starts the model, so the stage before it would be empty: remove it")
         starts[position] = path
-    return assign_by_positions(analysis, order, starts)
+    return assign_by_positions(analysis, order, starts)._replace(named_modules=tuple(module_paths))
 
 
 def _first_positions(analysis: GraphAnalysis, order: NodeOrder) -> dict[str, int]:

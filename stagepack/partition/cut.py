@@ -68,7 +68,7 @@ def cut_graph(costed: CostedGraph, assignment: StageAssignment, shared: WeightSh
     """
     analysis = costed.analysis
     graph = replace(analysis.graph, ops=ops_with_sym_size(analysis.graph))
-    stages = rematerialize_values(costed, assignment.stage_of, assignment.stage_count)
+    stages = rematerialize_values(costed, assignment)
     stage_weights = _stage_weights(analysis, stages)
     if shared == "transmit":
         stage_weights = _without_received_weights(analysis, assignment.stage_of, stage_weights)

@@ -2,10 +2,13 @@
 
 A copy of a node is the node itself, in a second stage: joining the stages finds it at one position of the whole model and keeps
 it once. A size is read off a tensor that the stage has anyway, where there is one; such a node is no copy of any other.
+
+What is computed again elsewhere may leave the stage that it was assigned to, but it empties no stage, and takes no parameter along, nor
+any weight of a module that the caller has put into the stage by its name.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stagepack.format.dtypes import SCALAR_DTYPES
@@ -13,7 +16,9 @@ from stagepack.format.graph import Graph, Node, Op, Value, ValueArg
 from stagepack.format.operators import SIZE_OPERATOR, operator_namespace
 from stagepack.format.traversal import argument_value_names, input_names, output_names, passed_arguments
 from stagepack.graph.analysis import GraphAnalysis
+from stagepack.partition.assignment import StageAssignment
 from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.recipes import Recipe
 
 SYM_SIZE_OP = Op(
     name=SIZE_OPERATOR, schema="aten::sym_size.int(Tensor self, int dim) -> SymInt", parameters=("self", "dim")
@@ -71,33 +76,73 @@ def ops_with_sym_size(graph: Graph) -> tuple[Op, ...]:
     return graph.ops if SYM_SIZE_OP in graph.ops else (*graph.ops, SYM_SIZE_OP)
 
 
-def rematerialize_values(costed: CostedGraph, stage_of: Sequence[int], stage_count: int) -> list[StageNodes]:
+def rematerialize_values(costed: CostedGraph, assignment: StageAssignment) -> list[StageNodes]:
     """Find the nodes of each stage: those assigned to it, and copies of those that define values which it would else receive.
 
     Nodes whose values only other stages use, which compute them again, are left out.
 
     Args:
         costed: the graph of a whole model.
-        stage_of: the stage of each node.
-        stage_count: the number of stages.
+        assignment: the stage of each node.
 
     Returns:
         The nodes of each stage; added nodes refer to operators by their index in `ops_with_sym_size`.
     """
-    assigned: list[list[int]] = [[] for _ in range(stage_count)]
-    for node_number, stage_number in enumerate(stage_of):
+    assigned: list[list[int]] = [[] for _ in range(assignment.stage_count)]
+    for node_number, stage_number in enumerate(assignment.stage_of):
         assigned[stage_number].append(node_number)
     sym_size_index = ops_with_sym_size(costed.graph).index(SYM_SIZE_OP)
-    stages = [_StageBuilder(costed, node_numbers, sym_size_index).build() for node_numbers in assigned]
-    return _without_unused_nodes(costed.analysis, stages)
+    recipes = costed.recipes
+    while True:
+        builders = [_StageBuilder(costed.analysis, recipes, node_numbers, sym_size_index) for node_numbers in assigned]
+        stages = _without_unused_nodes(costed.analysis, [builder.build() for builder in builders])
+        applied = [value_name for builder in builders for value_name in builder.applied]
+        refused = _refused_recipes(costed, assignment, assigned, stages, {name: recipes[name] for name in applied})
+        if not refused:
+            return stages
+        recipes = {value_name: recipe for value_name, recipe in recipes.items() if value_name not in refused}
+
+
+def _refused_recipes(
+    costed: CostedGraph,
+    assignment: StageAssignment,
+    assigned: Sequence[Sequence[int]],
+    stages: Sequence[StageNodes],
+    applied: Mapping[str, Recipe],
+) -> set[str]:
+    """The values whose copies have emptied a stage, or taken weights out of it that must stay."""
+    analysis = costed.analysis
+    prefixes = tuple(f"{module_path}." for module_path in assignment.named_modules)
+    weights = {weight.value: weight for weight in analysis.graph.weights}
+    refused: set[str] = set()
+    for node_numbers, stage in zip(assigned, stages, strict=True):
+        left_out = set(node_numbers).difference(stage.node_numbers)
+        lost = [weights[value_name] for value_name in analysis.used_by(left_out) if value_name in weights]
+        lost = [weight for weight in lost if weight.value not in stage.input_names(analysis)]
+        named = {weight.value for weight in lost if any(name.startswith(prefixes) for name in weight.names)}
+        # What is made of weights and sizes alone is the same in each call: its weights may go to where it is used.
+        parameters = {weight.value for weight in lost if weight.kind == "parameter"}
+        is_emptied = len(left_out) == len(node_numbers)
+        for value_name, recipe in applied.items():
+            kept_weights = named | parameters if recipe.inputs else named
+            if not recipe.nodes.isdisjoint(left_out) and (is_emptied or not recipe.weights.isdisjoint(kept_weights)):
+                refused.add(value_name)
+    return refused
 
 
 class _StageBuilder:
-    """One stage while its nodes are collected."""
+    """One stage while its nodes are collected.
 
-    def __init__(self, costed: CostedGraph, assigned: Sequence[int], sym_size_index: int) -> None:
-        self._analysis = costed.analysis
-        self._recipes = costed.recipes
+    Attributes:
+        applied: the values that the stage computes again by a recipe.
+    """
+
+    def __init__(
+        self, analysis: GraphAnalysis, recipes: Mapping[str, Recipe], assigned: Sequence[int], sym_size_index: int
+    ) -> None:
+        self.applied: list[str] = []
+        self._analysis = analysis
+        self._recipes = recipes
         self._sym_size_index = sym_size_index
         self._node_numbers = set(assigned)
         self._added: list[Node] = []
@@ -108,6 +153,7 @@ class _StageBuilder:
         """Add what the stage computes again."""
         for value_name in self._received_names():
             if value_name in self._recipes:
+                self.applied.append(value_name)
                 self._node_numbers |= self._recipes[value_name].nodes
         values = self._analysis.values
         received = [values[value_name] for value_name in self._received_names() if value_name in values]
