@@ -154,6 +154,7 @@ class OnnxModel:
         inputs: the inputs of its graph.
         outputs: the outputs of its graph.
         operators: pairs of the domain and the name of each operator that a node calls.
+        unconditional: the names of those that run whatever the conditions of branches are.
         tensors: the tensors whose bytes are in other files.
         initializers: those of `tensors` that are initializers of its graph, and whose names no other tensor of the file has.
     """
@@ -161,6 +162,7 @@ class OnnxModel:
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
     operators: frozenset[tuple[str, str]]
+    unconditional: frozenset[str]
     tensors: tuple[OnnxTensor, ...]
     initializers: tuple[OnnxTensor, ...]
 
@@ -195,6 +197,7 @@ def parse_onnx_model(content: bytes, file_name: str) -> OnnxModel:
             inputs=tuple(map(_onnx_value, graph.get(11, []))),
             outputs=tuple(map(_onnx_value, graph.get(12, []))),
             operators=frozenset(external.operators),
+            unconditional=frozenset(_unconditional_operators(graph)),
             tensors=tuple(external.tensors),
             initializers=tuple(
                 tensor
@@ -299,6 +302,17 @@ def _integers(message: _Message, field_number: int) -> Iterator[int]:
         while position < len(content):
             number, position = _varint(content, position)
             yield number % 2**64
+
+
+def _unconditional_operators(graph: _Message) -> Iterator[str]:
+    """Yield the names of the operators of a graph, with those in loops and without those in branches."""
+    for node in graph.get(1, []):
+        operator_name = _string(node, 4)
+        yield operator_name
+        if operator_name != "If":
+            for attribute in node.get(5, []):
+                for nested_graph in (*attribute.get(6, []), *attribute.get(11, [])):
+                    yield from _unconditional_operators(nested_graph)
 
 
 def _nested_messages(message_type: str, message: _Message) -> Iterator[tuple[str, _Message]]:

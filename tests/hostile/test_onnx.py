@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import onnx
 import pytest
 
 import stagepack
-from stagepack.errors import FormatError, InputError, LimitError, OperatorError, StagepackError
+from stagepack.errors import FormatError, InputError, LimitError, OperatorError, StageFailedError, StagepackError
 from stagepack.format.onnx import parse_onnx_model
 from stagepack.onnx.check import check_stages
 from tests.bundle_editor import BundleEditor
@@ -93,6 +94,49 @@ def test_what_onnxruntime_refuses_is_one_line(tmp_path: Path) -> None:
         stagepack.load(path, runtime="onnxruntime")
     line = command_fails("load", str(path), "--runtime", "onnxruntime", says="NoSuchOperator")
     assert "EP Error" not in line
+
+
+def answered_by(*nodes: onnx.NodeProto) -> Callable[[onnx.ModelProto], object]:
+    """A change that lets nodes make the first output of a model from what made it, which is named `made`."""
+
+    def change(model: onnx.ModelProto) -> None:
+        name = model.graph.output[0].name
+        maker = next(node for node in model.graph.node if name in node.output)
+        maker.output[list(maker.output).index(name)] = "made"
+        for node in model.graph.node:
+            node.input[:] = ["made" if value == name else value for value in node.input]
+        for node in nodes:
+            node.output[:] = [name if value == "out" else value for value in node.output]
+            model.graph.node.append(node)
+
+    return change
+
+
+OTHER_ANSWERS: dict[str, tuple[onnx.NodeProto, ...]] = {
+    "one dimension more": (
+        onnx.helper.make_node("Shape", ["made"], ["sizes"]),
+        onnx.helper.make_node("Constant", [], ["one"], value_ints=[1]),
+        onnx.helper.make_node("Concat", ["sizes", "one"], ["shape"], axis=0),
+        onnx.helper.make_node("Reshape", ["made", "shape"], ["out"]),
+    ),
+    "one dimension": (
+        onnx.helper.make_node("Shape", ["made"], ["sizes"]),
+        onnx.helper.make_node("ReduceProd", ["sizes"], ["count"], keepdims=1),
+        onnx.helper.make_node("Reshape", ["made", "count"], ["out"]),
+    ),
+    "twice as many rows": (onnx.helper.make_node("Concat", ["made", "made"], ["out"], axis=0),),
+    "its dimensions in another order": (onnx.helper.make_node("Transpose", ["made"], ["out"]),),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ANSWERS)
+def test_an_answer_of_another_shape_is_one_typed_error(name: str, tmp_path: Path) -> None:
+    path = attacked(tmp_path, answered_by(*OTHER_ANSWERS[name]))
+    x = numpy.ones((5, 3, 4), "float32")
+    with pytest.raises((StageFailedError, OperatorError), match=r"does not state|cannot run it"):
+        stagepack.load(path, runtime="onnxruntime")(x)
+    with pytest.raises((StageFailedError, OperatorError), match=r"does not state|cannot run it"):
+        stagepack.load_stage(path, STAGE, runtime="onnxruntime")(x)
 
 
 @pytest.mark.parametrize("seed", range(4))

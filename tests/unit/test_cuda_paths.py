@@ -24,8 +24,8 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch import arriving_files
 from stagepack_loaders.torch.compiled_folder import Target
-from stagepack_loaders.torch.output_contract import OutputContract
 from stagepack_loaders.torch.prepare import build_code, read_parts
+from stagepack_loaders.torch.stage import output_contract
 from stagepack_loaders.torch.stage_inputs import move_input
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_serving.protocol.interface import Interface
@@ -83,7 +83,7 @@ def _run_fake(bundle: Bundle, placement: list[torch.device]) -> None:
         ]
         inputs = [move_input(values[edge_name], device) for edge_name in entry.inputs]
         outputs = code.graph_module(*inputs, *weights)
-        OutputContract(code.graph).check(inputs, outputs)
+        output_contract(code.graph).check(inputs, outputs)
         assert {output.device for output in outputs if isinstance(output, torch.Tensor)} <= {device}
         values |= zip(entry.outputs, outputs, strict=True)
     assert values.keys() >= edges.keys() - {edge.name for edge in bundle.edges if edge.producer is not None}

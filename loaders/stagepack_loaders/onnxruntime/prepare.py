@@ -79,7 +79,9 @@ class PreparedOnnxRuntimeStage:
             weights.keep(self.bundle.stages[self.stage_number].state, own_files, verified=verified)
         # ONNX Runtime takes no model without outputs.
         session = self._make_session(own_files, is_mapped=is_mapped) if self.onnx.model.outputs else None
-        return OnnxRuntimeStage(self.bundle, self.stage_number, self.device, session, weights)
+        return OnnxRuntimeStage(
+            self.bundle, self.stage_number, self.device, session, weights, self.onnx.model.unconditional
+        )
 
     def _make_session(self, weight_files: Mapping[str, WeightFile], *, is_mapped: bool) -> onnxruntime.InferenceSession:
         """Make the session. It works on mapped files as far as it does not rearrange their tensors, and copies what it needs of others."""

@@ -1,7 +1,7 @@
 """A stage as a session of ONNX Runtime."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,10 +9,12 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Value
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, WRITTEN_PREFIX
 from stagepack.format.reader import Bundle
 from stagepack_loaders.callable_stage import CallableStage
 from stagepack_loaders.onnxruntime.devices import Device
+from stagepack_loaders.onnxruntime.stage_types import ENDS_PROCESS_WITHOUT_ELEMENTS, SessionTypes, check_operators
 from stagepack_loaders.onnxruntime.values import to_host, to_numpy, to_ort
 from stagepack_loaders.onnxruntime.weights import StageWeights
 from stagepack_loaders.onnxruntime.written import check_written_inputs, write_input
@@ -40,10 +42,12 @@ class OnnxRuntimeStage(CallableStage):
         device: Device,
         session: onnxruntime.InferenceSession | None,
         weights: StageWeights,
+        operators: Collection[str] = (),
     ) -> None:
         super().__init__(bundle, stage_number, device)
         self.session = session
         self._weights = weights
+        self._unsafe_operators = sorted(ENDS_PROCESS_WITHOUT_ELEMENTS.intersection(operators))
         self._state_names = bundle.stages[stage_number].state
         output_names = [] if session is None else [output.name for output in session.get_outputs()]
         self._written_names = [
@@ -53,6 +57,7 @@ class OnnxRuntimeStage(CallableStage):
         ]
         self._lock = threading.Lock()
         self.state = self.fresh_state()
+        self._types = SessionTypes(self.inputs, self.outputs, [*self._next_state_types(), *self._written_types()])
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage; see `stagepack_loaders.base.LoadedStage`.
@@ -65,30 +70,35 @@ class OnnxRuntimeStage(CallableStage):
 
         Raises:
             InputError: the stage writes an input that cannot be written, or that shares memory with another one.
+            StageFailedError: an output has another type or shape than the bundle states, or ONNX Runtime might end the process.
             RuntimeError: ONNX Runtime fails, for example on an index out of range.
         """
         if self.session is None:
             return ()
+        described_inputs = self._types.describe_inputs(values)
+        empty_outputs = self._types.outputs_without_elements(described_inputs, self.device)
+        if empty_outputs is not None:
+            return empty_outputs[: len(self.outputs)]
+        check_operators(self._unsafe_operators, described_inputs, self._stage_number)
         # Calls from several threads must not lose what one of them writes.
         with self._lock if self.state else nullcontext():
-            return self._run_session(self.session, values)
+            return self._run_session(self.session, values, described_inputs)
 
-    def _run_session(self, session: onnxruntime.InferenceSession, values: list[Any]) -> tuple[Any, ...]:
+    def _run_session(
+        self, session: onnxruntime.InferenceSession, values: list[Any], described_inputs: Sequence[Any]
+    ) -> tuple[Any, ...]:
         inputs = {edge.name: value for edge, value in zip(self.inputs, values, strict=True)}
         check_written_inputs(inputs, self._written_names)
         binding = self._bind(session, inputs)
         session.run_with_iobinding(binding)
         binding.synchronize_outputs()
-        output_values = binding.get_outputs()
+        output_values = self._types.checked_outputs(described_inputs, binding.get_outputs())
         written_start = len(self.outputs) + len(self.state)
         self.state = dict(zip(self.state, output_values[len(self.outputs) : written_start], strict=True))
         dtypes = {edge.name: edge.dtype for edge in self.inputs}
         for edge_name, content in zip(self._written_names, output_values[written_start:], strict=True):
             write_input(inputs[edge_name], content, dtypes[edge_name])
-        return tuple(
-            to_numpy(value, edge.dtype) if edge.dtype in SCALAR_DTYPES else value
-            for value, edge in zip(output_values, self.outputs, strict=False)
-        )
+        return tuple(output_values[: len(self.outputs)])
 
     def _bind(self, session: onnxruntime.InferenceSession, inputs: dict[str, Any]) -> Any:
         """Bind the inputs and the memory of the outputs: the edges, then the next state, then the inputs that are written."""
@@ -106,6 +116,19 @@ class OnnxRuntimeStage(CallableStage):
         for output_name in (*next_state, *written_inputs):
             binding.bind_output(output_name, self.device.type, self.device.index)
         return binding
+
+    def _next_state_types(self) -> Iterator[Value]:
+        """The buffers that calls write, as outputs of the session."""
+        weights = {weight.names[0]: weight for weight, _ in self._weights.some(self._state_names)} if self.state else {}
+        for buffer_name in self._state_names:
+            weight = weights[buffer_name]
+            yield Value(name=NEXT_STATE_PREFIX + buffer_name, dtype=weight.dtype, shape=weight.shape)
+
+    def _written_types(self) -> Iterator[Value]:
+        """The inputs that the stage writes, as outputs of the session."""
+        edges = {edge.name: edge for edge in self.inputs}
+        for edge_name in self._written_names:
+            yield Value(name=WRITTEN_PREFIX + edge_name, dtype=edges[edge_name].dtype, shape=edges[edge_name].shape)
 
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading."""

@@ -13,16 +13,17 @@ from stagepack.format.shapes import Guard
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.callable_stage import bind_inputs, check_inputs
 from stagepack_loaders.exchange import to_runtime
+from stagepack_loaders.output_contract import OutputContract
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.called_module import called_modules, connect
 from stagepack_loaders.torch.container import Container, set_wait
 from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.module_call import ModuleCallBody
-from stagepack_loaders.torch.output_contract import OutputContract
 from stagepack_loaders.torch.slots import Slot, register_weight, submodule
 from stagepack_loaders.torch.stage_inputs import StageInputs, move_input, write_back
 from stagepack_loaders.torch.state import StageState
+from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.window_plan import Residency
 
 
@@ -61,6 +62,13 @@ class _StageParts:
 
 
 _PARTS = "stagepack.stage"
+
+
+def output_contract(graph: Graph) -> OutputContract:
+    """Return the check of what a graph returns; of outputs that are weights, the files are checked."""
+    produced = {value.name: value for node in graph.nodes for value in node.outputs if value is not None}
+    outputs = [produced.get(value_name) for value_name in graph.outputs]
+    return OutputContract(graph.inputs, outputs, lambda dtype: torch_attribute(dtype, torch.dtype))
 
 
 class TorchStage(Container):
@@ -104,7 +112,7 @@ class TorchStage(Container):
             residency=residency,
             slots=slots,
             inputs=StageInputs(code.graph),
-            output_contract=OutputContract(code.graph),
+            output_contract=output_contract(code.graph),
             state=StageState(weights, slots, state_names),
         )
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, slots, strict=True)}
