@@ -11,6 +11,7 @@ from onnxscript.optimizer import optimize_ir
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.weights import TensorSpec
 from stagepack.onnx.boundary import describe_boundary
+from stagepack.onnx.empty_sequences import guard_recurrent_layers
 from stagepack.onnx.external_weights import move_weights_out
 from stagepack.onnx.functional_stage import StageWrites
 from stagepack.onnx.linear_layers import use_stored_weights
@@ -54,6 +55,8 @@ def finish_model(model: ir.Model, graph: Graph, writes: StageWrites, stage_place
     # The argument that `FunctionalStage` does not use.
     del model.graph.inputs[0]
     _optimize(model, weights)
+    guard_recurrent_layers(model)
+    _allow_zero_sizes(model)
     tensors = move_weights_out(model, weights, stage_place)
     module_paths = {node: _module_path(node) for node in model.graph.all_nodes()}
     _clear_debug_information(model)
@@ -77,6 +80,18 @@ def _optimize(model: ir.Model, weights: Mapping[str, Weight]) -> None:
     optimize_ir(model, onnx_shape_inference=False)
     for value, tensor in weight_tensors.items():
         value.const_value = tensor
+
+
+def _allow_zero_sizes(model: ir.Model) -> None:
+    """Let a 0 in the shape of a `Reshape` be a size of 0, where all of the shape is sizes: by default it copies a size of the input."""
+    for node in model.graph.all_nodes():
+        shape = node.inputs[1] if node.op_type == "Reshape" else None
+        maker = None if shape is None else shape.producer()
+        if maker is None or maker.op_type != "Concat":
+            continue
+        constants = [ir.convenience.get_const_tensor(part) for part in maker.inputs if part is not None]
+        if all(constant is None or bool((constant.numpy() > 0).all()) for constant in constants):
+            node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
 
 
 def _module_path(node: ir.Node) -> str:

@@ -1,6 +1,5 @@
 """A stage as a module that returns what it writes, as ONNX needs it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +9,10 @@ from torch.fx import GraphModule
 
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.graph import Graph
+from stagepack.onnx.replacements import call_replaced
 
 # Inputs that torch.export would replace by their value in the example, so they are passed as tensors.
 PASSED_AS_TENSORS = {"symfloat": torch.float64, "symbool": torch.bool}
-
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-_DROPOUTS = (
-    torch.ops.aten.dropout.default,
-    torch.ops.aten.alpha_dropout.default,
-    torch.ops.aten.feature_dropout.default,
-    torch.ops.aten.feature_alpha_dropout.default,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +92,4 @@ class _StageInterpreter(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator, or what torch's ONNX exporter converts right in the place of one that it converts wrong."""
-        if target in _DROPOUTS:
-            arguments = dict(zip(("input", "p", "train"), args, strict=False)) | kwargs
-            # The operator returns its input itself, which the exporter does not know.
-            if not arguments["train"]:
-                return arguments["input"]
-        result = super().call_function(target, args, kwargs)
-        mask = (args[3] if len(args) > 3 else kwargs.get("attn_mask")) if target is _ATTENTION else None
-        if mask is None:
-            return result
-        # For a row whose mask excludes all keys torch returns 0, the exporter the mean of all values, or NaN.
-        is_seen = mask if mask.dtype == torch.bool else mask > -math.inf
-        return torch.where(is_seen.any(-1, keepdim=True), result, torch.zeros((), dtype=result.dtype))
+        return call_replaced(target, args, kwargs)

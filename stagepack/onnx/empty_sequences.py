@@ -1,0 +1,105 @@
+"""Recurrent layers that run only if there is something to run on: without elements ONNX Runtime ends the process.
+
+An ``If`` around the layer answers with zeros for no rows, as torch does.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+_RECURRENT = {"GRU", "LSTM"}
+
+
+def guard_recurrent_layers(model: ir.Model) -> None:
+    """Put each recurrent layer whose sequences may have no rows or no steps into a branch.
+
+    Args:
+        model: the model. It is changed.
+    """
+    for node in list(model.graph.all_nodes()):
+        if node.op_type in _RECURRENT and not _has_elements(node.inputs[0]):
+            _put_into_branch(node)
+
+
+def _has_elements(sequences: ir.Value | None) -> bool:
+    shape = None if sequences is None else sequences.shape
+    return shape is not None and all(isinstance(size, int) and size > 0 for size in list(shape)[:2])
+
+
+def _put_into_branch(node: ir.Node) -> None:
+    """Replace a layer by an ``If`` with the same outputs, which has the layer in one branch, and zeros in the other."""
+    sequences, old_outputs = node.inputs[0], list(node.outputs)
+    assert sequences is not None
+    output_names = [output.name or "" for output in old_outputs]
+    prefix = next(output_name for output_name in output_names if output_name)
+    count = _Nodes(f"{prefix}/count")
+    sizes = count.add("Shape", [sequences], {"start": 0, "end": 2})
+    elements = count.add("ReduceProd", [sizes], {"keepdims": 0})
+    is_empty = count.add("Equal", [elements, count.integers(0, scalar=True)])
+    used = [index for index, output_name in enumerate(output_names) if output_name]
+    layer = ir.Node(node.domain, node.op_type, node.inputs, node.attributes.values(), num_outputs=len(old_outputs))
+    for output, old_output in zip(layer.outputs, old_outputs, strict=True):
+        output.name = f"{old_output.name}/layer" if old_output.name else ""
+        output.type, output.shape = old_output.type, old_output.shape
+    layer_graph = ir.Graph([], [layer.outputs[index] for index in used], nodes=[layer], name=f"{prefix}/layer")
+    choice = ir.node(
+        "If",
+        [is_empty],
+        {"then_branch": _zeros_graph(node, sequences, used, prefix), "else_branch": layer_graph},
+        num_outputs=len(used),
+    )
+    graph = node.graph
+    assert graph is not None
+    graph.insert_before(node, [*count.nodes, choice])
+    choice.metadata_props.update(node.metadata_props)
+    for index, new_output in zip(used, choice.outputs, strict=True):
+        old_output = old_outputs[index]
+        new_output.type, new_output.shape = old_output.type, old_output.shape
+        ir.convenience.replace_all_uses_with(old_output, new_output, replace_graph_outputs=True)
+        new_output.name, old_output.name = output_names[index], f"{output_names[index]}/replaced"
+    graph.remove(node, safe=True)
+
+
+def _zeros_graph(node: ir.Node, sequences: ir.Value, used: Sequence[int], prefix: str) -> ir.Graph:
+    """The answers of a layer without elements: zeros, and its states as they are."""
+    nodes = _Nodes(f"{prefix}/zeros")
+    directions = 2 if node.attributes.get_string("direction", "forward") == "bidirectional" else 1
+    hidden_size = node.attributes.get_int("hidden_size", 0)
+    outputs = []
+    for index in used:
+        old_output = node.outputs[index]
+        # The initial states are the inputs 5 and 6; the outputs are all states, and the last ones.
+        initial = node.inputs[4 + index] if index and len(node.inputs) > 4 + index else None
+        if initial is not None:
+            output = nodes.add("Identity", [initial])
+        else:
+            rows = nodes.add("Shape", [sequences], {"start": 1, "end": 2})
+            dims = [nodes.integers(directions), rows, nodes.integers(hidden_size)]
+            if index == 0:
+                dims.insert(0, nodes.add("Shape", [sequences], {"start": 0, "end": 1}))
+            zero = nodes.add("CastLike", [nodes.constant(ir.tensor(0.0)), sequences])
+            output = nodes.add("Expand", [zero, nodes.add("Concat", dims, {"axis": 0})])
+        output.type, output.shape = old_output.type, old_output.shape
+        outputs.append(output)
+    return ir.Graph([], outputs, nodes=nodes.nodes, name=f"{prefix}/zeros")
+
+
+class _Nodes:
+    """Nodes that are added one after another, with names that no other value has."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.nodes: list[ir.Node] = []
+
+    def add(self, operator: str, inputs: Sequence[ir.Value], attributes: dict[str, Any] | None = None) -> ir.Value:
+        node = ir.node(operator, inputs, attributes or {})
+        node.outputs[0].name = f"{self.prefix}/{len(self.nodes)}"
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def constant(self, tensor: ir.TensorProtocol) -> ir.Value:
+        return self.add("Constant", [], {"value": tensor})
+
+    def integers(self, *sizes: int, scalar: bool = False) -> ir.Value:
+        return self.constant(ir.tensor(sizes[0] if scalar else list(sizes), dtype=ir.DataType.INT64))

@@ -1,0 +1,187 @@
+"""Operators that torch's ONNX exporter converts wrong, or ONNX Runtime runs wrong, as others that both get right."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from stagepack.torch_internals import OperatorOverload, operator_schema
+
+_Arguments = Mapping[str, Any]
+_Operator = OperatorOverload
+
+
+def call_replaced(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator, or what is right in its place.
+
+    Args:
+        target: the operator.
+        args: its arguments.
+        kwargs: its arguments by name.
+    """
+    if not isinstance(target, OperatorOverload):
+        return target(*args, **kwargs)
+    namespace, written_name, overload = str(target).split(".")
+    functional_name = written_name.removesuffix("_")
+    replacement = REPLACEMENTS.get(functional_name) if namespace == "aten" else None
+    if replacement is None:
+        return target(*args, **kwargs)
+    arguments = {parameter.name: parameter.default_value for parameter in operator_schema(target).arguments}
+    arguments |= {**dict(zip(arguments, args, strict=False)), **kwargs}
+    functional = getattr(getattr(torch.ops.aten, functional_name), overload, target)
+    result = None if "out" in arguments else replacement(functional, arguments)
+    if result is None:
+        return target(*args, **kwargs)
+    is_written = written_name != functional_name and result is not arguments["self"]
+    written: Any = arguments.get("self")
+    return written.copy_(result) if is_written else result
+
+
+def _dropout(target: _Operator, arguments: _Arguments) -> Any:
+    tensor = arguments["input" if "input" in arguments else "self"]
+    if not arguments["train"]:
+        return tensor  # The operator returns its input itself, which the exporter does not know.
+    operator_name = target.overloadpacket.__name__
+    if operator_name not in ("dropout", "feature_dropout"):
+        return None
+    # ONNX Runtime 1.31 never drops the first element, and drops others in every call: it seeds its generator anew for each.
+    kept_share = 1 - arguments["p"]
+    sizes = [size if operator_name == "dropout" or dim < 2 else 1 for dim, size in enumerate(tensor.shape)]
+    is_kept = (torch.rand(sizes, dtype=torch.float32) < kept_share).to(tensor.dtype)
+    return tensor * (is_kept / kept_share if kept_share else is_kept)
+
+
+def _attention(target: _Operator, arguments: _Arguments) -> Any:
+    mask = arguments["attn_mask"]
+    if mask is None:
+        return None
+    result = target(**arguments)
+    # For a row whose mask excludes all keys torch returns 0, the exporter the mean of all values, or NaN.
+    is_seen = mask if mask.dtype == torch.bool else mask > -math.inf
+    if all(isinstance(size, int) for size in mask.shape):
+        has_keys = is_seen.any(-1, keepdim=True)
+    else:
+        # A product: without rows, reductions of ONNX Runtime return the shape of their input if a size of it is 1.
+        has_keys = is_seen.to(torch.float32) @ torch.ones(mask.shape[-1], 1) > 0
+    return torch.where(has_keys, result, torch.zeros((), dtype=result.dtype))
+
+
+def _bernoulli(_: _Operator, arguments: _Arguments) -> Any:
+    # The kernel of ONNX Runtime draws 1 with the chance of a 0.
+    tensor = arguments["self"]
+    chances = arguments.get("p", tensor)
+    dtypes = [value.dtype for value in (tensor, chances) if isinstance(value, torch.Tensor)]
+    wide_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    if isinstance(chances, torch.Tensor):
+        chances = chances.to(wide_dtype)
+    return (torch.rand_like(tensor, dtype=wide_dtype) < chances).to(tensor.dtype)
+
+
+def _multinomial(_: _Operator, arguments: _Arguments) -> Any:
+    # ONNX draws each number anew. The largest quotients of chances and exponential draws are how torch draws without replacement.
+    if arguments["replacement"] or arguments["num_samples"] == 1:
+        return None
+    chances = arguments["self"]
+    exponential = -torch.log(1 - torch.rand_like(chances))
+    return torch.topk(chances / exponential, arguments["num_samples"], dim=-1)[1]
+
+
+def _reshape(target: _Operator, arguments: _Arguments) -> Any:
+    # ONNX cannot tell the size of a -1 beside a size 0, which torch's trace knows.
+    tensor, sizes = arguments["self"], arguments.get("size", arguments.get("shape"))
+    if all(isinstance(size, int) for size in tensor.shape) or (sizes is not None and not _has_unknown_size(sizes)):
+        return None
+    shape = target(**arguments).shape
+    if sizes is not None and all(isinstance(size, int) and size for size in sizes):
+        return None
+    return tensor.reshape(shape)
+
+
+def _has_unknown_size(sizes: Any) -> bool:
+    return any(isinstance(size, int) and size == -1 for size in sizes)
+
+
+def _scatter(target: _Operator, arguments: _Arguments) -> Any:
+    # ONNX has a source of the size of the index; torch leaves unused what is beyond it.
+    index, source = arguments["index"], arguments.get("src")
+    if source is None or index.dim() != source.dim():
+        return None
+    if all(statically_known_true(have == used) for have, used in zip(source.shape, index.shape, strict=True)):
+        return None
+    return target(**{**arguments, "src": source[tuple(slice(size) for size in index.shape)]})
+
+
+def _integer_division(target: _Operator, arguments: _Arguments) -> Any:
+    # The smallest integer divided by -1 has no quotient of its dtype, and ends the process of ONNX Runtime by SIGFPE.
+    dividend, divisor = arguments["self"], arguments["other"]
+    dtype = torch.result_type(dividend, divisor)
+    if dtype not in (torch.int32, torch.int64) or arguments.get("rounding_mode", "floor") is None:
+        return None
+    is_remainder = target.overloadpacket.__name__.removesuffix("_") in ("remainder", "fmod")
+    if not isinstance(divisor, torch.Tensor):
+        if divisor != -1:
+            return None
+        return torch.zeros_like(dividend, dtype=dtype) if is_remainder else -dividend.to(dtype)
+    is_inverse = divisor == -1
+    result = target(**{**arguments, "other": torch.where(is_inverse, torch.ones((), dtype=divisor.dtype), divisor)})
+    return result if is_remainder else torch.where(is_inverse, -_as_tensor(dividend, dtype), result)
+
+
+def _mean(target: _Operator, arguments: _Arguments) -> Any:
+    # Of no elements torch gives NaN, ONNX Runtime 0. A trace takes sizes that are dynamic to be at least 2.
+    count = _reduced_count(arguments)
+    if isinstance(count, int) and count:
+        return None
+    result = target(**arguments)
+    return torch.where(torch.scalar_tensor(count, dtype=torch.int64) == 0, math.nan, result).to(result.dtype)
+
+
+def _any(_: _Operator, arguments: _Arguments) -> Any:
+    # Of no elements torch gives False, ONNX Runtime True.
+    count = _reduced_count(arguments)
+    if isinstance(count, int) and count:
+        return None
+    is_false = torch.logical_not(arguments["self"])
+    if "dim" not in arguments or arguments["dim"] is None:
+        return torch.logical_not(is_false.all())
+    return torch.logical_not(torch.all(is_false, dim=arguments["dim"], keepdim=arguments["keepdim"]))
+
+
+def _reduced_count(arguments: _Arguments) -> Any:
+    """The number of elements that become one."""
+    tensor, dims = arguments["self"], arguments.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    return math.prod([tensor.shape[dim] for dim in dims] if dims else tensor.shape)
+
+
+def _as_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    return value.to(dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+
+
+# By the name of the operator, without the `_` of those that write their input.
+REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
+    "alpha_dropout": _dropout,
+    "any": _any,
+    "bernoulli": _bernoulli,
+    "div": _integer_division,
+    "divide": _integer_division,
+    "dropout": _dropout,
+    "feature_alpha_dropout": _dropout,
+    "feature_dropout": _dropout,
+    "flatten": _reshape,
+    "floor_divide": _integer_division,
+    "fmod": _integer_division,
+    "mean": _mean,
+    "multinomial": _multinomial,
+    "remainder": _integer_division,
+    "reshape": _reshape,
+    "scaled_dot_product_attention": _attention,
+    "scatter": _scatter,
+    "scatter_add": _scatter,
+    "scatter_reduce": _scatter,
+    "std": _mean,
+    "var": _mean,
+    "view": _reshape,
+}
