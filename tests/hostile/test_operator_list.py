@@ -297,6 +297,18 @@ def test_no_integer_is_the_quotient_of_the_smallest_one_and_minus_one(name: str,
     assert call([smallest + 1, 7], [-1, -1]) == [-(smallest + 1), -7]
 
 
+@pytest.mark.parametrize("columns", [0, 2])
+def test_least_squares_of_no_right_side_end_no_process(columns: int) -> None:
+    solve = guarded_operator(find_operator("aten.linalg_lstsq.default"))
+    matrix, right_side = torch.randn(4, 3), torch.randn(4, columns)
+    if columns:
+        assert solve(matrix, right_side, driver="gelss")[0].shape == (3, columns)
+    else:
+        with pytest.raises(ValueError, match=r"expected elements for the driver gelss, found the shape \[4, 0\]"):
+            solve(matrix, right_side, driver="gelss")
+        assert solve(matrix, right_side, driver="gelsy")[0].shape == (3, 0)
+
+
 @pytest.mark.parametrize("name", ["aten.lcm.default", "aten.lcm.out", "aten.lcm_.default"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_no_integer_is_a_multiple_of_the_smallest_one_and_another(name: str, dtype: torch.dtype) -> None:

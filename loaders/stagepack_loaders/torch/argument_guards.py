@@ -199,6 +199,12 @@ def _check_antialiased_interpolation(arguments: _Arguments) -> None:
             raise ValueError(f"{name}: expected a scale from {input_size} to {output_size} elements, found {scale}")
 
 
+def _check_least_squares(arguments: _Arguments) -> None:
+    # LAPACK reads a right side of no columns.
+    if arguments.get("driver") == "gelss" and arguments["self"].numel() and not arguments["b"].numel():
+        raise ValueError(f"b: expected elements for the driver gelss, found the shape {list(arguments['b'].shape)}")
+
+
 def _check_random_start(arguments: _Arguments) -> None:
     # torch adds 1, and shifts what has overflowed until it is 0, which has no end.
     if arguments["from"] >= 2**63 - 1:
@@ -284,6 +290,8 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.lcm.default": _check_common_multiple,
     "aten.lcm.out": _check_common_multiple,
     "aten.lcm_.default": _check_common_multiple,
+    "aten.linalg_lstsq.default": _check_least_squares,
+    "aten.linalg_lstsq.out": _check_least_squares,
     "aten.linalg_matrix_power.default": _check_matrix_power,
     "aten.linalg_matrix_power.out": _check_matrix_power,
     "aten.lstm.input": _check_lstm,
