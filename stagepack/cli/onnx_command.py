@@ -29,8 +29,9 @@ def command(
     """Add ONNX files to a bundle.
 
     Each stage gets an ONNX model whose initializers point into the weight files of the bundle, so weights are not copied. The model of
-    each stage is then run on the example in ONNX Runtime. A stage that cannot be converted, or whose answer differs from that in torch
-    by more than rounding, gets no ONNX model and runs in torch only.
+    each stage is then run in ONNX Runtime on the example, and at other sizes that the bundle allows. A stage that cannot be converted,
+    that ONNX Runtime cannot run on the CPU, or whose answer differs from that in torch by more than rounding, gets no ONNX model and
+    runs in torch only.
 
     A difference is allowed within a tolerance of the type: for float32, 1e-3 of each value plus 1e-4. Beyond it, the stage is computed
     in float64, and a difference up to 8 times that of torch's own answer from float64 is allowed. --rtol and --atol replace all that.
@@ -72,6 +73,8 @@ def conversion_facts(conversion: "AddedOnnx") -> list[dict[str, Any]]:
                 "difference": None if checked is None or checked.difference is None else finite(checked.difference),
                 "rounding": None if checked is None else checked.rounding,
                 "not_compared": None if checked is None else checked.reason or None,
+                "sizes": [] if checked is None else list(map(dict, checked.sizes)),
+                "unchecked_sizes": [] if checked is None else list(map(dict, checked.unchecked)),
                 "torch_only": conversion.torch_only.get(stage_number),
             }
         )
@@ -98,6 +101,17 @@ def _outcome(stage: dict[str, Any]) -> str:
     if stage["torch_only"]:
         return f"torch only: {stage['torch_only']}"
     if stage["not_compared"]:
-        return f"not compared with torch: {stage['not_compared']}"
+        is_random = stage["not_compared"] == "draws random numbers"
+        return (
+            "draws random numbers as torch does" if is_random else f"not compared with torch: {stage['not_compared']}"
+        )
     outcome = f"largest difference from torch {stage['difference']:g}"
-    return outcome if stage["rounding"] is None else f"{outcome}; that of torch from float64 is {stage['rounding']:g}"
+    if stage["rounding"] is not None:
+        outcome = f"{outcome}; that of torch from float64 is {stage['rounding']:g}"
+    if stage["unchecked_sizes"]:
+        sizes = "; ".join(
+            ", ".join(f"{symbol_name} = {size}" for symbol_name, size in sizes.items())
+            for sizes in stage["unchecked_sizes"]
+        )
+        outcome = f"{outcome}; not checked, as the model fails in torch on inputs made of the example: {sizes}"
+    return outcome

@@ -29,7 +29,7 @@ class AddedOnnx:
     Attributes:
         bundle: the bundle with the ONNX models.
         torch_only: the reason for each stage that has no ONNX model, by stage number.
-        checked: for each other stage, how far its answer is from that in torch, by stage number.
+        checked: for each other stage, how far its answers are from those in torch, and at which sizes, by stage number.
     """
 
     bundle: Bundle
@@ -48,9 +48,10 @@ def add_onnx(
     """Add an ONNX model to each stage of a bundle, converted by ``torch.onnx`` from the stage itself.
 
     The initializers point into the weight files of the bundle: no weight is copied. Each stage then answers the example in ONNX
-    Runtime. A stage that has no ONNX form, or whose answer differs from that in torch by more than rounding, has no ONNX model and runs
-    in torch only. A difference is allowed within a tolerance of the dtype (for float32: 1e-3 of each value, plus 1e-4). Beyond it,
-    the stage is computed in float64: up to 8 times the distance of torch's own answer from that is allowed.
+    Runtime, and inputs of other sizes that the bundle allows, made of the example. A stage that has no ONNX form, that ONNX Runtime
+    cannot run on the CPU, or whose answer differs from that in torch by more than rounding, has no ONNX model and runs in torch only.
+    A difference is allowed within a tolerance of the dtype (for float32: 1e-3 of each value, plus 1e-4). Beyond it, the stage is
+    computed in float64: up to 8 times the distance of torch's own answer from that is allowed.
 
     Args:
         bundle: the folder of a bundle, or an opened bundle, at the entry point that is converted. It is replaced when all models are

@@ -1,16 +1,19 @@
-"""Compare the answers of stages in ONNX Runtime with those in torch, on the values that the example brings to each stage."""
+"""Compare the answers of stages in ONNX Runtime with those in torch, on the example and on inputs of other sizes made of it."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from stagepack.errors import OperatorError
+from stagepack.errors import OperatorError, StagepackError
 from stagepack.format.graph import Value
+from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, call_count, compare_draws
 from stagepack.onnx.float64_answers import float64_answers, rounding_error
+from stagepack.onnx.other_sizes import Sizes, format_sizes, inputs_at, sizes_to_check
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import TOLERANCE, Tolerance, compare_arrays
 from stagepack_loaders.example import read_example_inputs
@@ -20,14 +23,6 @@ from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
-_RANDOM_OPERATORS = {
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-}
 _MAX_REASON_LENGTH = 300
 # How many times the rounding error of torch the answer of ONNX Runtime may be from that of torch.
 _ROUNDING_ERRORS = 8
@@ -35,45 +30,64 @@ _ROUNDING_ERRORS = 8
 
 @dataclass(frozen=True, slots=True)
 class StageCheck:
-    """How far the answer of a stage in ONNX Runtime is from that in torch.
+    """How far the answers of a stage in ONNX Runtime are from those in torch.
 
     Attributes:
-        difference: the largest absolute difference; None if the answers were not compared.
+        difference: the largest absolute difference, at all sizes; None if the answers were not compared, or are random.
         rounding: the largest difference of the answer in torch from that in float64, of the outputs for which it decided; None if
             it was not needed.
         within: whether all differences are allowed.
-        reason: why the answers were not compared, or which difference is not allowed.
+        reason: why the answers were not compared, or which difference is not allowed; "draws random numbers" if distributions were
+            compared.
+        sizes: the sizes at which the answers were compared, other than those of the example.
+        unchecked: the sizes at which they were not, because no inputs could be made of the example with which the model runs in torch.
     """
 
     difference: float | None = None
     rounding: float | None = None
     within: bool = True
     reason: str = ""
+    sizes: tuple[Mapping[str, int], ...] = ()
+    unchecked: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A tensor that a stage returns or writes, in ONNX Runtime and in torch.
+    """A tensor that a stage returns or writes.
 
     Attributes:
         title: what it is, for messages.
+        value: the tensor.
         edge_name: the edge of an output; None of what is written.
     """
 
     title: str
-    onnx_value: torch.Tensor
-    torch_value: torch.Tensor
+    value: torch.Tensor
     edge_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the model in torch, stage by stage.
+
+    Attributes:
+        sizes: the sizes of the symbols; None for those of the example.
+        values: the values that later stages use, by edge name.
+    """
+
+    sizes: Sizes | None
+    values: dict[str, Any]
 
 
 def check_stages(
     bundle: Bundle, allow_ops: Collection[str], tolerance: Tolerance | None = None
 ) -> Iterator[StageCheck]:
-    """Run the example stage by stage in torch, and each stage with an ONNX model in ONNX Runtime too.
+    """Run the model stage by stage in torch, and each stage with an ONNX model in ONNX Runtime too.
 
-    A difference is allowed within the tolerance of `stagepack_loaders.comparison`. An output beyond it is allowed too if the largest
-    difference is at most 8 times that of torch's own answer from the stage in float64, and at most the relative tolerance of the
-    largest value.
+    It is run on the example, and at other sizes that the bundle allows. A difference is allowed within the tolerance of
+    `stagepack_loaders.comparison`. An output beyond it is allowed too if the largest difference is at most 8 times that of torch's own
+    answer from the stage in float64, and at most the relative tolerance of the largest value. Of a stage that draws random numbers, the
+    distributions of the answers are compared.
 
     Args:
         bundle: the bundle, with ONNX models.
@@ -88,95 +102,212 @@ def check_stages(
         InputError: the example does not fit the bundle.
         StageFailedError: a stage fails on the example in torch.
     """
-    values = None if bundle.example is None else read_example_inputs(bundle, TORCH_ARRAYS)
-    for stage_number, entry in enumerate(bundle.stages):
-        if values is None:
-            yield StageCheck(reason="the bundle has no example")
-            continue
-        options = PrepareOptions(allow_ops=allow_ops)
-        stage = prepare_stage(bundle, stage_number, "cpu", "torch", options).finish(verify=False)
-        inputs = [values[edge_name] for edge_name in entry.inputs]
-        # The stage may write into its inputs.
-        original_inputs = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), typed_stage_errors(stage_number):
-            outputs = stage.run(inputs)
-        values.update(zip(entry.outputs, outputs, strict=True))
-        if entry.onnx is None:
-            yield StageCheck()
-        else:
-            answers = _answers(bundle, stage_number, stage, original_inputs, [*outputs, *inputs])
-            yield (
-                answers
-                if isinstance(answers, StageCheck)
-                else _compare(
-                    answers, tolerance, partial(float64_answers, bundle, stage_number, original_inputs, allow_ops)
-                )
-            )
+    if bundle.example is None:
+        yield from [StageCheck(reason="the bundle has no example")] * len(bundle.stages)
+        return
+    example_inputs = read_example_inputs(bundle, TORCH_ARRAYS)
+    calls = [_Call(None, dict(example_inputs))]
+    other_sizes = sizes_to_check(bundle)
+    calls += [_Call(sizes, inputs) for sizes in other_sizes for inputs in inputs_at(bundle, example_inputs, sizes)]
+    for stage_number in range(len(bundle.stages)):
+        stage = _CheckedStage(bundle, stage_number, allow_ops, tolerance)
+        for call in list(calls):
+            try:
+                stage.run(call)
+            except StagepackError:
+                if call.sizes is None:
+                    raise
+                calls.remove(call)
+        unused = {edge.name for edge in bundle.edges if max(edge.consumers, default=-1) <= stage_number}
+        for call in calls:
+            for edge_name in unused.intersection(call.values):
+                del call.values[edge_name]
+        reached = [call.sizes for call in calls]
+        yield replace(stage.check, unchecked=tuple(sizes for sizes in other_sizes if sizes not in reached))
 
 
-def _answers(
-    bundle: Bundle, stage_number: int, torch_stage: Any, inputs: list[Any], torch_values: list[Any]
-) -> list[_Answer] | StageCheck:
-    """Run a stage in ONNX Runtime; return its answers, or why there are none.
+@dataclass(slots=True)
+class _CheckedStage:
+    """A stage that is checked, call after call.
 
-    `torch_values` are the outputs of the stage in torch, followed by its inputs after the call, which it may have written.
+    Attributes:
+        torch_stage: the stage in torch.
+        onnx_stage: the stage in ONNX Runtime; None if there is nothing to check, or no more.
+        check: the result so far.
     """
-    entry = bundle.stages[stage_number]
-    if any(operator_type in _RANDOM_OPERATORS for _, operator_type in bundle.onnx_file(stage_number).model.operators):
-        return StageCheck(reason="draws random numbers")
-    try:
-        prepared = prepare_stage(bundle, stage_number, "cpu", "onnxruntime", PrepareOptions())
-        onnx_stage: Any = prepared.finish(verify=False)
-    except OperatorError as error:
-        # ONNX Runtime has kernels for some types, such as bfloat16, only on GPUs.
-        lacks_kernel = "NOT_IMPLEMENTED" in str(error)
-        return StageCheck(within=lacks_kernel, reason=str(error))
-    edges = {edge.name: edge for edge in bundle.edges}
-    runtime = find_runtime(onnx_stage.runtime)
-    arguments = [
-        to_runtime(value, edges[edge_name], runtime) for edge_name, value in zip(entry.inputs, inputs, strict=True)
-    ]
-    try:
-        outputs = onnx_stage.run(arguments)
-    except Exception as error:  # noqa: BLE001 - the exceptions of onnxruntime have no common base
-        message = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
-        return StageCheck(within=False, reason=f"it fails in ONNX Runtime: {message}")
-    titles = [f"output {edge_name}" for edge_name in entry.outputs]
-    titles += [f"input {edge_name} after the call" for edge_name in entry.inputs]
-    edge_names = [*entry.outputs, *entry.inputs]
-    answers = [
-        _Answer(
-            title,
-            TORCH_ARRAYS.array(to_array(onnx_value, edges[edge_name], TORCH_ARRAYS)),
-            TORCH_ARRAYS.array(torch_value),
-            edge_name if index < len(entry.outputs) else None,
+
+    bundle: Bundle
+    stage_number: int
+    allow_ops: Collection[str]
+    tolerance: Tolerance | None
+    torch_stage: Any = field(init=False)
+    onnx_stage: Any = field(init=False, default=None)
+    check: StageCheck = field(init=False, default_factory=StageCheck)
+
+    def __post_init__(self) -> None:
+        options = PrepareOptions(allow_ops=self.allow_ops)
+        self.torch_stage = prepare_stage(self.bundle, self.stage_number, "cpu", "torch", options).finish(verify=False)
+        if self.bundle.stages[self.stage_number].onnx is None:
+            return
+        try:
+            prepared = prepare_stage(self.bundle, self.stage_number, "cpu", "onnxruntime", PrepareOptions())
+            self.onnx_stage = prepared.finish(verify=False)
+        except OperatorError as error:
+            self.check = StageCheck(within=False, reason=str(error))
+
+    def run(self, call: _Call) -> None:
+        """Run a call in torch, whose outputs become values of the call, and compare the answers.
+
+        Raises:
+            StagepackError: the stage fails in torch.
+        """
+        entry = self.bundle.stages[self.stage_number]
+        inputs = [call.values[edge_name] for edge_name in entry.inputs]
+        # The stage may write into its inputs.
+        original_inputs = _copies(inputs)
+        outputs, torch_answers = self._run_torch(inputs)
+        call.values.update(zip(entry.outputs, outputs, strict=True))
+        if self.onnx_stage is None:
+            return
+        try:
+            check = self._compare(original_inputs, torch_answers)
+        except Exception as error:  # noqa: BLE001 - the exceptions of onnxruntime have no common base
+            message = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
+            check = StageCheck(within=False, reason=f"it fails in ONNX Runtime: {message}")
+        self._add(check, call.sizes)
+
+    def _add(self, check: StageCheck, sizes: Sizes | None) -> None:
+        """Add the result of a call to that of the stage. After a difference that is not allowed, no further call is compared."""
+        if not check.within:
+            self.onnx_stage = None
+            prefix = "" if not sizes else f"at {format_sizes(sizes)} "
+            self.check = replace(check, reason=f"{prefix}{check.reason}", sizes=self.check.sizes)
+            return
+        differences, roundings = (
+            [value for value in pair if value is not None]
+            for pair in ((self.check.difference, check.difference), (self.check.rounding, check.rounding))
         )
-        for index, (title, edge_name, onnx_value, torch_value) in enumerate(
-            zip(titles, edge_names, [*outputs, *arguments], torch_values, strict=True)
+        self.check = StageCheck(
+            max(differences, default=None),
+            max(roundings, default=None),
+            reason=self.check.reason or check.reason,
+            sizes=(*self.check.sizes, *([sizes] if sizes and sizes not in self.check.sizes else [])),
         )
-    ]
-    return answers + list(_written_state(torch_stage, onnx_stage))
+
+    def _compare(self, inputs: list[Any], torch_answers: list[_Answer]) -> StageCheck:
+        """Compare the answers to a call."""
+        onnx_answers = self._run_onnx(inputs)
+        if self._is_random(inputs, torch_answers):
+            return self._compare_distributions(inputs, torch_answers, onnx_answers)
+        compute_exactly = partial(float64_answers, self.bundle, self.stage_number, inputs, self.allow_ops)
+        return _compare_answers(onnx_answers, torch_answers, self.tolerance, compute_exactly)
+
+    def _is_random(self, inputs: list[Any], torch_answers: list[_Answer]) -> bool:
+        """Whether the answers to a call are random: of an operator that may draw, such as dropout, not every call does."""
+        onnx_operators = {
+            operator_name for _, operator_name in self.bundle.onnx_file(self.stage_number).model.operators
+        }
+        if not onnx_operators.isdisjoint(RANDOM_OPERATORS):
+            return True
+        if not any(op.random for op in self.torch_stage.graph.ops):
+            return False
+        _, repeated_answers = self._run_torch(_copies(inputs), seed=1)
+        return any(
+            not compare_arrays(TORCH_ARRAYS, repeated.value, answer.value, Tolerance(0.0, 0.0)).within
+            for repeated, answer in zip(repeated_answers, torch_answers, strict=True)
+        )
+
+    def _compare_distributions(
+        self, inputs: list[Any], torch_answers: list[_Answer], onnx_answers: list[_Answer]
+    ) -> StageCheck:
+        """Compare the answers to a call that is repeated."""
+        count = call_count(max((answer.value.numel() for answer in torch_answers), default=0))
+        onnx_calls = [onnx_answers, *(self._run_onnx(_copies(inputs)) for _ in range(1, count))]
+        torch_calls = [self._run_torch(_copies(inputs), seed=seed)[1] for seed in range(count)]
+        for position, answer in enumerate(torch_answers):
+            onnx_draws, torch_draws = ([call[position].value for call in calls] for calls in (onnx_calls, torch_calls))
+            if reason := compare_draws(onnx_draws, torch_draws, self.tolerance):
+                return StageCheck(within=False, reason=f"it draws other random numbers in the {answer.title}: {reason}")
+        return StageCheck(reason=DRAWS)
+
+    def _run_torch(self, inputs: list[Any], seed: int = 0) -> tuple[tuple[Any, ...], list[_Answer]]:
+        """Run the stage in torch, which may write into its inputs; return the outputs, and all answers."""
+        self.torch_stage.reset_state()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), typed_stage_errors(self.stage_number):
+            torch.manual_seed(seed)
+            outputs = self.torch_stage.run(inputs)
+        tensors = dict(self.torch_stage.named_parameters(remove_duplicate=False))
+        tensors |= self.torch_stage.named_buffers(remove_duplicate=False)
+        state = {
+            weight_name: tensors[weight_name].detach() for weight_name in self.bundle.stages[self.stage_number].state
+        }
+        return outputs, self._answers(outputs, inputs, state)
+
+    def _run_onnx(self, inputs: list[Any]) -> list[_Answer]:
+        """Run the stage in ONNX Runtime, which may write into its inputs; return all answers."""
+        self.onnx_stage.reset_state()
+        edges = {edge.name: edge for edge in self.bundle.edges}
+        runtime = find_runtime(self.onnx_stage.runtime)
+        entry = self.bundle.stages[self.stage_number]
+        arguments = [
+            to_runtime(value, edges[edge_name], runtime) for edge_name, value in zip(entry.inputs, inputs, strict=True)
+        ]
+        outputs = self.onnx_stage.run(arguments)
+        return self._answers(outputs, arguments, self.onnx_stage.state)
+
+    def _answers(self, outputs: Sequence[Any], inputs: Sequence[Any], state: Mapping[str, Any]) -> list[_Answer]:
+        """What a call of either runtime returned and wrote, as tensors."""
+        entry = self.bundle.stages[self.stage_number]
+        edges = {edge.name: edge for edge in self.bundle.edges}
+        weights = {weight.names[0]: weight for weight in self.torch_stage.graph.weights}
+        answers = [
+            _Answer(f"output {edge_name}", _tensor(value, edges[edge_name]), edge_name)
+            for edge_name, value in zip(entry.outputs, outputs, strict=True)
+        ]
+        answers += [
+            _Answer(f"input {edge_name} after the call", _tensor(value, edges[edge_name]))
+            for edge_name, value in zip(entry.inputs, inputs, strict=True)
+        ]
+        for weight_name in entry.state:
+            stated = Value(name=weight_name, dtype=weights[weight_name].dtype, shape=weights[weight_name].shape)
+            answers.append(_Answer(f"buffer {weight_name} after the call", _tensor(state[weight_name], stated)))
+        # A later call may write into this memory.
+        return [replace(answer, value=answer.value.clone()) for answer in answers]
 
 
-def _compare(
-    answers: list[_Answer], tolerance: Tolerance | None, compute_exactly: Callable[[], Mapping[str, torch.Tensor]]
+def _tensor(value: Any, stated: Value | Edge) -> torch.Tensor:
+    tensor: torch.Tensor = TORCH_ARRAYS.array(to_array(value, stated, TORCH_ARRAYS))
+    return tensor
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+
+
+def _compare_answers(
+    onnx_answers: Sequence[_Answer],
+    torch_answers: Sequence[_Answer],
+    tolerance: Tolerance | None,
+    compute_exactly: Callable[[], Mapping[str, torch.Tensor]],
 ) -> StageCheck:
     """Compare the answers of a stage. `compute_exactly` computes those in float64; it is called if some are beyond the tolerance."""
-    differences = [compare_arrays(TORCH_ARRAYS, answer.onnx_value, answer.torch_value, tolerance) for answer in answers]
+    pairs = list(zip(onnx_answers, torch_answers, strict=True))
+    differences = [
+        compare_arrays(TORCH_ARRAYS, onnx_answer.value, torch_answer.value, tolerance)
+        for onnx_answer, torch_answer in pairs
+    ]
     largest = max((difference.largest for difference in differences), default=0.0)
     beyond = [
-        (answer, difference.largest)
-        for answer, difference in zip(answers, differences, strict=True)
+        (onnx_answer.value, torch_answer, difference.largest)
+        for (onnx_answer, torch_answer), difference in zip(pairs, differences, strict=True)
         if not difference.within
     ]
     exact_answers = compute_exactly() if beyond and tolerance is None else {}
     largest_rounding: float | None = None
-    for answer, difference in beyond:
-        rounding = (
-            None if answer.edge_name is None else rounding_error(exact_answers, answer.edge_name, answer.torch_value)
-        )
-        if rounding is None or difference > min(_ROUNDING_ERRORS * rounding, _share_of_largest(answer.torch_value)):
-            reason = _refusal(answer, difference, rounding, tolerance)
+    for onnx_value, answer, difference in beyond:
+        rounding = None if answer.edge_name is None else rounding_error(exact_answers, answer.edge_name, answer.value)
+        if rounding is None or difference > min(_ROUNDING_ERRORS * rounding, _share_of_largest(answer.value)):
+            reason = _refusal(onnx_value, answer, difference, rounding, tolerance)
             return StageCheck(largest, rounding, within=False, reason=reason)
         largest_rounding = max(rounding, largest_rounding or 0.0)
     return StageCheck(largest, largest_rounding)
@@ -189,14 +320,15 @@ def _share_of_largest(value: torch.Tensor) -> float:
     return rtol * float(finite_values.max()) if finite_values.numel() else 0.0
 
 
-def _refusal(answer: _Answer, difference: float, rounding: float | None, tolerance: Tolerance | None) -> str:
+def _refusal(
+    onnx_value: torch.Tensor, answer: _Answer, difference: float, rounding: float | None, tolerance: Tolerance | None
+) -> str:
     """Which difference is not allowed, and what would be."""
-    dtype = str(answer.torch_value.dtype).removeprefix("torch.")
+    dtype = str(answer.value.dtype).removeprefix("torch.")
     message = f"its answer differs by {difference:g} in the {answer.title}"
-    if answer.onnx_value.shape != answer.torch_value.shape or answer.onnx_value.dtype != answer.torch_value.dtype:
+    if onnx_value.shape != answer.value.shape or onnx_value.dtype != answer.value.dtype:
         actual, expected = (
-            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            for value in (answer.onnx_value, answer.torch_value)
+            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in (onnx_value, answer.value)
         )
         return f"its answer is {actual} in the {answer.title}, and {expected} in torch"
     if dtype not in TOLERANCE:
@@ -207,20 +339,8 @@ def _refusal(answer: _Answer, difference: float, rounding: float | None, toleran
         return message
     if rounding is None:
         return f"{message}; the stage cannot be computed in float64, which would show what {dtype} can give"
-    largest = _share_of_largest(answer.torch_value)
+    largest = _share_of_largest(answer.value)
     return (
         f"{message}; torch itself differs by {rounding:g} from float64, of which {_ROUNDING_ERRORS} times is allowed, and at most "
         f"{largest:g}, rtol of the largest value"
     )
-
-
-def _written_state(torch_stage: Any, onnx_stage: Any) -> Iterator[_Answer]:
-    """Yield the state of a stage after the call, in ONNX Runtime and in torch."""
-    tensors = dict(torch_stage.named_parameters(remove_duplicate=False))
-    tensors |= torch_stage.named_buffers(remove_duplicate=False)
-    for weight_name, onnx_value in onnx_stage.state.items():
-        tensor = tensors[weight_name]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        value = Value(name=weight_name, dtype=dtype, shape=tuple(tensor.shape))
-        array = TORCH_ARRAYS.array(to_array(onnx_value, value, TORCH_ARRAYS))
-        yield _Answer(f"buffer {weight_name} after the call", array, tensor)

@@ -235,21 +235,25 @@ def large_and_small() -> tuple[torch.nn.Module, torch.Tensor]:
 
 def test_a_difference_of_rounding_is_allowed_by_float64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = large_and_small()
-    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack", split_at=["2"])
+    # In one stage: the last layer makes the rounding of tanh large, which differs on every processor.
+    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack")
     added = stagepack.add_onnx(bundle)
     assert added.torch_only == {}
-    assert added.checked[0].rounding is None
-    checked = added.checked[1]
+    checked = added.checked[0]
     assert checked.difference is not None
     assert checked.rounding is not None
     assert 1e-4 < checked.difference <= 8 * checked.rounding < 1
     # By the tolerance alone it would be refused, as it was before.
-    refused = stagepack.add_onnx(bundle.path, rtol=1e-3, atol=1e-4).torch_only[1]
+    refused = stagepack.add_onnx(bundle.path, rtol=1e-3, atol=1e-4).torch_only[0]
     assert re.search(r"^its answer differs by \S+ in the output linear\S*, beyond rtol 0.001 and atol 0.0001$", refused)
     assert stagepack.add_onnx(bundle.path, atol=1.0).torch_only == {}
     # An answer that is wrong by a thousandth of the largest value is no rounding.
-    monkeypatch.setattr(check, "to_array", lambda value, *_: torch.from_numpy(numpy.asarray(value) + 100.0))
-    refused = stagepack.add_onnx(bundle.path).torch_only[1]
+    monkeypatch.setattr(
+        check,
+        "to_array",
+        lambda value, *_: value if isinstance(value, torch.Tensor) else torch.from_numpy(numpy.asarray(value) + 100.0),
+    )
+    refused = stagepack.add_onnx(bundle.path).torch_only[0]
     assert re.search(r"torch itself differs by \S+ from float64, of which 8 times is allowed", refused)
 
 
@@ -258,15 +262,13 @@ def test_a_tolerance_is_not_negative(added: tuple[Bundle, Path]) -> None:
         stagepack.add_onnx(added[0], rtol=-1)
 
 
-def test_bfloat16_is_kept_and_said_not_to_be_compared_where_no_kernel_is(tmp_path: Path) -> None:
+def test_a_stage_without_a_kernel_stays_in_torch_and_is_named(tmp_path: Path) -> None:
     net = torch.nn.Linear(4, 4).to(torch.bfloat16)
     bundle = stagepack.export(net, (torch.ones(2, 4, dtype=torch.bfloat16),), out=tmp_path / "m.stagepack")
     added = stagepack.add_onnx(bundle)
-    graph = model(added.bundle, 0).graph
-    types = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
-    assert types == {TensorProto.BFLOAT16}
-    assert "cannot run it" in added.checked[0].reason
-    assert added.torch_only == {}
+    assert re.search(r"ONNX Runtime \S+ cannot run it: .*NOT_IMPLEMENTED", added.torch_only[0])
+    assert added.bundle.stages[0].onnx is None
+    assert added.checked == {}
 
 
 def test_what_it_says_is_json(added: tuple[Bundle, Path]) -> None:

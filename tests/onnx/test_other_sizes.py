@@ -1,0 +1,182 @@
+"""ONNX models at all sizes that their bundles allow: right as in torch, or not written, and named."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional
+
+import stagepack
+from stagepack.cli.onnx_command import conversion_facts
+from stagepack.onnx import AddedOnnx
+
+pytestmark = pytest.mark.xdist_group("other_sizes")  # one process, so that the bundle is made once
+
+
+class Pooled(nn.Module):
+    """Sizes of its result do not depend on those of the image, but the windows do, which torch's exporter takes from the example."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return functional.adaptive_avg_pool2d(image, (2, 3))
+
+
+class AreaResized(nn.Module):
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return functional.interpolate(image, size=(5, 6), mode="area")
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers, whose mean over no rows is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(4, 3, bidirectional=True, batch_first=True), nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, sequences: torch.Tensor) -> Any:
+        states, (hidden, cell) = self.lstm(sequences)
+        return states.mean(0), hidden.sum(1), cell, self.gru(sequences)[0].sum(0)
+
+
+class Attention(nn.Module):
+    """Attention with a mask, summed over rows, so that its results have elements where the batch has none."""
+
+    def forward(self, sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        heads = sequences.unsqueeze(1)
+        result = functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None])
+        return result.sum(0)
+
+
+class Reduced(nn.Module):
+    """Reductions of rows, of which there may be none."""
+
+    def forward(self, sequences: torch.Tensor) -> Any:
+        rows = sequences.flatten(1)
+        return rows.mean(0), rows.std(0), (rows > 0).any(0), (rows > 0).all(0), rows.prod(0), rows.sum()
+
+
+class Scattered(nn.Module):
+    """A source that is larger than the index."""
+
+    def forward(self, sequences: torch.Tensor, positions: torch.Tensor) -> Any:
+        rows = sequences.flatten(1)
+        return rows.scatter(1, positions, rows * 2), rows.scatter_add(1, positions, rows)
+
+
+class Divided(nn.Module):
+    def forward(self, positions: torch.Tensor, divisors: torch.Tensor) -> Any:
+        truncated = torch.div(positions, divisors.clamp(min=1), rounding_mode="trunc")
+        return positions // divisors, positions % divisors, torch.fmod(positions, divisors), truncated
+
+
+class Half(nn.Module):
+    """A product for which ONNX Runtime has no kernel on the CPU."""
+
+    def forward(self, sequences: torch.Tensor) -> torch.Tensor:
+        return sequences.to(torch.bfloat16) * 3
+
+
+class Parts(nn.Module):
+    """One stage for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled, self.resized, self.recurrent, self.attention = Pooled(), AreaResized(), Recurrent(), Attention()
+        self.reduced, self.scattered, self.divided, self.narrow = Reduced(), Scattered(), Divided(), Half()
+
+    def forward(
+        self,
+        image: torch.Tensor,
+        sequences: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        divisors: torch.Tensor,
+    ) -> Any:
+        return (
+            self.pooled(image),
+            self.resized(image),
+            self.recurrent(sequences),
+            self.attention(sequences, mask),
+            self.reduced(sequences),
+            self.scattered(sequences, positions),
+            self.divided(positions, divisors),
+            self.narrow(sequences),
+        )
+
+
+PARTS = ("pooled", "resized", "recurrent", "attention", "reduced", "scattered", "divided", "narrow")
+
+
+def inputs(rows: int, height: int) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(rows * 100 + height)
+    return (
+        torch.randn(rows, 2, height, 9, generator=draw),
+        torch.randn(rows, 5, 4, generator=draw),
+        torch.rand(rows, 5, generator=draw) > 0.5,
+        torch.randint(0, 20, (rows, 3), generator=draw),
+        torch.randint(1, 5, (rows, 3), generator=draw),
+    )
+
+
+@pytest.fixture(scope="module")
+def added(tmp_path_factory: pytest.TempPathFactory) -> AddedOnnx:
+    torch.manual_seed(0)
+    rows, height = Dim("rows", min=0, max=32), Dim("height", min=2, max=40)
+    dims = ({0: rows, 2: height}, {0: rows}, {0: rows}, {0: rows}, {0: rows})
+    path = tmp_path_factory.mktemp("sizes") / "m.stagepack"
+    bundle = stagepack.export(Parts().eval(), inputs(2, 10), out=path, split_at=PARTS[1:], dynamic_shapes=dims)
+    return stagepack.add_onnx(bundle)
+
+
+def test_stages_that_differ_at_another_size_or_have_no_kernel_stay_in_torch_and_are_named(added: AddedOnnx) -> None:
+    named = {PARTS[stage_number]: reason for stage_number, reason in added.torch_only.items()}
+    assert named.keys() == {"pooled", "resized", "narrow"}
+    for part in ("pooled", "resized"):
+        assert re.match(r"at \w+ = \d+, \w+ = \d+ (its answer differs|it fails)", named[part])
+    assert "NOT_IMPLEMENTED" in named["narrow"]
+    assert {
+        stage_number for stage_number, stage in enumerate(added.bundle.stages) if stage.onnx
+    } == added.checked.keys()
+
+
+def test_the_check_says_at_which_sizes_it_ran(added: AddedOnnx) -> None:
+    for checked in added.checked.values():
+        assert {0, 1, 32} <= {size for sizes in checked.sizes for size in sizes.values()}
+        assert checked.unchecked == ()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 32])
+def test_the_answers_are_those_of_torch_at_every_size(added: AddedOnnx, rows: int) -> None:
+    runtimes = ["torch" if number in added.torch_only else "onnxruntime" for number in range(len(PARTS))]
+    in_onnx, in_torch = stagepack.load(added.bundle, runtime=runtimes), stagepack.load(added.bundle)
+    for height in (2, 11, 40):
+        found, wanted = in_onnx(*inputs(rows, height)), in_torch(*inputs(rows, height))
+        for mine, other in zip(
+            torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(wanted), strict=True
+        ):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_the_smallest_integer_divided_by_minus_one_ends_no_process(dtype: torch.dtype, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("divided") / "m.stagepack"
+    bundle = stagepack.export(Quotients(), (torch.arange(1, 4).to(dtype),) * 2, out=path, onnx=True)
+    smallest, minus_one = torch.full((3,), torch.iinfo(dtype).min, dtype=dtype), torch.full((3,), -1, dtype=dtype)
+    found = stagepack.load(bundle, runtime="onnxruntime")(smallest, minus_one)
+    wanted = stagepack.load(bundle)(smallest, minus_one)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, wanted, strict=True))
+
+
+def test_the_command_says_where_nothing_could_be_checked(added: AddedOnnx) -> None:
+    facts = conversion_facts(added)
+    assert [fact["sizes"] for fact in facts if fact["torch_only"] is None] == [
+        [dict(sizes) for sizes in checked.sizes] for checked in added.checked.values()
+    ]
+    assert all(fact["unchecked_sizes"] == [] for fact in facts)
+
+
+class Quotients(nn.Module):
+    def forward(self, dividends: torch.Tensor, divisors: torch.Tensor) -> Any:
+        return dividends // divisors, dividends % divisors, torch.fmod(dividends, divisors), dividends // -1
