@@ -262,7 +262,7 @@ def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: 
 
 def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     for arguments, says in (
-        ([bundles["together"]], "the answer to the recorded example depends on the rest of its batch"),
+        ([bundles["together"]], "no batching: aten.mean.dim computes one result from several rows"),
         ([bundles["counting"]], "the model keeps state between calls"),
         ([bundles["singles"]], "weight has no dimension besides the batch dimension"),
         ([bundles["half"], "--max-batch", "1"], "no batching"),
