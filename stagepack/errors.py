@@ -226,6 +226,15 @@ class EvaluationModeWarning(UserWarning):
     """
 
 
+class MicrobatchWarning(UserWarning):
+    """Rows of a batch meet in a model that is trained, so that its gradients are those of microbatches, and not those of the whole batch.
+
+    The message names the operator, such as a batch norm in training mode, whose statistics are those of each microbatch. They are the
+    gradients that one process accumulates over the microbatches. Give ``microbatches=1`` to train with the whole batch, or ignore the
+    warning if this is intended.
+    """
+
+
 def first_line(error: object) -> str:
     """Return the first line of the message of an error, without the traces that torch and others add to it."""
     return str(error).partition("\n")[0]

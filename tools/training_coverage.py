@@ -97,6 +97,9 @@ def our_training(case: Case) -> tuple[str, ...]:
                 loss_of,
                 microbatches=MICROBATCHES,
                 schedule="gpipe",
+                # As in the reference, and in torch: one microbatch after the other.
+                batch_dim=0,
+                loss_reduction="mean",
                 types=case.classes(),
                 allow_ops=sorted(namespaces),
             )

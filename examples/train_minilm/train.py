@@ -30,7 +30,8 @@ def main() -> None:
     bundle_path, tokenizer_path, out, curve_path = sys.argv[1:]
     tokenizer = Tokenizer.from_file(tokenizer_path)
     tokenizer.enable_padding()
-    training = stagepack.train(bundle_path, contrastive_loss, microbatches=MICROBATCHES)
+    # Each microbatch is a contest of its own, as the loss is defined.
+    training = stagepack.train(bundle_path, contrastive_loss, microbatches=MICROBATCHES, loss_reduction="mean")
     losses = train(training, tokenizer)
     stagepack.save(training, out=out, overwrite=True)
     if training.rank == 0:

@@ -33,8 +33,15 @@ def train(folder: Path, bundle_name: str, schedule: str, *, has_steps: bool) -> 
     """Train a bundle, and write the losses and gradients of the first step, and the weights after the last one."""
     bundle = stagepack.open(folder / f"{bundle_name}.stagepack")
     namespaces = {namespace for stage in bundle.stages for namespace in stage.namespaces}
+    # Rows of some models meet, such as in a mixture of experts: the reference works on one microbatch after the other too.
     training = stagepack.train(
-        bundle, loss_of, microbatches=MICROBATCHES, schedule=schedule, allow_ops=sorted(namespaces)
+        bundle,
+        loss_of,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        batch_dim=0,
+        loss_reduction="mean",
+        allow_ops=sorted(namespaces),
     )
     # torch refuses an optimizer of no parameters, which a stage may have.
     optimizer = torch.optim.AdamW(training.parameters(), lr=LEARNING_RATE) if has_steps else None

@@ -1,16 +1,28 @@
-"""What each process does: steps of a model with several results, beside the same steps in one process: ``branch_worker.py FOLDER RUN ...``.
+"""What each process does: steps of two models, beside the same steps in one process: ``branch_worker.py FOLDER RUN ...``.
 
 A run is ``STAGES:SCHEDULE:MICROBATCHES:OPTIMIZER``.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import stagepack
+from stagepack.errors import OptionError
 from stagepack_loaders.train.training import Training
-from tests.train.branch_models import LOSSES, Branches, batch, loss_of, new_model
+from tests.train.branch_models import (
+    LOSSES,
+    Branches,
+    batch,
+    label_loss,
+    loss_of,
+    new_model,
+    new_sequence_model,
+    sequence_batch,
+)
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
@@ -34,6 +46,7 @@ def main() -> None:
         except AssertionError as error:
             raise AssertionError(f"{run}: {error}") from error
         training.close()
+        compare_sequences(Path(sys.argv[1]) / f"sequences-{stage_count}.stagepack", schedule, int(microbatches))
     torch.distributed.destroy_process_group()
 
 
@@ -55,7 +68,28 @@ def compare_steps(training: Training, model: Branches, optimizer_name: str) -> N
                 optimizer.zero_grad()
 
 
-def compare_parameters(training: Training, model: Branches, name: str) -> None:
+def compare_sequences(path: Path, schedule: str, microbatches: int) -> None:
+    """Assert that a batch that does not go first gives the gradients of one process, and that all processes refuse a mean of means."""
+    model, (args, target) = new_sequence_model(), sequence_batch()
+    training = stagepack.train(path, label_loss, microbatches=microbatches, schedule=schedule, loss_reduction="sum")
+    found = training.step(*args, target=target)
+    expected = label_loss(model(*args), target)
+    expected.backward()
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=0)
+    compare_parameters(training, model, schedule)
+    training.close()
+    training = stagepack.train(path, mean_label_loss, microbatches=microbatches, schedule=schedule)
+    with pytest.raises(OptionError, match="the loss of a batch is not the mean of those of its microbatches"):
+        training.step(*args, target=target)
+    training.close()
+
+
+def mean_label_loss(logits: Any, target: Any) -> torch.Tensor:
+    """The mean loss of the labels of a microbatch."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target["labels"].flatten())
+
+
+def compare_parameters(training: Training, model: torch.nn.Module, name: str) -> None:
     """Assert that parameters and their gradients are those of one process."""
     expected_parameters = dict(model.named_parameters())
     for parameter_name, parameter in training.named_parameters():

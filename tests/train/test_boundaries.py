@@ -9,6 +9,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
+from stagepack.errors import MicrobatchWarning
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +68,10 @@ def test_a_microbatch_gets_the_buffer_that_its_own_call_has_written(tmp_path: Pa
         counts.append(result[1][0, 0].item())
         return result[0].mean()
 
-    training = stagepack.train(bundle, loss, microbatches=3, schedule="looped-bfs")
+    with pytest.warns(MicrobatchWarning, match="by their position in the batch"):
+        training = stagepack.train(
+            bundle, loss, microbatches=3, schedule="looped-bfs", batch_dim=0, loss_reduction="mean"
+        )
     training.step(torch.randn(6, 4))
     assert counts == [1, 2, 3]
 

@@ -1,10 +1,10 @@
-"""A parameter that no gradient reaches has none, as in one process, and optimizers leave it alone."""
+"""Gradients, and which parameters have none, are those of one process in each schedule, also where the batch does not go first."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.train.branch_models import export_model
+from tests.train.branch_models import export_model, export_sequence_model
 from tests.train.processes import run_workers
 
 pytestmark = pytest.mark.xdist_group("train")
@@ -22,4 +22,6 @@ RUNS = (
 def test_parameters_and_gradients_are_those_of_one_process_in_each_schedule(tmp_path: Path) -> None:
     export_model(tmp_path / "2.stagepack", ["upper"])
     export_model(tmp_path / "4.stagepack", ["early", "middle", "upper"])
+    export_sequence_model(tmp_path / "sequences-2.stagepack", ["layers.2"])
+    export_sequence_model(tmp_path / "sequences-4.stagepack", ["layers.1", "layers.2", "layers.3"])
     run_workers("tests.train.branch_worker", 2, tmp_path, *RUNS)

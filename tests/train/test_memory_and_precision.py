@@ -52,6 +52,7 @@ def run(
     return weights | gradients | {"losses": torch.stack(losses)}
 
 
+@pytest.mark.filterwarnings("ignore::stagepack.errors.MicrobatchWarning")
 @pytest.mark.parametrize("recompute", ["regions", "stages"])
 @pytest.mark.parametrize("bundle_name", ["layers", "norms"])
 def test_recomputed_values_give_the_same_bits(folder: Path, bundle_name: str, recompute: Recompute) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
-from stagepack.errors import EvaluationModeWarning
+from stagepack.errors import EvaluationModeWarning, MicrobatchWarning
 from tests.train.gradient_checks import check_modes
 from tests.train.mode_models import batch, export_model, loss_of, new_model
 from tests.train.processes import run_workers
@@ -46,7 +46,8 @@ def test_trained_weights_go_into_the_graphs_of_the_evaluation_mode(tmp_path: Pat
     stagepack.export(model.eval(), (x,), out=tmp_path / "evaluation.stagepack", dynamic_shapes=shapes)
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        training = stagepack.train(tmp_path / "training.stagepack", loss_of, microbatches=2, schedule="looped-bfs")
+        with pytest.warns(MicrobatchWarning, match="computes its statistics from all rows"):
+            training = stagepack.train(tmp_path / "training.stagepack", loss_of, microbatches=2, schedule="looped-bfs")
         training.step(x, target=target)
         with torch.no_grad():
             for parameter in training.parameters():

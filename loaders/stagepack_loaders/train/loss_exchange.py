@@ -1,4 +1,4 @@
-"""The mean loss of a step, which the process of the last stage sends to the others of its pipeline."""
+"""The loss of a step, which the process of the last stage sends to the others of its pipeline."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from stagepack.errors import InputError
+from stagepack_loaders.train.loss_combination import Deviation, check_deviation
 from stagepack_loaders.train.microbatches import CallInputs
 
 _TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
@@ -29,7 +30,7 @@ class LossExchange:
         self._rank = torch.distributed.get_rank(group)
         self._other_ranks = [rank for rank in range(torch.distributed.get_world_size(group)) if rank != last_rank]
         self._fingerprint = 0
-        self._message = torch.zeros(2, dtype=torch.float64)
+        self._message = torch.zeros(3, dtype=torch.float64)
         self._works: list[torch.distributed.Work | None] = []
 
     def begin(self, fingerprint: int) -> None:
@@ -41,20 +42,22 @@ class LossExchange:
         self._wait()  # for what the last step has sent
         self._fingerprint = fingerprint
         if self._rank != self._last_rank:
-            self._message = torch.zeros(2, dtype=torch.float64)
+            self._message = torch.zeros(3, dtype=torch.float64)
             self._works = [
                 torch.distributed.irecv(self._message, group=self._group, group_src=self._last_rank, tag=_TAG)
             ]
 
-    def finish(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the mean loss, float64.
+    def finish(self, losses: Sequence[torch.Tensor], deviation: Deviation) -> torch.Tensor:
+        """Return the loss of the batch, float64.
 
         Args:
             losses: the share of each microbatch in it, in the process of the last stage.
+            deviation: how it differs from the loss of one process, in the process of the last stage.
         """
         if self._rank == self._last_rank:
-            mean_loss = torch.stack(list(losses)).sum().double().cpu()
-            self._message = torch.stack([mean_loss, torch.tensor(self._fingerprint, dtype=torch.float64)])
+            batch_loss = torch.stack(list(losses)).sum().double().cpu()
+            checks = torch.tensor([self._fingerprint, deviation], dtype=torch.float64)
+            self._message = torch.cat([batch_loss[None], checks])
             self._works = [
                 torch.distributed.isend(self._message, group=self._group, group_dst=rank, tag=_TAG)
                 for rank in self._other_ranks
@@ -69,17 +72,19 @@ class LossExchange:
                 work.wait()
         self._works = []
 
-    def check_batch(self) -> None:
+    def check(self) -> None:
         """Compare the batch of this process with that of the process of the last stage, after all exchanges of the step.
 
         Raises:
             InputError: it is another one.
+            OptionError: the loss is not the one of one process.
         """
         if int(self._message[1]) != self._fingerprint:
             raise InputError(
                 f"expected the same batch in all processes of a pipeline, found another one in process {self._rank} than in process "
                 f"{self._last_rank}: give the same seed to their samplers"
             )
+        check_deviation(Deviation(int(self._message[2])))
 
 
 def fingerprint_of(call: CallInputs, *, with_content: bool) -> int:

@@ -71,18 +71,10 @@ class PipelineModule(torch.nn.Module):
             for value in node.outputs
         )
         self._unpacks = bool(self._copies_gradients or self._scalar_names or written.inputs)
-        # Inputs that are the same for each microbatch; they come with a first dimension of size 1.
-        self.replicated: Collection[str] = ()
         self._weights: list[torch.Tensor] | None = None
 
-    def begin(self, replicated: Collection[str], first_seed: int) -> None:
-        """Begin a step.
-
-        Args:
-            replicated: the inputs that are the same for each microbatch.
-            first_seed: the seed of the first microbatch.
-        """
-        self.replicated = replicated
+    def begin(self, first_seed: int) -> None:
+        """Begin a step, with the seed of the first microbatch."""
         self.random_numbers.begin(first_seed)
         # Looked up once in a step, unless each microbatch has buffers of its own.
         self._weights = None if self._written.has_buffers else self.stage.weights()
@@ -92,11 +84,12 @@ class PipelineModule(torch.nn.Module):
 
         Args:
             *received: the values from the stage before it.
-            **model_inputs: the inputs of the model; those that the stage does not use are left out.
+            **model_inputs: the inputs of the model, tensors with a first dimension of size 1; those that the stage does not use are left
+                out.
         """
         values: dict[str, Any] = dict(zip(self._received_names, received, strict=False))
         for input_name, value in model_inputs.items():
-            values[input_name] = value[0] if input_name in self.replicated else value
+            values[input_name] = value[0] if isinstance(value, torch.Tensor) else value
         inputs = [values[edge_name] for edge_name in self._entry.inputs]
         if self._unpacks:
             inputs = [self._unpacked(*pair) for pair in zip(self._entry.inputs, inputs, strict=True)]

@@ -2,8 +2,8 @@
 
 import os
 import warnings
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, get_args
 
 import torch
 import torch.distributed
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_backend_config
 
-from stagepack.errors import EvaluationModeWarning, OptionError
+from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions, Verify
 from stagepack_loaders.distributed.launch_environment import (
@@ -20,9 +20,11 @@ from stagepack_loaders.distributed.launch_environment import (
 )
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.train.batch_dimension import BatchDimensions, find_batch_dimensions
 from stagepack_loaders.train.data_parallel import TrainingGroups, groups_of_mesh
 from stagepack_loaders.train.default_group import make_default_group
 from stagepack_loaders.train.loss import Loss
+from stagepack_loaders.train.loss_combination import Reduction
 from stagepack_loaders.train.modes import evaluation_scopes
 from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.recomputation import Recompute
@@ -38,6 +40,8 @@ def train(
     *,
     microbatches: int,
     schedule: str = "1f1b",
+    batch_dim: int | str | None = None,
+    loss_reduction: Reduction | None = None,
     device: Any = "cpu",
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
@@ -56,11 +60,17 @@ def train(
 
     Args:
         bundle: the folder of the bundle, or an opened bundle.
-        loss: returns the mean loss of a microbatch, given the result of the model, in its containers, and the target. It runs in the
-            process of the last stage.
+        loss: returns the loss of a microbatch, given the result of the model, in its containers, and the target. It runs in the process
+            of the last stage. See `loss_reduction`.
         microbatches: the number of microbatches of equal size that a batch is cut into.
         schedule: the order in which stages work on microbatches: ``gpipe`` or ``1f1b`` for one stage in each process; ``looped-bfs``,
             ``interleaved-1f1b``, ``interleaved-zero-bubble`` or ``zbv-zero-bubble`` for several.
+        batch_dim: the dimension that is cut into microbatches: its name in `dynamic_shapes` of the export, or its number in the first
+            tensor among the inputs. None for the first dimension along which the graphs keep rows apart.
+        loss_reduction: how the losses of microbatches give the loss of the batch: their ``"mean"`` or their ``"sum"``. None for the mean,
+            where it is the loss of one process: each step computes the loss of every two microbatches in a row together too, without
+            gradients, and refuses a loss that differs. With one of the words, the loss of a batch is so by definition, and `loss` is
+            called once for each microbatch.
         device: the device of this process.
         types: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
@@ -117,15 +127,12 @@ def train(
     rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), process_count)
     check_microbatches(schedule, microbatches, len(opened_bundle.stages), process_count)
     own_stages = [number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank]
-    scopes = evaluation_scopes(opened_bundle)
-    if scopes and not torch.distributed.get_rank(groups.whole):
-        warnings.warn(
-            EvaluationModeWarning(
-                f"{len(scopes)} modules with dropout or running statistics, such as {scopes[0]!r}, were exported in evaluation mode, and "
-                "do in training what they do there: export the model in training mode to train it so"
-            ),
-            stacklevel=2,
-        )
+    dimensions = find_batch_dimensions(opened_bundle, batch_dim, microbatches)
+    if loss_reduction not in (None, *get_args(Reduction)):
+        raise OptionError(f"loss_reduction: expected 'mean', 'sum' or None, found {loss_reduction!r}")
+    if not torch.distributed.get_rank(groups.whole):
+        for warning in _find_warnings(opened_bundle, dimensions):
+            warnings.warn(warning, stacklevel=2)
     if groups.replica_count == 1:
         known_processes.expect_stages(rank_of_stage)
     # Before weights are read, so that a process that is lost meanwhile is noticed.
@@ -144,6 +151,8 @@ def train(
             TrainingOptions(
                 microbatches=microbatches,
                 schedule=schedule,
+                dimensions=dimensions,
+                loss_reduction=loss_reduction,
                 types=tuple(types),
                 allow_ops=tuple(allow_ops),
                 modules=modules,
@@ -160,6 +169,19 @@ def train(
             watch.close(error)
         raise
     return training
+
+
+def _find_warnings(bundle: Bundle, dimensions: BatchDimensions) -> Iterator[Warning]:
+    scopes = evaluation_scopes(bundle)
+    if scopes:
+        yield EvaluationModeWarning(
+            f"{len(scopes)} modules with dropout or running statistics, such as {scopes[0]!r}, were exported in evaluation mode, and do in "
+            "training what they do there: export the model in training mode to train it so"
+        )
+    if dimensions.meeting is not None:
+        yield MicrobatchWarning(
+            f"the gradients are those of each microbatch, and not of the whole batch: {dimensions.meeting}"
+        )
 
 
 def _watch_processes(

@@ -185,8 +185,10 @@ class StartMessages:
         """Tell the others which process is gone, and close the group, so that no thread waits in it any more."""
         reason = first_line(error)
         if "Timed out" in reason:  # of gloo, after the timeout of the group
-            text = f"expected all processes to call stagepack.train at the same time: process {rank} has not: {reason}"
-            return GroupError(text)
+            message = (
+                f"expected all processes to call stagepack.train at the same time: process {rank} has not: {reason}"
+            )
+            return GroupError(message)
         lost = self._known_processes.lost_error(rank, reason)
         if self._rank == FRONT_RANK:
             answer = Answer(lost=ProcessLost(message=str(lost), stages=lost.stages, host=lost.host, is_expected=False))

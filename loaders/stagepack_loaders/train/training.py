@@ -12,6 +12,7 @@ from stagepack.errors import OptionError
 from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
 from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.train.batch_dimension import BatchDimensions
 from stagepack_loaders.train.boundaries import (
     StageBoundary,
     find_boundaries,
@@ -21,6 +22,7 @@ from stagepack_loaders.train.boundaries import (
 from stagepack_loaders.train.checkpoint import check_state, load_optimizer_state, module_of, optimizer_state
 from stagepack_loaders.train.data_parallel import TrainingGroups, average_gradients, average_loss
 from stagepack_loaders.train.loss import Loss, MicrobatchLoss
+from stagepack_loaders.train.loss_combination import Reduction
 from stagepack_loaders.train.loss_exchange import LossExchange, fingerprint_of
 from stagepack_loaders.train.microbatches import CallInputs, cut_inputs
 from stagepack_loaders.train.modes import draws_numbers
@@ -43,6 +45,8 @@ class TrainingOptions:
     Attributes:
         microbatches: the number of microbatches.
         schedule: the name of the schedule.
+        dimensions: where tensors have the batch.
+        loss_reduction: how the losses of microbatches give the loss of the batch.
         types: classes to build the result of the model of.
         allow_ops: as for `stagepack.load`.
         modules: the stages run by the modules of the model, which the caller may replace.
@@ -52,6 +56,8 @@ class TrainingOptions:
 
     microbatches: int
     schedule: str
+    dimensions: BatchDimensions
+    loss_reduction: Reduction | None
     types: tuple[type, ...]
     allow_ops: tuple[str, ...]
     modules: bool
@@ -114,8 +120,15 @@ class Training:
         self._loss_exchange = LossExchange(rank_of_stage[-1], groups.pipeline)
         self._is_last = len(bundle.stages) - 1 in stages
         self._modules = _pipeline_modules(bundle, stages, self._boundaries, differentiable, options)
+        self._dimensions = options.dimensions
         self._loss = MicrobatchLoss(
-            loss, self._entry_point.signature.result, self._boundaries[-1].sent, options.types, options.microbatches
+            loss,
+            self._entry_point.signature.result,
+            {edge.name: edge for edge in self._boundaries[-1].sent},
+            options.types,
+            microbatches=options.microbatches,
+            reduction=options.loss_reduction,
+            dimensions=self._dimensions,
         )
         self._schedules = ScheduleCache(
             options.schedule,
@@ -304,8 +317,8 @@ class Training:
         if not torch.is_grad_enabled():
             raise OptionError("gradients are off: call step outside of torch.no_grad and torch.inference_mode")
         arguments = bind_call(self._entry_point.signature, args, kwargs)
-        call = cut_inputs(self._entry_point, arguments, self._microbatches)
-        self._loss.set_target(target)
+        call = cut_inputs(self._entry_point, arguments, self._dimensions, self._microbatches)
+        self._loss.begin(target, call.batch_size)
         self._check_frozen_parameters()
         with self.guarded():
             mean_loss = self._run(call)
@@ -339,8 +352,7 @@ class Training:
         schedule = self._schedules.find(call.sizes)
         batch_number = self.steps * self._groups.replica_count + self._groups.replica
         for module in self._modules.values():
-            module.begin(call.replicated, self._seed + batch_number * self._microbatches)
-        self._loss.begin()
+            module.begin(self._seed + batch_number * self._microbatches)
         self._gradient_sums.begin()
         self._loss_exchange.begin(fingerprint_of(call, with_content=self._checked_batches < _CHECKED_BATCHES))
         self._checked_batches += 1
@@ -349,11 +361,11 @@ class Training:
             schedule.step(target=torch.arange(self._microbatches), return_outputs=False, **own_inputs)
         else:
             schedule.step(return_outputs=False, **own_inputs)
-        mean_loss = self._loss_exchange.finish(self._loss.losses)
+        mean_loss = self._loss_exchange.finish(self._loss.losses, self._loss.combination.deviation)
         self._gradient_sums.finish()
         if self._groups.replica_count > 1:
             average_gradients(list(self.parameters()), self._groups)
-        self._loss_exchange.check_batch()
+        self._loss_exchange.check()
         return average_loss(mean_loss, self._groups)
 
 

@@ -68,10 +68,10 @@ def meet_processes(
         messages.send_to_all(answer)
     else:
         answer = messages.ask(hello)
-    identities = [other.identity for other in answer.hellos]
+    identities = [member.identity for member in answer.hellos]
     check_identities(identities)
     known_processes.hosts.update({other_rank: identity.host for other_rank, identity in enumerate(identities)})
-    known_processes.stages.update({other_rank: other.stages for other_rank, other in enumerate(answer.hellos)})
+    known_processes.stages.update({member_rank: member.stages for member_rank, member in enumerate(answer.hellos)})
     messages.listen()
     try:
         store = store or finished(lambda: open_store(*answer.store), messages.check)
@@ -92,9 +92,9 @@ def meet_processes(
         group=connections,
         identities=tuple(identities),
         stage_facts=tuple(
-            _facts(stage, other_rank, other.identity)
-            for other_rank, other in enumerate(answer.hellos)
-            for stage in other.stages
+            _facts(stage, member_rank, member.identity)
+            for member_rank, member in enumerate(answer.hellos)
+            for stage in member.stages
         ),
     )
 

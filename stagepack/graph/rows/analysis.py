@@ -12,6 +12,7 @@ from stagepack.format.graph import Argument, Graph, Node, SubgraphArg, Value, Va
 from stagepack.format.traversal import argument_value_names, child_arguments, input_names, node_arguments
 from stagepack.graph.rows.call import NodeCall, Tracked, counted
 from stagepack.graph.rows.layout import Rows, RowsMeetError, SizePoints, counts_rows, product
+from stagepack.graph.rows.lookups import batch_norm, batch_statistics
 from stagepack.graph.rows.operators import METADATA, OVERLOADS, POSITION_RULES, RULES
 
 _UNKNOWN: Final = "is not known to keep rows apart"
@@ -26,32 +27,55 @@ def mixed_rows(
     """Say why rows of a batch do not keep apart in a model, or return None if they do.
 
     Args:
+        graphs: see `find_rows`.
+        row_dims: see `find_rows`.
+        results: see `find_rows`.
+        allow_random: see `find_rows`.
+    """
+    result_rows = find_rows(graphs, row_dims, results, allow_random=allow_random)
+    return result_rows if isinstance(result_rows, str) else None
+
+
+def find_rows(
+    graphs: Sequence[Graph],
+    row_dims: Mapping[str, int],
+    results: Iterable[str],
+    *,
+    allow_random: bool = False,
+    allow_batch_norm: bool = False,
+) -> dict[str, Rows | None] | str:
+    """Find the rows of a batch in the results of a model that keeps them apart.
+
+    Args:
         graphs: the graphs of the stages, in order; or the graph of the whole model.
         row_dims: for each input of the model that holds rows, by its name, the dimension that holds them. Its size is the same in all: a
             symbol, or a number.
         results: the names of the results that are cut into rows again.
         allow_random: whether random operators, each row of whose results depends on its place in the batch, are not a reason.
+        allow_batch_norm: whether batch norms by statistics of all rows are not a reason.
 
     Returns:
-        The first operator that lets rows meet, the module that calls it, and what it does; None if no operator does.
+        The rows of each result; or the first operator that lets rows meet, the module that calls it, and what it does.
     """
     inputs = {value.name: value for graph in graphs for value in graph.inputs}
-    sizes = {inputs[input_name].shape[dim] for input_name, dim in row_dims.items() if input_name in inputs}
+    sizes = {inputs[name].shape[dim] for name, dim in row_dims.items() if name in inputs}
     if len(sizes) > 1:
         return "the inputs have different numbers of rows"
     if not sizes:
-        return None
+        return {}
     symbols = dict.fromkeys(symbol.name for graph in graphs for symbol in graph.symbols)
-    analysis = _Analysis(SizePoints(symbols, sizes.pop()), allow_random=allow_random)
+    analysis = _Analysis(SizePoints(symbols, sizes.pop()), allow_random=allow_random, allow_batch_norm=allow_batch_norm)
     for graph in graphs:
         reason = analysis.follow_graph(graph, row_dims)
         if reason is not None:
             return reason
-    for name in results:
-        value = analysis.values.get(name)
-        if value is not None and value.rows is not None and value.rows.step is not None:
-            return f"{name} numbers the rows"
-    return None
+    result_rows = {
+        result_name: analysis.values[result_name].rows for result_name in results if result_name in analysis.values
+    }
+    for result_name, rows in result_rows.items():
+        if rows is not None and rows.step is not None:
+            return f"{result_name} numbers the rows"
+    return result_rows
 
 
 class _NodeError(Exception):
@@ -61,10 +85,11 @@ class _NodeError(Exception):
 class _Analysis:
     """The values of a model, by name, as far as they were followed."""
 
-    def __init__(self, points: SizePoints, *, allow_random: bool) -> None:
+    def __init__(self, points: SizePoints, *, allow_random: bool, allow_batch_norm: bool) -> None:
         self.values: dict[str, Tracked] = {}
         self._points = points
         self._allow_random = allow_random
+        self._allow_batch_norm = allow_batch_norm
         self._followed: dict[tuple[int, int, tuple[Tracked, ...]], list[Tracked | None]] = {}
 
     def follow_graph(self, graph: Graph, row_dims: Mapping[str, int]) -> str | None:
@@ -100,6 +125,11 @@ class _Analysis:
     def allow_random(self) -> bool:
         """Whether random operators are allowed."""
         return self._allow_random
+
+    @property
+    def allow_batch_norm(self) -> bool:
+        """Whether batch norms by statistics of all rows are allowed."""
+        return self._allow_batch_norm
 
     def follow_subgraph(self, graph: Graph, index: int, arguments: Sequence[Tracked]) -> list[Tracked | None]:
         """The results of a subgraph; None for a constant."""
@@ -196,7 +226,7 @@ class _Body:
         )
         if not has_rows and not counts:
             return [None] * len(call.outputs)
-        rows = rule(call)
+        rows = batch_statistics(call) if rule is batch_norm and self._analysis.allow_batch_norm else rule(call)
         results = rows if isinstance(rows, list) else [rows] * len(call.outputs)
         for parameter in call.op.mutates:
             if any(value.rows != results[0] for value in call.tensors(parameter)):

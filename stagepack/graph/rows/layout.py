@@ -45,6 +45,11 @@ class Rows(NamedTuple):
     after: Size = ONE
     step: Size | None = None
 
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether each row is in one piece, so that tensors of some rows and of the next ones can be concatenated."""
+        return self.before == ONE
+
     def at(self, dim: int) -> "Rows":
         """The same rows in another dimension."""
         return self._replace(dim=dim)

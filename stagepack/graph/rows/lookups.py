@@ -232,6 +232,14 @@ def batch_norm(call: NodeCall) -> list[Rows | None]:
     return [data.rows, *nothing[1:]]
 
 
+def batch_statistics(call: NodeCall) -> list[Rows | None]:
+    """Batch norm by whatever statistics; all rows may meet in them."""
+    rows = call.tensor("input").rows
+    if rows is not None and rows.dim != 0:
+        return batch_norm(call)
+    return [rows, *[None] * (len(call.outputs) - 1)]
+
+
 def instance_norm(call: NodeCall) -> Rows | None:
     """Instance norm: the statistics of each item, or running statistics."""
     if call.option("use_input_stats") and call.tensors("running_mean") and call.tensor("input").rows is not None:
