@@ -88,7 +88,11 @@ def tensor_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
     Args:
         tensors: the tensors by name.
     """
-    contiguous = {tensor_name: tensor.detach().contiguous() for tensor_name, tensor in tensors.items()}
+    # The bytes of a lazy conjugate or negative are other numbers.
+    contiguous = {
+        tensor_name: tensor.detach().contiguous().resolve_conj().resolve_neg()
+        for tensor_name, tensor in tensors.items()
+    }
     specs = {
         tensor_name: TensorSpec(name=tensor_name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         for tensor_name, tensor in contiguous.items()
