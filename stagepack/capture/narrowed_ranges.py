@@ -36,10 +36,13 @@ def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> Any:
     if not ranges or len(ranges) < len(lines) or not ranges.keys() <= declared.keys() or is_derived:
         return None
     narrowed = {name: _narrowed(declared[name], found) for name, found in ranges.items()}
+    if None in narrowed.values():
+        return None
     return tree_map(lambda leaf: narrowed.get(leaf.__name__, leaf) if isinstance(leaf, Dim) else leaf, dynamic_shapes)
 
 
-def _narrowed(dim: Dim, found: re.Match[str]) -> Dim:
+def _narrowed(dim: Dim, found: re.Match[str]) -> Dim | None:
+    """A ``Dim`` with the part of its range that torch suggests; None for a part with less than two sizes, such as 0 to -2."""
     smallest = max(dim.min, int(found["min"] or 0))
     largest = min(dim.max, int(found["max"] or dim.max))
-    return Dim(dim.__name__, min=smallest, max=largest)
+    return Dim(dim.__name__, min=smallest, max=largest) if smallest < largest else None

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.func import functional_call
 from torch.fx import Node as FxNode
 
 from stagepack.capture.dimension_names import DeclaredDimension
@@ -38,8 +39,11 @@ from stagepack.torch_internals import FakeTensor, FakeTensorMode, call_leaves, c
 _MAX_WORK: Final = 1e11
 _WORK_OF_BYTE, _WORK_OF_NODE = 4, 200_000
 
+# How many bytes of weights that are in files are read for trials.
+_MAX_READ_BYTES: Final = 2**30
+
 # How many points are looked at for one that all guards admit, and how far from the example.
-_MAX_POINTS, _MAX_DISTANCE = 4_096, 32
+_MAX_POINTS, _MAX_DISTANCE = 1_024, 32
 
 # The size of each symbol of the inputs, by name.
 Point = Mapping[str, int]
@@ -77,6 +81,19 @@ class _RankError(Exception):
     """A value has another number of dimensions than the graph states, such as the result of ``squeeze`` at size 1."""
 
 
+class _ModelWithData(torch.nn.Module):
+    """A model whose weights have no data, called with data in their place."""
+
+    def __init__(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self._data = {tensor_name: weights[tensor_name] for tensor_name, _ in tensors if tensor_name in weights}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self.model, self._data, args, kwargs)
+
+
 class SizeTrial:
     """Trials of one captured program, each of which leaves the model as it was."""
 
@@ -91,8 +108,10 @@ class SizeTrial:
         costs = [node.cost for node in program.graph.nodes]
         self._example_work = sum(cost.flops + _WORK_OF_BYTE * cost.bytes for cost in costs)
         self._remaining_work = _MAX_WORK
-        written_names = GraphAnalysis(program.graph).written_weight_names
-        self._written = [program.weights.tensors[weight_name] for weight_name in written_names]
+        self._model = capture.model
+        self._weights: dict[str, Any] = {}
+        self._written: list[torch.Tensor] = []
+        self._is_loaded = False
         self._leaves = call_leaves(self._exported, capture.inputs.args, capture.inputs.kwargs)
         input_names = {dim_name for value in self._values if value is not None for dim_name in _symbols_of(value)}
         self.symbols = [
@@ -118,7 +137,8 @@ class SizeTrial:
             [sizes[symbol.name]] if symbol.name in sizes else _sizes_by_distance(symbol) for symbol in self.symbols
         ]
         points = (dict(zip(self.example, chosen, strict=True)) for chosen in itertools.product(*choices))
-        near_points = itertools.islice(points, _MAX_POINTS)
+        # None is looked for where a guard on these sizes alone does not hold.
+        near_points = [] if self._refused_by(sizes) else itertools.islice(points, _MAX_POINTS)
         return next((point for point in near_points if not self._refused_by(point)), {**self.example, **sizes})
 
     def at(self, point: Point) -> Outcome:
@@ -146,14 +166,44 @@ class SizeTrial:
             run_program(self._exported, weights, leaves, record=self._recorder(point, observed), skip_failing=True)
         return observed
 
+    def _program_tensors(self) -> dict[str, Any]:
+        return {**self._exported.state_dict, **self._exported.constants}
+
+    def _load_weights(self) -> bool:
+        """Whether the weights have data; those that are in files are read, if they are small enough."""
+        if self._is_loaded:
+            return True
+        tensors = self._program_tensors()
+        written_names = GraphAnalysis(self._program.graph).written_weight_names
+        if self._capture.deferred is None:
+            self._weights = tensors
+            self._written = [self._program.weights.tensors[weight_name] for weight_name in written_names]
+        elif sum(tensor.nbytes for tensor in tensors.values() if isinstance(tensor, torch.Tensor)) > _MAX_READ_BYTES:
+            return False
+        else:
+            for weight_name, tensor in tensors.items():
+                data = self._capture.data(tensor) if isinstance(tensor, torch.Tensor) else tensor
+                # The data of files is mapped for reading only.
+                self._weights[weight_name] = data.clone() if weight_name in written_names else data
+            self._written = [
+                self._weights[weight_name] for weight_name in written_names if weight_name in self._weights
+            ]
+            self._model = None if self._model is None else _ModelWithData(self._model, self._weights)
+        self._is_loaded = True
+        return True
+
     def _compare(self, point: Point) -> Outcome:
-        if self._leaves is None or self._capture.deferred is not None:
-            return Outcome(Verdict.UNKNOWN, "the weights of the model are not in memory")
+        if self._leaves is None:
+            return Outcome(Verdict.UNKNOWN, "the example is not in the containers of its program")
         if guard := self._refused_by(point):
             return Outcome(Verdict.REFUSED, f"its captured program holds for {guard} alone")
         self._remaining_work -= self._work(point)
         if self._remaining_work < 0:
             return Outcome(Verdict.UNKNOWN, "the model is too large to be tried at further sizes")
+        if not self._load_weights():
+            return Outcome(
+                Verdict.UNKNOWN, "the weights of the model are not in memory, and too large to be read for this"
+            )
         outcome = Outcome(Verdict.UNKNOWN)
         # An index of the example may be out of range at other sizes: zero is in the range of all but the empty ones.
         for clears_integers in (False, True):
@@ -192,21 +242,20 @@ class SizeTrial:
 
     def _answer(self, leaves: list[Any]) -> tuple[str, Any]:
         """Why the model fails, empty if it does not; and its answer."""
-        if self._capture.model is None:
+        if self._model is None:
             return "", None
         args, kwargs = call_of_leaves(self._exported, leaves)
         try:
             inputs = Inputs(args=args, kwargs=kwargs)
-            return "", run_model(self._capture.model, inputs, seed=EXAMPLE_SEED, written=self._written)
+            return "", run_model(self._model, inputs, seed=EXAMPLE_SEED, written=self._written)
         except CaptureError as error:
             return f"the model fails: {describe_error(error.__cause__ or error)}", None
 
     def _run(self, leaves: Sequence[Any], point: Point, observed: Observed) -> list[Any]:
-        weights = {**self._exported.state_dict, **self._exported.constants}
         copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         with preserve_module(torch.nn.Module(), self._written), torch.no_grad():
             torch.manual_seed(EXAMPLE_SEED)
-            results = run_program(self._exported, weights, copies, record=self._recorder(point, observed))
+            results = run_program(self._exported, self._weights, copies, record=self._recorder(point, observed))
             return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
 
     def _recorder(self, point: Point, observed: Observed) -> Any:
@@ -241,7 +290,7 @@ class SizeTrial:
 
     def _weights_without_data(self) -> tuple[FakeTensorMode, dict[str, torch.Tensor]]:
         if self._fake_weights is None:
-            tensors = {**self._exported.state_dict, **self._exported.constants}
+            tensors = self._program_tensors()
             known_modes = (tensor.fake_mode for tensor in tensors.values() if isinstance(tensor, FakeTensor))
             mode = next(known_modes, None) or FakeTensorMode()
             weights: dict[str, torch.Tensor] = {

@@ -52,7 +52,9 @@ def with_tried_sizes(capture: Capture, program: LinearizedProgram) -> Linearized
         for symbol_name, traced in program.traced_symbols.items()
         if traced.name in requests
     }
-    ranges = _Ranges(trial, requests_by_name, program.traced_symbols, has_model=capture.model is not None)
+    # A model whose weights are read from files is compared with its program when these are written (`AnswerDiffersError`).
+    is_verified = capture.model is not None and capture.deferred is None
+    ranges = _Ranges(trial, requests_by_name, program.traced_symbols, is_verified=is_verified)
     ranges.decide()
     if capture.model is not None:
         ranges.warn(type(capture.model).__name__)
@@ -84,13 +86,13 @@ class _Ranges:
         requests: Mapping[str, SizeRequest],
         traced_symbols: Mapping[str, TracedSymbol],
         *,
-        has_model: bool,
+        is_verified: bool,
     ) -> None:
         self.exclusions: list[Guard] = []
         self._trial = trial
         self._requests = requests
         self._traced_symbols = traced_symbols
-        self._has_model = has_model
+        self._is_verified = is_verified
         self._symbols = [symbol for symbol in trial.symbols if symbol.name in requests]
         self._smallest: dict[str, int] = {}
         self._admitted: dict[str, list[int]] = {}
@@ -107,7 +109,7 @@ class _Ranges:
             self.exclusions += [Guard(left=symbol.name, relation="ne", right=size) for size in excluded]
             if missing := [size for size in failures if size < lowest or size in excluded]:
                 self._failures[symbol.name] = missing[0], failures[missing[0]]
-        if self._has_model:
+        if self._is_verified:
             self._try_smallest_together()
 
     def _failures_of(self, symbol: Symbol) -> dict[int, Outcome]:
@@ -116,7 +118,7 @@ class _Ranges:
         known_min = self._traced_symbols[symbol_name].min or 0
         failures: dict[int, Outcome] = {}
         # torch takes 0 and 1 for sizes like any other where the caller declares them, whatever the code of the model does there.
-        special_sizes = {known_min, 0, 1} if self._has_model else set()
+        special_sizes = {known_min, 0, 1} if self._is_verified else set()
         sizes = sorted(
             (size for size in special_sizes if known_min <= size < self._trial.example[symbol_name]), reverse=True
         )

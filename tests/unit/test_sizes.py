@@ -156,6 +156,20 @@ def test_trials_leave_the_model_and_the_random_state_as_they_were(tmp_path: Path
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+def test_sizes_are_tried_with_weights_that_are_in_a_file(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2).eval()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    bundle = stagepack.export(
+        lambda: torch.nn.Linear(4, 2).eval(),
+        (torch.randn(3, 4),),
+        weights=tmp_path / "weights.pt",
+        out=tmp_path / "model",
+        dynamic_shapes={"input": {0: Dim.AUTO}},
+    )
+    x = torch.randn(1, 4)
+    assert torch.equal(stagepack.load(bundle)(x), model(x))
+
+
 class LastColumns(torch.nn.Module):
     """A slice by minus a size, which takes everything where the size is 0, and a layer on it."""
 
