@@ -30,10 +30,12 @@ from stagepack.linearize import LinearizedProgram, linearize_program
 from stagepack.linearize.example import (
     EXAMPLE_SEED,
     INPUT_PREFIX,
+    check_example,
     example_inputs,
     example_values,
     run_example,
     tensor_source,
+    with_example_sizes,
 )
 from stagepack.linearize.filled_model import fill_modules
 from stagepack.linearize.tensor_memory import tensor_bytes
@@ -41,7 +43,7 @@ from stagepack.linearize.tried_sizes import with_tried_sizes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.self_check import LoadedDraft, check_program, report_difference
+from stagepack.self_check import LoadedDraft, check_program, refused_by_loaders, report_difference
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -280,7 +282,14 @@ def _linearize(capture: Capture) -> LinearizedProgram:
         store_zeros=is_transformers_model(capture.model),
         data_of=capture.data,
     )
-    return with_tried_sizes(capture, program)
+    if capture.model is not None:
+        return with_tried_sizes(capture, program)
+    with (
+        refused_by_loaders()
+    ):  # An exported program has the inputs that it was traced with, or others that the caller passes.
+        program = with_tried_sizes(capture, with_example_sizes(capture, program))
+        check_example(capture, program)
+    return program
 
 
 def _cut(program: LinearizedProgram, cut_options: CutOptions) -> Partition:

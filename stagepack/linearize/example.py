@@ -1,16 +1,18 @@
 """The example of a captured model: its inputs as tensors, and the answer of the model, with which that of the stages is compared."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
 from stagepack.capture.program_run import InterpretedProgram
 from stagepack.capture.programs import Capture
 from stagepack.errors import CaptureError, InputError
-from stagepack.format.contract import bind_call
+from stagepack.format.contract import bind_call, check_values
 from stagepack.format.tree import ValueLeaf, flatten_tree, tree_leaves
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import TensorSource
@@ -31,6 +33,32 @@ def example_values(capture: Capture, program: LinearizedProgram) -> dict[str, An
     """
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
     return {value.name: bound[value.name].value for value in program.graph.inputs}
+
+
+def with_example_sizes(capture: Capture, program: LinearizedProgram) -> LinearizedProgram:
+    """Return a program whose symbols have the sizes of the example, where they were traced with another one.
+
+    Args:
+        capture: the captured program, with the inputs that the caller passed for it.
+        program: the same program as data.
+
+    Raises:
+        InputError: the example does not satisfy a guard.
+    """
+    bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
+    sizes = check_values(program.graph.inputs, bound, (), program.guards)
+    symbols = [replace(symbol, example=sizes.get(symbol.name, symbol.example)) for symbol in program.graph.symbols]
+    return dataclasses.replace(program, graph=replace(program.graph, symbols=tuple(symbols)))
+
+
+def check_example(capture: Capture, program: LinearizedProgram) -> None:
+    """Check the example of a captured program as a call of its bundle is checked.
+
+    Raises:
+        InputError: the example does not fit.
+    """
+    bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
+    check_values(program.graph.inputs, bound, program.graph.symbols, program.guards)
 
 
 def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from torch.export import Dim
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import InputError, UnsupportedError
+from stagepack.errors import CaptureError, InputError, UnsupportedError
 from stagepack.format.shapes import Symbol, format_guard
 
 AUTO = {0: Dim.AUTO}
@@ -193,3 +193,45 @@ def test_modules_that_are_captured_alone_keep_their_guards(tmp_path: Path) -> No
     pipeline(torch.ones(4), torch.ones(5))
     with pytest.raises(InputError, match="% 5 == 0, for which the model was captured"):
         pipeline(torch.ones(4), torch.ones(6))
+
+
+class NamedByKeywords(torch.nn.Module):
+    """Has modules with names that no Python code can have as attributes, and a branch on a derived size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("class", "None", "for"):
+            self.add_module(name, torch.nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.children():
+            x = module(x)
+        return x * 3 if x.shape[0] % 9 == 5 else x * 2
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_program_with_names_of_keywords_exports_from_memory_and_from_its_file(tmp_path: Path, is_strict: bool) -> None:
+    torch.manual_seed(0)
+    model, args = NamedByKeywords().eval(), (torch.ones(12, 4),)
+    dynamic_shapes = {"x": {0: 4 * Dim("h", min=1, max=32)}}
+    program = torch.export.export(model, args, dynamic_shapes=dynamic_shapes, strict=is_strict)
+    torch.export.save(program, tmp_path / "program.pt2")
+    from_memory = stagepack.export(program, out=tmp_path / "memory", stages=2)
+    from_file = stagepack.export(tmp_path / "program.pt2", out=tmp_path / "file", stages=2)
+    assert from_file.entry_point == from_memory.entry_point
+    for bundle in (from_memory, from_file):
+        pipeline, x = stagepack.load(bundle), torch.randn(8, 4)
+        assert torch.equal(pipeline(x), model(x))
+        with pytest.raises(InputError, match="% 9 != 5"):
+            pipeline(torch.ones(32, 4))
+
+
+def test_program_takes_an_example_of_other_sizes_than_it_was_traced_with(tmp_path: Path) -> None:
+    program = torch.export.export(
+        Sliced(), (torch.ones(12, 4),), dynamic_shapes={"x": {0: 4 * Dim("h", min=1, max=32)}}
+    )
+    bundle = stagepack.export(program, (torch.ones(20, 4),), out=tmp_path / "x", stages=2)
+    assert bundle.entry_point.symbols == (Symbol(name="s0", min=1, max=32, example=5),)
+    for rows, message in ((32, "s0 != 8"), (400, "a multiple of 4 from 4 to 128, found 400")):
+        with pytest.raises(CaptureError, match=f"the example does not fit the captured program: .*{message}"):
+            stagepack.export(program, (torch.ones(rows, 4),), out=tmp_path / "y", stages=2)
