@@ -260,10 +260,14 @@ def input_paths(program: ExportedProgram) -> list[list[str]]:
     An input in ``*args`` has two: by the name of the parameter, and by the name that torch gives the argument alone.
     """
     in_spec = program.call_spec.in_spec
-    args, kwargs = _pytree.tree_unflatten([0] * in_spec.num_leaves, in_spec)
+    example_inputs = program.example_inputs or _pytree.tree_unflatten([0] * in_spec.num_leaves, in_spec)
+    try:
+        keyed_leaves, _ = _pytree.tree_flatten_with_path(example_inputs)
+    except ValueError:  # a container that does not name its children
+        return [[] for _ in range(in_spec.num_leaves)]
     parameter_names = list(getattr(program.module_call_graph[0].signature, "forward_arg_names", None) or ())
     paths = []
-    for key_path, _ in _pytree.tree_flatten_with_path((args, kwargs))[0]:
+    for key_path, _ in keyed_leaves:
         arguments, argument, *inner_keys = key_path
         inner_path = _pytree.keystr(tuple(inner_keys))
         if arguments == _pytree.SequenceKey(1):

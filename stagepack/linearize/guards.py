@@ -112,8 +112,16 @@ class _GuardBuilder:
 
     def asserted_guards(self, condition: sympy.Basic) -> list[Guard]:
         """The guard of a condition that a node asserts, if it is one on the sizes of inputs, and the ranges do not imply it."""
-        guard = self._guard(condition) if self._checked_symbols(condition) else None
-        return [] if guard is None or is_implied(guard, self._table.symbols) else [guard]
+        checked_symbols = self._checked_symbols(condition)
+        guard = self._guard(condition) if checked_symbols else None
+        if guard is None or is_implied(guard, self._table.symbols):
+            return []
+        # torch asserts the lower ends of ranges, too.
+        is_lower_end = guard.relation == "le" and guard.right == checked_symbols[0].name
+        smallest = checked_symbols[0].min
+        if is_lower_end and isinstance(guard.left, int) and smallest is not None and guard.left <= smallest:
+            return []
+        return [guard]
 
     def _checked_symbols(self, condition: sympy.Basic) -> list[Symbol]:
         """The symbols of a condition; none if a reader cannot find the sizes of all."""
