@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy
 
+from tests.fork_server import ForkedCommand
 from tests.waiting import wait_until
 
 STAGEPACK = str(Path(sys.executable).parent / "stagepack")
@@ -34,7 +35,7 @@ WITH_SIGNALS = ("env", "--default-signal=HUP,INT")
 class Server:
     """A server that runs, and its ports."""
 
-    process: subprocess.Popen[str]
+    process: "subprocess.Popen[str] | ForkedCommand"
     http: int
     grpc: int
     facts: Mapping[str, Any]
@@ -57,11 +58,21 @@ class Server:
 
 
 @contextlib.contextmanager
-def stagepack_server(bundles: Sequence[str | Path], *options: str, prefix: Sequence[str] = ()) -> Iterator[Server]:
-    """`stagepack serve`; `prefix` is a command that runs it, such as nohup."""
+def stagepack_server(
+    bundles: Sequence[str | Path], *options: str, prefix: Sequence[str] = (), is_forked: bool = True
+) -> Iterator[Server]:
+    """`stagepack serve`; `prefix` is a command that runs it, such as nohup.
+
+    A forked server starts in a third of the time. It has imported torch, and its standard error is not that of the test.
+    """
     ports = ("--http-port", "0", "--grpc-port", "0")
-    command = [*WITH_SIGNALS, *prefix, STAGEPACK, "serve", *map(str, bundles), *ports, "--json", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    arguments = ("serve", *map(str, bundles), *ports, "--json", *options)
+    # The number of threads is decided when torch is imported.
+    if prefix or not is_forked or "--threads" in options:
+        command = [*WITH_SIGNALS, *prefix, STAGEPACK, *arguments]
+        process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    else:
+        process = ForkedCommand(*arguments)
     assert process.stdout is not None
     try:
         lines: list[str] = []

@@ -207,7 +207,7 @@ def test_health_follows_the_models(repository: Repository) -> None:
 def test_the_log_of_a_refused_version_is_one_printable_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
     options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
-    with stagepack_server([], *options) as server:
+    with stagepack_server([], *options, is_forked=False) as server:
         repository = Repository(server, folder.parent)
         refused = BundleEditor.copy(folder / "1", tmp_path / "refused")
         evil_name = "\x1b[2J\x1b]0;owned\x07\n2026-01-01 00:00:00,000 INFO scale: version 2 was loaded\r"

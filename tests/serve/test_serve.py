@@ -154,7 +154,7 @@ def test_names_of_several_bundles(bundles: Mapping[str, Path]) -> None:
 
 
 def test_onnxruntime(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
-    with stagepack_server([bundles["skips"]], "--runtime", "onnxruntime") as server:
+    with stagepack_server([bundles["skips"]], "--runtime", "onnxruntime", is_forked=False) as server:
         assert server.facts["models"][0]["batch"] == 32
         inputs = skips(3, 0.5)
         answers = ask(server, "grpc", "skips", inputs)
@@ -266,7 +266,7 @@ def test_index_of_models(torch_server: Server) -> None:
 
 
 def test_access_log(bundles: Mapping[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    with stagepack_server([bundles["skips"]], "--access-log") as server:
+    with stagepack_server([bundles["skips"]], "--access-log", is_forked=False) as server:
         for protocol in ("http", "grpc"):
             ask(server, protocol, "skips", skips(1))
         with pytest.raises(InferenceServerException):

@@ -1,0 +1,84 @@
+"""A fault that users of other tools have reported, as a small model and the calls that went wrong."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from stagepack.capture.inputs import Inputs
+
+AUTO = Dim.AUTO
+ROWS = Dim("rows", min=1, max=64)
+ANY_ROWS = Dim("rows", min=0, max=64)
+
+REPORTS: list["Report"] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One report.
+
+    Attributes:
+        address: where it was reported.
+        fault: what went wrong there.
+        build: makes the model.
+        example: the inputs that the model is exported with.
+        calls: further calls, which the bundle must answer as the model does, or refuse where `refused` says so.
+        refused: what the refusal of the export says; empty for a model that is answered.
+        allow_ops: operators that the bundle needs and that are allowed by name only.
+        runs_in_onnx: whether its answers are compared in ONNX Runtime, too.
+    """
+
+    address: str
+    fault: str
+    build: Callable[[], torch.nn.Module]
+    example: Inputs
+    calls: tuple[tuple[Any, ...], ...]
+    refused: str
+    allow_ops: tuple[str, ...]
+    runs_in_onnx: bool
+
+    @property
+    def name(self) -> str:
+        """Repository and number."""
+        *_, owner, repository, _, number = self.address.split("/")
+        return f"{owner}-{repository}-{number}"
+
+
+def report(
+    address: str,
+    fault: str,
+    *args: Any,
+    dims: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    calls: tuple[tuple[Any, ...], ...] = (),
+    refused: str = "",
+    allow_ops: tuple[str, ...] = (),
+    onnx: bool = True,
+) -> Callable[[Callable[[], torch.nn.Module]], Callable[[], torch.nn.Module]]:
+    """Register a module class, or a function that makes a module, as the model of a report."""
+
+    def register(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
+        example = Inputs(args=args, kwargs=dict(kwargs or {}), dynamic_shapes=dims)
+        REPORTS.append(
+            Report(
+                address=f"https://github.com/{address}",
+                fault=fault,
+                build=build,
+                example=example,
+                calls=calls,
+                refused=refused,
+                allow_ops=allow_ops,
+                runs_in_onnx=onnx,
+            )
+        )
+        return build
+
+    return register
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random values, always the same."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
