@@ -284,9 +284,8 @@ def _linearize(capture: Capture) -> LinearizedProgram:
     )
     if capture.model is not None:
         return with_tried_sizes(capture, program)
-    with (
-        refused_by_loaders()
-    ):  # An exported program has the inputs that it was traced with, or others that the caller passes.
+    # An exported program has the inputs that it was traced with, or others that the caller passes.
+    with refused_by_loaders():
         program = with_tried_sizes(capture, with_example_sizes(capture, program))
         check_example(capture, program)
     return program
