@@ -143,7 +143,7 @@ def test_neighbour_that_does_not_fit_joins_no_batch(model: ServedModel, neighbou
     own = own_request(BATCH_SIZE)
 
     async def both() -> list[Array | BaseException]:
-        return await asyncio.gather(answer(model, neighbour), answer(model, own), return_exceptions=True)
+        return list(await asyncio.gather(answer(model, neighbour), answer(model, own), return_exceptions=True))
 
     error, own_answer = asyncio.run(both())
     assert isinstance(error, RequestError)
