@@ -13,6 +13,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, print_table, progress
 from stagepack.cli.run_options import json_option
+from stagepack.errors import StagepackError
 
 if TYPE_CHECKING:
     from stagepack.capture.diagnosis import CaptureAttempt, FailingModule
@@ -27,6 +28,7 @@ _SHOWN_CHARACTERS = 220
         "stagepack doctor net.py:make",
         "stagepack doctor ./folder",
         "stagepack doctor net.py:Net --inputs net.py:inputs",
+        "stagepack doctor net.py:make --differential",
     ],
 )
 @click.argument("source", metavar="SOURCE")
@@ -37,14 +39,22 @@ _SHOWN_CHARACTERS = 220
     show_default="those that SOURCE returns",
     help="Function that returns the example inputs.",
 )
+@click.option(
+    "--differential",
+    is_flag=True,
+    help="Compare the answers of the model, of its program, of bundles with 1, 2 and 3 stages, and of ONNX Runtime, at several sizes.",
+)
+@click.option("--processes", is_flag=True, help="With --differential: start a process for each stage, too.")
 @json_option
-def command(source: str, inputs_function: str | None, as_json: bool) -> None:
+def command(source: str, inputs_function: str | None, differential: bool, processes: bool, as_json: bool) -> None:
     """Find out why a model cannot be exported, and what would work.
 
     Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', and if none of the usual ones works, its modules one
     by one. A model that is captured is written into a temporary folder, loaded, and compared on its example. The code of SOURCE runs. The
-    exit status is 1 if 'stagepack export' cannot write the model.
+    exit status is 1 if 'stagepack export' cannot write the model, or if --differential finds roads that disagree.
     """
+    if processes and not differential:
+        raise click.UsageError("--processes requires --differential")
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch
@@ -54,10 +64,15 @@ def command(source: str, inputs_function: str | None, as_json: bool) -> None:
         model, inputs = load_source_argument(source, inputs_function)
         attempts: list[CaptureAttempt] = []
         failing: list[FailingModule] = []
+        captures: list[Capture] = []
+        disagreeing: list[str] = []
         with shown_warnings(), tempfile.TemporaryDirectory() as folder:
-            for attempt in try_export(model, inputs, lambda capture: _write(capture, Path(folder))):
+            for attempt in try_export(model, inputs, lambda capture: _write(capture, Path(folder), captures)):
                 attempts.append(attempt)
                 next_step(f"tried: {attempt.way}")
+            if differential and captures:
+                next_step("comparing roads")
+                disagreeing = _disagreements(captures[0], Path(folder), processes=processes)
         if attempts[0].error is None and attempts[-1].way != WRITE:
             next_step("trying the modules")
             failing = find_failing_modules(model, inputs)
@@ -69,19 +84,33 @@ def command(source: str, inputs_function: str | None, as_json: bool) -> None:
             "modules": [*map(asdict, failing)],
             "advice": advice,
         }
-        print_json(facts)
+        print_json(facts | ({"disagreements": disagreeing} if differential else {}))
     else:
         _print_diagnosis(attempts, failing)
         for sentence in advice:
             print_line(f"has worked: {sentence}")
-    sys.exit(0 if attempts[-1].way == WRITE and attempts[-1].error is None else 1)
+        for line in disagreeing:
+            print_line(f"disagrees: {line}")
+    is_written = attempts[-1].way == WRITE and attempts[-1].error is None
+    sys.exit(0 if is_written and not disagreeing else 1)
 
 
-def _write(capture: "Capture", folder: Path) -> None:
-    """Write a bundle that is removed afterwards: what loaders refuse is an error."""
+def _disagreements(capture: "Capture", folder: Path, *, processes: bool) -> list[str]:
+    """What the roads of a captured model answer differently, or why they cannot be compared."""
+    from stagepack.cli.differential import disagreements  # noqa: PLC0415 - with torch
+
+    try:
+        return list(disagreements(capture, folder, processes=processes))
+    except StagepackError as error:
+        return [f"the roads cannot be compared: {error}"]
+
+
+def _write(capture: "Capture", folder: Path, captures: "list[Capture]") -> None:
+    """Keep a capture, and write a bundle that is removed afterwards: what loaders refuse is an error."""
     from stagepack.exporter import export_capture  # noqa: PLC0415 - with torch
     from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
+    captures.append(capture)
     export_capture(capture, out=folder / "tried.stagepack", cut_options=CutOptions())
 
 
