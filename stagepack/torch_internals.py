@@ -10,6 +10,7 @@ compiler and the ONNX exporter, take seconds: the functions that need them impor
 import contextlib
 import functools
 import importlib
+import math
 import os
 import sys
 import tempfile
@@ -495,6 +496,24 @@ def onnx_functions_read_once() -> Iterator[None]:
 
     registry = _registration.ONNXRegistry
     with mock.patch.object(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib))):
+        yield
+
+
+@contextlib.contextmanager
+def signs_of_zeros_kept() -> Iterator[None]:
+    """Let torch's ONNX exporter keep -0.0 apart from 0.0: it makes one constant of all that are equal in Python."""
+    from torch.onnx._internal.exporter import _building  # noqa: PLC0415 - takes seconds
+
+    get_or_create = _building._get_or_create_constant
+
+    def of_own_sign(constants: Any, constant: Any, *further: Any) -> Any:
+        numbers = constant if isinstance(constant, list | tuple) else (constant,)
+        has_negative_zero = any(
+            type(number) is float and number == 0 and math.copysign(1, number) < 0 for number in numbers
+        )
+        return get_or_create({} if has_negative_zero else constants, constant, *further)
+
+    with mock.patch.object(_building, "_get_or_create_constant", of_own_sign):
         yield
 
 

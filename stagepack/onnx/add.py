@@ -18,7 +18,7 @@ from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
 from stagepack.onnx.finish import OnnxFiles
 from stagepack.opening import open_bundle
-from stagepack.torch_internals import onnx_functions_read_once
+from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept
 from stagepack_loaders.comparison import Tolerance
 
 
@@ -93,7 +93,7 @@ def add_onnx(
     opened.check_replaceable()
     versions = opened.check_digests(opened.files)
     conversions = {}
-    with onnx_functions_read_once():
+    with onnx_functions_read_once(), signs_of_zeros_kept():
         for stage_number in range(len(opened.stages)):
             progress(f"convert stage {stage_number}")
             conversions[stage_number] = convert_stage(opened, stage_number, allow_ops)

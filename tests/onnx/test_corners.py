@@ -1,5 +1,6 @@
 """What stands at the edges of what ONNX can say, and bundles that others change, stop or share meanwhile."""
 
+import math
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,10 @@ import torch
 import stagepack
 from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
+from stagepack.onnx import add_onnx
+from stagepack_loaders.comparison import compare_arrays
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
+from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 
 class Corners(torch.nn.Module):
@@ -233,3 +238,29 @@ def test_calls_from_several_threads_lose_nothing(tower: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: stage(ones), range(400)))
     assert numpy.array_equal(stage(ones)[1], once * 401)
+
+
+class SignedZeros(torch.nn.Module):
+    """A model in which 0.0 and -0.0 are constants of the same operators."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        zeros = [torch.where(x > 0, x, zero) for zero in (0.0, -0.0)]
+        zeros += [torch.full_like(x, zero) for zero in (0.0, -0.0)] + [x * 0.0, x * -0.0]
+        return tuple(1 / zero for zero in zeros)
+
+
+def test_zeros_of_both_signs_stay_apart(tmp_path: Path) -> None:
+    x = torch.tensor([[1.0, -2.0], [3.0, -4.0]])
+    bundle = stagepack.export(SignedZeros(), (x,), out=tmp_path / "b.stagepack")
+    assert not add_onnx(bundle).torch_only
+    answer = stagepack.load(tmp_path / "b.stagepack", runtime="onnxruntime")(x)
+    assert all(map(torch.equal, answer, SignedZeros()(x)))
+
+
+@pytest.mark.parametrize("expected", [math.inf, -math.inf])
+@pytest.mark.parametrize("actual", [0.0, 1e38, math.inf, -math.inf, math.nan])
+def test_an_infinity_is_near_itself_alone(actual: float, expected: float) -> None:
+    found, wanted = torch.tensor([1.0, actual]), torch.tensor([1.0, expected])
+    for arrays, convert in ((TORCH_ARRAYS, torch.Tensor.detach), (NUMPY_ARRAYS, torch.Tensor.numpy)):
+        difference = compare_arrays(arrays, convert(found), convert(wanted))
+        assert difference == ((0.0, True) if actual == expected else (math.inf, False))
