@@ -412,7 +412,8 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    # The public method of named tuples is no private name.
+    return name.startswith("_") and not name.startswith("__") and name != "_replace"
 
 
 @pytest.mark.process
