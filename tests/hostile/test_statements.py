@@ -1,6 +1,7 @@
 """What the manifest states and the graphs imply: every road refuses a bundle in which the two differ, and diff sees each statement."""
 
 import copy
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,20 @@ def test_eight_terabytes_of_zeros_break_a_limit(editor: BundleEditor) -> None:
             road()
 
 
-def test_zeros_with_strides_take_no_memory_before_they_are_written(editor: BundleEditor) -> None:
+def resident_bytes() -> int:
+    """The memory of this process that is in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_zeros_take_no_memory_before_they_are_written(editor: BundleEditor) -> None:
+    with_zeros(editor, 2**28)
+    before = resident_bytes()
+    pipe = stagepack.load(editor.path)
+    assert resident_bytes() - before < 2**28
+    assert pipe.stages[1].state_dict()["zeros"].shape == (2**28,)
+
+
+def test_zeros_with_strides_have_them(editor: BundleEditor) -> None:
     with_zeros(editor, 6, shape=[2, 3], strides=[1, 2])
     state = stagepack.load(editor.path).state_dict()
     assert torch.equal(state["zeros"], torch.zeros(2, 3))

@@ -1,5 +1,6 @@
 """Devices of torch, by name: those that the caller names, and those that a graph names."""
 
+import errno
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -119,9 +120,12 @@ def typed_memory_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         # The allocator of the host raises no error of a type of its own.
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+        is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(
+            error
+        )
+        if not is_memory_error and getattr(error, "errno", None) != errno.ENOMEM:
             raise
         reason = first_line(error) or "no memory"
         raise DeviceError(

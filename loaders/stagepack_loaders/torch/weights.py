@@ -1,7 +1,10 @@
 """The weights of stages: from weight files to tensors on a device."""
 
+import math
+import mmap
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -14,6 +17,9 @@ from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_transfer import ByteRange
 from stagepack_loaders.weight_files import WeightFile, map_weight_file, open_weight_files
+
+# Smaller weights of zeros are in the memory of torch, which takes no mapping for each.
+_MAPPED_ZERO_BYTES: Final = 2**20
 
 
 class WeightCache:
@@ -149,6 +155,12 @@ def lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
 def zero_weight(weight: Weight, device: torch.device) -> torch.Tensor:
     """Return a weight of zeros, which no file holds."""
     dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
-    # Memory of zeros takes no page before it is written, with any strides: they have no gaps (G9).
-    zeros = torch.zeros(weight.shape, dtype=dtype, device=device)
+    byte_count = math.prod(weight.shape) * dtype.itemsize
+    if device.type == "cpu" and byte_count >= _MAPPED_ZERO_BYTES:
+        # `torch.zeros` writes all of its memory. A mapping takes a page when that is written or read: none at loading.
+        mapped_zeros = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        zeros = torch.frombuffer(mapped_zeros, dtype=torch.uint8).view(dtype).reshape(weight.shape)
+    else:
+        zeros = torch.zeros(weight.shape, dtype=dtype, device=device)
+    # Weights that are stored themselves have no gaps, with any strides (G9).
     return zeros if weight.strides is None else zeros.as_strided(weight.shape, weight.strides)
