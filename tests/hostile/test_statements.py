@@ -188,3 +188,34 @@ def test_recut_reads_each_file_once_however_many_entry_points_have_it(sound: Pat
 
     # What grows is the manifest, and the names of files.
     assert work(16) < 8 * work(1)
+
+
+class DroppedOut(torch.nn.Module):
+    """Writes a buffer through what `dropout` returns when it does not train: the buffer itself, which no schema says."""
+
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to the buffer."""
+        return torch.nn.functional.dropout(self.kept, 0.5, training=False).add_(x) * 2
+
+
+def test_memory_that_a_call_shares_and_no_schema_states_is_compared_where_it_is_written(tmp_path: Path) -> None:
+    bundle = stagepack.export(DroppedOut().eval(), (torch.ones(3),), out=tmp_path / "m.stagepack")
+    assert bundle.stages[0].state == ("kept",)
+    pipe = stagepack.load(bundle)
+    assert [pipe(torch.ones(3))[0].item() for _ in range(2)] == [4.0, 6.0]
+    editor = BundleEditor.copy(bundle.path, tmp_path / "changed.stagepack")
+
+    def hide(graph: Any) -> None:
+        [op] = [op for op in graph["ops"] if op["name"] == "aten.dropout.default"]
+        del op["aliases"]
+
+    editor.edit_graph(0, hide)
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][0].pop("state"))
+    with pytest.raises(FormatError, match=r"aten\.dropout\.default: it returns the memory of .*G16"):
+        stagepack.load(editor.path)

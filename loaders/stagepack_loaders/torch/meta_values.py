@@ -15,6 +15,7 @@ from stagepack.format.graph import (
     TupleArg,
     ValueArg,
 )
+from stagepack.torch_internals import storage_identity
 from stagepack_loaders.torch.devices import parse_graph_device
 from stagepack_loaders.torch.steps import argument_names
 from stagepack_loaders.torch.torch_attributes import torch_argument
@@ -59,12 +60,14 @@ class CallResult(NamedTuple):
         is_sequence: whether it returns a sequence.
         reason: why it refuses its arguments; empty if it does not.
         reshaped: the arguments whose shape or strides it changes, as indices into `input_names` of the node.
+        shared: pairs of a result and such an argument, by their indices, that share memory.
     """
 
     facts: Sequence[Fact | None] | None = None
     is_sequence: bool = False
     reason: str = ""
     reshaped: tuple[int, ...] = ()
+    shared: tuple[tuple[int, int], ...] = ()
 
 
 UNKNOWN_RESULT = CallResult()
@@ -93,6 +96,13 @@ class MetaValues:
         """Whether the tensor of a value has another shape or other strides than the one that was passed to an operator."""
         tensor = self._tensors.get(value_name)
         return tensor is not None and _arrangement(tensor) != self._layouts[value_name]
+
+    def shared_names(self, result: object) -> set[str]:
+        """Return the names of the values whose tensors share memory with a result of an operator."""
+        if not isinstance(result, torch.Tensor) or result.layout != torch.strided:
+            return set()
+        memory = storage_identity(result)
+        return {name for name, tensor in self._tensors.items() if storage_identity(tensor) == memory}
 
     def _leaf(self, leaf: Argument) -> Any:
         match leaf:

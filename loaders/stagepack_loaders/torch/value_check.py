@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stagepack.errors import DeviceError, FormatError, OperatorError, Problem
+from stagepack.format.aliasing import AliasClasses, alias_classes, may_write
 from stagepack.format.graph import (
     Argument,
     DeviceArg,
@@ -66,6 +67,8 @@ _KINDS_WITH_A_TYPE = tuple(kind for kind in _ONLY_KINDS.values() if kind is not 
 
 # The results but the first of these operators have shapes that depend on the device.
 _EMBEDDING_BAGS = frozenset({"aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only"})
+# They return a view or a copy, as the strides of their arguments are, which are not known of all values.
+_PERHAPS_VIEWS = frozenset({"aten.einsum.default"})
 _ANY = Fact(object, None)
 
 
@@ -148,10 +151,13 @@ class _GraphCheck:
     _overloads: list[Callable[..., Any]] = field(init=False)
     _facts: dict[object, Fact] = field(init=False, default_factory=dict)
     _subgraphs: list[SubgraphFacts] = field(init=False, default_factory=list)
+    # None if nothing is written: who shares memory makes no difference then.
+    _classes: AliasClasses | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._sizes = {symbol.name: symbol.example for symbol in self.graph.symbols if symbol.example is not None}
         self._overloads = [inspect.unwrap(operator) for operator in self.operators]
+        self._classes = alias_classes(self.graph) if may_write(self.graph) else None
         self._casting_contexts = set()
         for index, context in enumerate(self.graph.contexts):
             autocast = context.autocast
@@ -193,9 +199,26 @@ class _GraphCheck:
                     self._add_problem(node, f"the operator changes the shape or the strides of {value_name}")
             for message in self._misfits(node, result, is_casting=is_casting):
                 self._add_problem(node, message)
+            if self._classes is not None and not is_subgraph and not is_casting:
+                self._check_shared(node, result, self._classes)
             self._add_facts(node, result, facts, is_casting=is_casting)
             if len(self.problems) >= _MAX_PROBLEMS:
                 return
+
+    def _check_shared(self, node: Node, result: CallResult, classes: AliasClasses) -> None:
+        """Compare the memory that results share with arguments with what the table of operators says, where it is written."""
+        if self.graph.ops[node.op].name in _PERHAPS_VIEWS:
+            return
+        used_names = input_names(node)
+        for result_index, input_index in result.shared:
+            value, used_name = node.outputs[result_index], used_names[input_index]
+            if value is None or classes.representative(value.name) == classes.representative(used_name):
+                continue
+            if classes.is_written(value.name) or classes.is_written(used_name):
+                message = (
+                    f"it returns the memory of {used_name}, which is written, and the operator's aliases do not say so"
+                )
+                self._add_problem(node, message)
 
     def _fitting_result(self, node: Node, facts: Mapping[str, Fact], *, is_casting: bool) -> CallResult:
         """What the operator of a node returns: the first answer that fits what the node states, else that without data or layouts."""
@@ -266,12 +289,19 @@ class _GraphCheck:
                 return UNKNOWN_RESULT
             return CallResult(reason=f"the operator refuses its arguments: {_first_line(error)}")
         reshaped = tuple(index for index, name in enumerate(input_names(node)) if values.is_reshaped(name))
+        used_names = input_names(node)
+        items = returned if isinstance(returned, list | tuple) else [returned]
+        shared = tuple(
+            (item_index, used_names.index(name))
+            for item_index, item in enumerate(items[: len(node.outputs)])
+            for name in sorted(values.shared_names(item))
+        )
         if isinstance(returned, list | tuple):
             facts_of_items = [fact_of(item) for item in returned]
             if self.graph.ops[node.op].name.rpartition(".")[0] in _EMBEDDING_BAGS:
                 facts_of_items[1:] = [_ANY] * len(facts_of_items[1:])
-            return CallResult(facts_of_items, is_sequence=True, reshaped=reshaped)
-        return CallResult([fact_of(returned)], reshaped=reshaped)
+            return CallResult(facts_of_items, is_sequence=True, reshaped=reshaped, shared=shared)
+        return CallResult([fact_of(returned)], reshaped=reshaped, shared=shared)
 
     def _misfits(self, node: Node, result: CallResult, *, is_casting: bool) -> list[str]:
         """How the result of a node's operator differs from what the node states."""
