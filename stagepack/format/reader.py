@@ -149,8 +149,7 @@ class Bundle(BundleFiles):
 
     def with_graphs_kept(self) -> Self:
         """Return the same bundle, which reads each graph file once: for all stages of all its entry points that have the file."""
-        bundle = copy.copy(self)
-        vars(bundle)["_kept_graphs"] = KeptGraphs()
+        vars(bundle := copy.copy(self))["_kept_graphs"] = KeptGraphs()
         return bundle
 
     @property
@@ -245,8 +244,9 @@ class Bundle(BundleFiles):
         """
         stage = self.stage(stage_number)
         newer = is_newer_minor(self.manifest.version)
-        graph_file, stage_graph = (self._kept_graphs or KeptGraphs()).read(
-            stage.graph, lambda: self.read(stage.graph), newer=newer, module_calls=module_calls
+        kept_graphs = self._kept_graphs if self.compares_digests else None
+        graph_file, stage_graph = (kept_graphs or KeptGraphs()).read(
+            self.files[stage.graph], lambda: self.read(stage.graph), newer=newer, module_calls=module_calls
         )
         raise_problems(check_stage(stage_graph, stage, self._facts))
         return graph_file
@@ -260,7 +260,9 @@ class Bundle(BundleFiles):
         """
         graphs = tuple(self.graph(stage_number) for stage_number in range(len(self.stages)))
         checked_models = (self._kept_graphs or KeptGraphs()).models
-        model = encode([[(stage.graph, stage.added, stage.places) for stage in self.stages], self.inputs])
+        model = encode(
+            ([(self.files[stage.graph].blake3, stage.added, stage.places) for stage in self.stages], self.inputs)
+        )
         if model not in checked_models:
             raise_problems(check_whole_model(self.entry_point, graphs))
             checked_models.add(model)
@@ -314,7 +316,7 @@ class Bundle(BundleFiles):
             The file and the byte range of each stored tensor, by name; see `Weight.stored`.
 
         Raises:
-            IndexError: the bundle has no stage of this number.
+            IndexError: there is no stage of this number.
             DigestError: a file is missing or has another size.
             FormatError: a header breaks a rule, or a weight of the graph does not fit its stored tensor (W7), or
                 differs from one of the same name in another stage (W8), or the manifest states other bytes or files (W9).

@@ -97,12 +97,16 @@ class MetaValues:
         tensor = self._tensors.get(value_name)
         return tensor is not None and _arrangement(tensor) != self._layouts[value_name]
 
-    def shared_names(self, result: object) -> set[str]:
-        """Return the names of the values whose tensors share memory with a result of an operator."""
-        if not isinstance(result, torch.Tensor) or result.layout != torch.strided:
-            return set()
-        memory = storage_identity(result)
-        return {name for name, tensor in self._tensors.items() if storage_identity(tensor) == memory}
+    def shared_memory(self, returned: object, used_names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """Return which results of an operator share memory with which values that it takes, as `CallResult.shared` has them."""
+        memories = {name: storage_identity(tensor) for name, tensor in self._tensors.items()}
+        return tuple(
+            (result_index, used_names.index(name))
+            for result_index, result in enumerate(returned if isinstance(returned, list | tuple) else [returned])
+            if isinstance(result, torch.Tensor) and result.layout == torch.strided
+            for name, memory in memories.items()
+            if memory == storage_identity(result)
+        )
 
     def _leaf(self, leaf: Argument) -> Any:
         match leaf:

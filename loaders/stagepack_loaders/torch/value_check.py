@@ -211,7 +211,8 @@ class _GraphCheck:
             return
         used_names = input_names(node)
         for result_index, input_index in result.shared:
-            value, used_name = node.outputs[result_index], used_names[input_index]
+            value = node.outputs[result_index] if result_index < len(node.outputs) else None
+            used_name = used_names[input_index]
             if value is None or classes.representative(value.name) == classes.representative(used_name):
                 continue
             if classes.is_written(value.name) or classes.is_written(used_name):
@@ -289,13 +290,7 @@ class _GraphCheck:
                 return UNKNOWN_RESULT
             return CallResult(reason=f"the operator refuses its arguments: {_first_line(error)}")
         reshaped = tuple(index for index, name in enumerate(input_names(node)) if values.is_reshaped(name))
-        used_names = input_names(node)
-        items = returned if isinstance(returned, list | tuple) else [returned]
-        shared = tuple(
-            (item_index, used_names.index(name))
-            for item_index, item in enumerate(items[: len(node.outputs)])
-            for name in sorted(values.shared_names(item))
-        )
+        shared = values.shared_memory(returned, input_names(node))
         if isinstance(returned, list | tuple):
             facts_of_items = [fact_of(item) for item in returned]
             if self.graph.ops[node.op].name.rpartition(".")[0] in _EMBEDDING_BAGS:

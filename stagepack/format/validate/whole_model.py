@@ -209,12 +209,29 @@ def _check_order(model: _WholeModel) -> Iterator[_BrokenStageRule]:
         last_stage = max(last_stage, stages[-1])
     if not may_write(graph):
         return
+    classes = alias_classes(graph)
     touched_values = [[*input_names(node), *output_names(node)] for node in graph.nodes]
-    for group in colocation_groups(graph, alias_classes(graph), touched_values):
-        stages = sorted({number for node_number in group.nodes for number in model.stages_of[node_number]})
-        if len(stages) > 1:
+    positions = {value_name: number for number, node in enumerate(graph.nodes) for value_name in output_names(node)}
+    for group in colocation_groups(graph, classes, touched_values):
+        stages = sorted({stage for node_number in group.nodes for stage in model.stages_of[node_number]})
+        # The memory of a value is made again where all is computed again that writes it.
+        is_local = group.name in positions and all(
+            _has_all(model, stage, group.nodes, classes.writers.get(group.name, ()), positions) for stage in stages
+        )
+        if len(stages) > 1 and not is_local:
             message = f"is written, and the nodes that touch its memory are in the stages {stages[:9]}"
             yield "G18", stages[-1], f"{group.name[:80]!r} {message}"
+
+
+def _has_all(
+    model: _WholeModel, stage: int, nodes: Sequence[int], writers: Sequence[int], positions: Mapping[str, int]
+) -> bool:
+    """Whether a stage has all writers of some memory, and defines all that its own nodes of that memory use and nodes define."""
+    own_nodes = {node_number for node_number in nodes if stage in model.stages_of[node_number]}
+    members = set(nodes)
+    used = {name for number in own_nodes for name in input_names(model.nodes[number].node)}
+    used_positions = {positions[name] for name in used if name in positions}
+    return own_nodes.issuperset(writers) and own_nodes.issuperset(used_positions & members)
 
 
 def _concatenated(model: _WholeModel) -> Graph:
