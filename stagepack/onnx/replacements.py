@@ -88,6 +88,36 @@ def _multinomial(_: _Operator, arguments: _Arguments) -> Any:
     return torch.topk(chances / exponential, arguments["num_samples"], dim=-1)[1]
 
 
+def _adaptive_average(_: _Operator, arguments: _Arguments) -> Any:
+    # The exporter takes the windows from the sizes of the example.
+    tensor, counts = arguments["self"], arguments["output_size"]
+    sizes = tensor.shape[-len(counts) :]
+    if all(isinstance(size, int) for size in sizes):
+        return None
+    if all(count == 1 for count in counts):
+        # Without elements ONNX Runtime returns the shape of its input for a dimension that is counted from the end.
+        dims = list(range(tensor.dim() - len(counts), tensor.dim()))
+        return _nan_if_none(tensor.mean(dims, keepdim=True), math.prod(sizes))
+    for dim, (size, count) in enumerate(zip(sizes, counts, strict=True), start=-len(counts)):
+        tensor = _window_means(tensor.transpose(dim, -1), size, count).transpose(dim, -1)
+    return tensor
+
+
+def _window_means(tensor: torch.Tensor, size: Any, count: int) -> torch.Tensor:
+    """The means of windows of the last dimension: the window `i` has the elements from i * size / count to (i + 1) * size / count."""
+    windows = torch.arange(count)
+    starts, ends = windows * size // count, ((windows + 1) * size + count - 1) // count
+    longest = size // count + 2
+    positions = starts[:, None] + torch.arange(longest)
+    elements = tensor.index_select(-1, positions.clamp(max=size - 1).flatten()).reshape(
+        *tensor.shape[:-1], count, longest
+    )
+    is_inside = positions < ends[:, None]
+    sums = torch.where(is_inside, elements, torch.zeros((), dtype=tensor.dtype)).sum(-1)
+    means: torch.Tensor = sums / (ends - starts).to(tensor.dtype)
+    return means
+
+
 def _reshape(target: _Operator, arguments: _Arguments) -> Any:
     # ONNX cannot tell the size of a -1 beside a size 0, which torch's trace knows.
     tensor, sizes = arguments["self"], arguments.get("size", arguments.get("shape"))
@@ -134,7 +164,11 @@ def _mean(target: _Operator, arguments: _Arguments) -> Any:
     count = _reduced_count(arguments)
     if isinstance(count, int) and count:
         return None
-    result = target(**arguments)
+    return _nan_if_none(target(**arguments), count)
+
+
+def _nan_if_none(result: torch.Tensor, count: Any) -> torch.Tensor:
+    """A result of a number of elements, or NaN if there were none."""
     return torch.where(torch.scalar_tensor(count, dtype=torch.int64) == 0, math.nan, result).to(result.dtype)
 
 
@@ -162,6 +196,11 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 # By the name of the operator, without the `_` of those that write their input.
 REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
+    "_adaptive_avg_pool2d": _adaptive_average,
+    "_adaptive_avg_pool3d": _adaptive_average,
+    "adaptive_avg_pool1d": _adaptive_average,
+    "adaptive_avg_pool2d": _adaptive_average,
+    "adaptive_avg_pool3d": _adaptive_average,
     "alpha_dropout": _dropout,
     "any": _any,
     "bernoulli": _bernoulli,
