@@ -40,6 +40,11 @@ from stagepack_loaders.torch.value_check import NodeProblem, value_problems
 from stagepack_loaders.torch.weights import WeightCache
 
 _SHOWN_PROBLEMS = 5
+# The fused kernel of a frozen encoder in evaluation mode writes zeros at padded rows.
+_FAST_PATH_CLASS = "TransformerEncoder"
+_FAST_PATH_SWITCH = (
+    "call torch.backends.mha.set_fastpath_enabled(False) before the export, so that both take the same path"
+)
 _IN_PLACE = "changes the shape or the strides of"
 
 
@@ -197,8 +202,8 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
         "path in eager mode than under torch.export"
     )
     if not is_allowed:
+        change = _FAST_PATH_SWITCH if _FAST_PATH_CLASS in module else "change the model so that both take the same path"
         raise AnswerDiffersError(
-            f"{message}: change the model so that both take the same path, or export it all the same with --allow-difference (in Python "
-            "allow_difference=True)"
+            f"{message}: {change}, or export it all the same with --allow-difference (in Python allow_difference=True)"
         )
     warnings.warn(f"{message}; the bundle has the answer of the captured program", ExportWarning, stacklevel=2)

@@ -62,14 +62,14 @@ def check_example(capture: Capture, program: LinearizedProgram) -> None:
 
 
 def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, torch.Tensor]:
-    """Return the inputs of the example by name, contiguous; numbers are 0-dimensional tensors.
+    """Return copies of the inputs of the example by name, with their strides; numbers are 0-dimensional tensors.
 
     Args:
         capture: the captured model.
         program: its program.
     """
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
-    return {name: torch.as_tensor(argument.value).detach().clone().contiguous() for name, argument in bound.items()}
+    return {name: torch.as_tensor(argument.value).detach().clone() for name, argument in bound.items()}
 
 
 def run_example(

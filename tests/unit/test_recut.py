@@ -157,3 +157,48 @@ def test_a_transmitted_weight_lives_in_one_stage_and_travels(tmp_path: Path) -> 
     assert (edge.producer, edge.consumers) == (0, (2,))
     pipe = stagepack.load(bundle)
     assert torch.equal(pipe(*capture.inputs.args), capture.program.module()(*capture.inputs.args))
+
+
+def turned(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    doubled = x * 2
+    flat = doubled.view(-1)
+    doubled.t_()
+    return flat.exp() + 1, doubled.cos()
+
+
+def resized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    doubled = x.flatten() * 2
+    further = doubled + 1
+    doubled.resize_(4)
+    return doubled, further
+
+
+def windowed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = (x * 2)[1:]
+    return rows.as_strided((2, 2), (1, 2), 0).exp(), rows.cos()
+
+
+@pytest.mark.parametrize("function", [turned, resized, windowed])
+@pytest.mark.parametrize("is_decomposed", [False, True], ids=["program", "decomposed"])
+def test_every_cut_through_reshaped_values_is_refused_or_loaded(
+    function: Any, is_decomposed: bool, tmp_path: Path
+) -> None:
+    x = torch.rand(3, 2)
+    program = torch.export.export(Lambda(lambda _, x: function(x)), (x,))
+    program = program.run_decompositions() if is_decomposed else program
+    bundle = stagepack.export(program, out=tmp_path / "1.stagepack")
+    expected = function(x)
+    loaded_count = 0
+    for first_of_second in range(1, bundle.stages[0].nodes):
+        positions = iter(range(bundle.stages[0].nodes))
+
+        def policy(_: PolicyNode, positions: Any = positions, first: int = first_of_second) -> int:
+            return int(next(positions) >= first)
+
+        try:
+            cut = stagepack.recut(bundle, out=tmp_path / f"{first_of_second}-2.stagepack", policy=policy)
+        except CutError:  # a value that is written stays in one stage with all that touches it
+            continue
+        assert all(map(torch.equal, stagepack.load(cut)(x), expected))
+        loaded_count += 1
+    assert loaded_count or function is resized
