@@ -23,6 +23,7 @@ USED_NAMES = {
     "torch.cuda.Event",
     "torch.cuda.Stream",
     "torch.cuda.current_stream",
+    "torch.cuda.device_count",
     "torch.cuda.get_device_capability",
     "torch.cuda.get_device_name",
     "torch.cuda.get_rng_state_all",
