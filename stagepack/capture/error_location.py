@@ -1,5 +1,6 @@
 """The line of a user's code that an error came from."""
 
+import functools
 import importlib.metadata
 import linecache
 import os
@@ -39,12 +40,9 @@ def error_location(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen_ids:
         seen_ids.add(id(cause))
-        location = ""
-        for frame, line in traceback.walk_tb(cause.__traceback__):
+        for frame, line in reversed(list(traceback.walk_tb(cause.__traceback__))):
             if not _is_library(frame.f_code.co_filename):
-                location = _format(frame.f_code.co_filename, line, frame.f_code.co_name)
-        if location:
-            return location
+                return _format(frame.f_code.co_filename, line, frame.f_code.co_name)
         cause = cause.__cause__ or cause.__context__
     return ""
 
@@ -58,11 +56,10 @@ def traced_location(stack_trace: str) -> str:
     Returns:
         As of `error_location`.
     """
-    location = ""
-    for file_name, line, function in _FRAME.findall(stack_trace):
+    for file_name, line, function in reversed(_FRAME.findall(stack_trace)):
         if not _is_library(file_name):
-            location = _format(file_name, int(line), function)
-    return location
+            return _format(file_name, int(line), function)
+    return ""
 
 
 def _is_library(file_name: str) -> bool:
@@ -91,6 +88,7 @@ def _format(file_name: str, line: int, function: str) -> str:
     return f"{path}, line {line}{in_function}"
 
 
+@functools.cache  # takes half a second: it reads the metadata of all installed packages
 def _package(module_name: str) -> str:
     """The package of a module with its version; empty if it has none."""
     packages = importlib.metadata.packages_distributions().get(module_name)
