@@ -155,7 +155,7 @@ def test_log_says_why_requests_run_alone(
     bundle: Bundle, bundles: Mapping[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     together = stagepack.open(bundles["together"])
-    with caplog.at_level("INFO", "stagepack.serve"), served(bundle, 0):
+    with caplog.at_level("DEBUG", "stagepack.serve"), served(bundle, 0):
         assert ServedModel("mixed", together, stagepack.load(together), ServerLimits(), Metrics()).close(20)
     assert "mixed: requests run alone: aten.mean.dim computes one result from several rows" in caplog.messages
     assert f"tagger: batches of up to {BATCH_SIZE} rows" in caplog.messages

@@ -97,7 +97,7 @@ class ServedModel:
         if self.unbatched_reason:
             _LOG.info("%s: requests run alone: %s", name, self.unbatched_reason)
         elif self.max_batch_size > 1:
-            _LOG.info("%s: batches of up to %d rows", name, self.max_batch_size)
+            _LOG.debug("%s: batches of up to %d rows", name, self.max_batch_size)
         if bundle.example is not None:
             run_example(pipeline, bundle, check=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
