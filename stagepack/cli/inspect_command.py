@@ -14,6 +14,7 @@ from stagepack.cli.run_options import check_stage_number, json_option
 from stagepack.cli.stage_facts import print_stage_graph, stage_graph_facts
 from stagepack.format.folded import trivially_folded
 from stagepack.format.reader import Bundle
+from stagepack.graph.rows.batch import batch_dimension, end_edges
 
 
 @subcommand(
@@ -67,8 +68,6 @@ def command(bundle_path: str, stage_number: int | None, as_code: bool, flat: boo
 
 def _batching_facts(bundle: Bundle) -> dict[str, dict[str, str | None]]:
     """For each entry point, the dynamic size over which requests may share a batch, or why they may not."""
-    from stagepack_loaders.batching import batch_dimension, end_edges  # noqa: PLC0415 - after the arguments are checked
-
     facts: dict[str, dict[str, str | None]] = {}
     for selected in each_entry_point(bundle):
         symbol = batch_dimension(selected, end_edges(selected))

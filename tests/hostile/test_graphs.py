@@ -241,9 +241,9 @@ ATTACKS = [
     case(
         "schema is not one",
         operator("aten.gelu.default", "junk(("),
-        "the bundle was made with junk",
-        OperatorError,
-        Seen.LOAD,
+        "expected the parameters of its schema",
+        FormatError,
+        Seen.STAGE,
     ),
     case(
         "namespaces hidden from the caller",

@@ -9,6 +9,7 @@ import torch
 import stagepack
 from stagepack.errors import FormatError, OperatorError
 from stagepack.format.operator_list import DENIED, LIST_FILE, REASONS, RUN_BY_DEFAULT, listed_verdicts
+from stagepack.format.operator_schema import schema_parameters
 from stagepack.torch_internals import operator_schema
 from stagepack_loaders.torch.argument_guards import ARGUMENT_CHECKS, NEED_NO_OVERLAP, guarded_operator
 from stagepack_loaders.torch.bounded_integers import BOUNDED_OPERATORS
@@ -69,6 +70,8 @@ def rename_operator(editor: BundleEditor, name: str, schema: str = "") -> None:
     def rename(fields: dict[str, Any]) -> None:
         gelu = next(op for op in fields["ops"] if op["name"] == "aten.gelu.default")
         gelu.update(name=name, schema=schema or gelu["schema"])
+        if schema:
+            gelu.update(parameters=list(schema_parameters(schema) or ()))
 
     editor.edit_graph(1, rename)
 

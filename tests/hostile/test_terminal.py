@@ -15,6 +15,7 @@ from tests.hostile.attack import command_fails
 
 # Clear the screen, set the title, C1 control, right-to-left override, and a line that looks like ours.
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\r\nall rules hold"
+STATE = f"{EVIL} of state"
 STYLES = re.compile(r"\x1b\[[012]m")  # what we print ourselves: bold, dim, reset
 
 
@@ -34,7 +35,11 @@ def dress(editor: BundleEditor) -> None:
         "stage-1.safetensors",
         lambda fields: fields.update({EVIL: fields.pop("first.weight"), "first.bias": fields.pop("first.bias")}),
     )
-    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][2].update(state=[EVIL]))
+    editor.edit_graph(2, lambda fields: fields.update(rename_value(fields, "calls", STATE)))
+    editor.edit_weight_header(
+        "stage-2.safetensors", lambda fields: fields.update({STATE: fields.pop("calls")}) if "calls" in fields else None
+    )
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][2].update(state=[STATE]))
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--stage", "1"], ["verify", "--run"], ["load"]])

@@ -144,9 +144,13 @@ def test_sizes_that_cannot_be_computed_are_too_large(dim: Any, tmp_path: Path) -
         outputs = [node["outputs"][0] for node in fields["nodes"]]
         next(value for value in outputs if value["shape"] == ["rows", "rows", 4])["shape"][1] = dim
         if dim == "unknown":
-            fields["symbols"].append({"name": "unknown", "min": 3, "max": 3, "example": 3})
+            fields["symbols"].append(unknown)
 
-    BundleEditor(out).edit_graph(0, change)
+    unknown = {"name": "unknown", "min": 3, "max": 3, "example": 3}
+    editor = BundleEditor(out)
+    editor.edit_graph(0, change)
+    if dim == "unknown":
+        editor.edit_manifest(lambda fields: fields["entry_points"][0]["symbols"].append(unknown))
     pipeline = stagepack.load(out, limits=stagepack.Limits(value_bytes="100MB"))
     with pytest.raises(ValueSizeError, match="more than any memory has"):
         pipeline(torch.ones(6, 4) if isinstance(dim, dict) and dim["op"] == "floordiv" else torch.ones(7, 4))

@@ -11,7 +11,8 @@ import torch
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
-from stagepack_loaders.batching import batch_dimension, batch_limit, end_edges
+from stagepack.graph.rows.batch import batch_dimension, end_edges
+from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.callable_pipeline import CallablePipeline
 
 # Sends values with the sizes of their symbols on their way.

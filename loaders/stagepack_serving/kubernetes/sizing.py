@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from stagepack.format.example_sizes import example_sizes
 from stagepack.format.reader import Bundle
-from stagepack_loaders.batching import batch_dimension
+from stagepack.graph.rows.batch import batch_dimension
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from stagepack_loaders.distributed.routes import assign_stages
 from stagepack_serving.kubernetes.options import DeploymentOptions

@@ -1,7 +1,7 @@
 """Whether Triton can batch requests to a bundle."""
 
 from stagepack.format.reader import Bundle
-from stagepack_loaders.batching import batch_dimension
+from stagepack.graph.rows.batch import batch_dimension
 from stagepack_serving.protocol.interface import Interface
 
 
