@@ -5,12 +5,15 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+# A shell has the tests that it runs in the background ignore it, and the processes that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # In one thread each, as more would wait for each other. Read when torch is imported; server processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 # No test depends on what an earlier one has verified, or leaves a record in the home folder.

@@ -16,9 +16,10 @@ from tests.hostile.tiny import write_tiny
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle of three stages, and a record that is empty."""
+    """A bundle of three stages, and a record that is empty: the export has checked them, too."""
+    bundle = write_tiny(tmp_path / "tiny.stagepack")
     monkeypatch.setenv(checked_graphs.FOLDER_VARIABLE, str(tmp_path / "record"))
-    return write_tiny(tmp_path / "tiny.stagepack")
+    return bundle
 
 
 @pytest.fixture
