@@ -180,7 +180,7 @@ def test_a_second_signal_ends_at_once(slow: Path) -> None:
 
 
 def test_it_says_that_it_stops(slow: Path) -> None:
-    with stagepack_server([slow], "--linger-s", "20") as server:
+    with stagepack_server([slow], "--linger-s", "3") as server:
         server.process.send_signal(signal.SIGTERM)
         wait_until_not_ready(server)
         connection = http.client.HTTPConnection("127.0.0.1", server.http)

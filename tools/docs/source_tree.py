@@ -14,7 +14,8 @@ OTHER_FOLDERS = {
     "examples": "models to serve, and clients: sentence embeddings, pictures, text token by token",
     "schema": "the specification, JSON Schemas, test vectors for other readers, frozen bundles of each release",
     "docs": "these pages",
-    "tests": "unit, conformance, compat, hostile, roundtrip, onnx, serve, cli, docs; zoo: the models that must survive",
+    "tests": "unit, conformance, compat, hostile, roundtrip, onnx, serve, cli, docs; zoo: the models that must survive; laws: sweeps; "
+    "public_faults: reports on other tools",
     "tools": "the demo, benchmarks, generators of schema and docs",
 }
 

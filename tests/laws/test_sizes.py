@@ -11,7 +11,7 @@ from torch.export import Dim
 
 import stagepack
 from stagepack.errors import ExportWarning, InputError, StagepackError
-from tests.unit.sized_models import Counter, Function, sized_models
+from tests.laws.sized_models import Counter, Function, sized_models
 
 SIZES = (0, 1, 2, 3)
 # Models whose programs have a guard against a size that the model answers, or answer it otherwise; each call of that size is refused.
