@@ -56,6 +56,7 @@ class Verdict(enum.Enum):
 
     EQUAL = enum.auto()
     DIFFERS = enum.auto()
+    PROGRAM_FAILS = enum.auto()  # and the model answers
     MODEL_FAILS = enum.auto()  # and its program answers
     BOTH_FAIL = enum.auto()
     REFUSED = enum.auto()  # by a guard
@@ -229,7 +230,7 @@ class SizeTrial:
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
             if failure or self._capture.model is None:
                 return Outcome(Verdict.BOTH_FAIL, failure or f"the program fails: {describe_error(error)}")
-            return Outcome(Verdict.DIFFERS, f"its captured program fails: {describe_error(error)}")
+            return Outcome(Verdict.PROGRAM_FAILS, f"its captured program fails: {describe_error(error)}")
         if failure:
             return Outcome(Verdict.MODEL_FAILS, failure)
         if self._capture.model is None or are_identical(answer, results):

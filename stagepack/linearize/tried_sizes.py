@@ -28,7 +28,9 @@ from stagepack.torch_internals import is_automatic
 _MAX_LOWER_SIZES: Final = 8
 # How many combinations of sizes of several symbols are tried before a size is admitted.
 _MAX_COMBINATIONS = 32
-_REFUSED_BY_ALL = (Verdict.BOTH_FAIL, Verdict.REFUSED)
+# What a bundle answers with an error, so that a size is not wrong because of it.
+_REFUSED = (Verdict.BOTH_FAIL, Verdict.PROGRAM_FAILS, Verdict.REFUSED)
+_OTHER_THAN_MODEL = (Verdict.DIFFERS, Verdict.PROGRAM_FAILS)
 
 
 def with_tried_sizes(capture: Capture, program: LinearizedProgram) -> LinearizedProgram:
@@ -124,7 +126,7 @@ class _Ranges:
         )
         for size in sizes:
             outcome = self._trial.at(self._trial.nearest({symbol_name: size}))
-            if outcome.verdict is Verdict.DIFFERS:
+            if outcome.verdict in _OTHER_THAN_MODEL:
                 failures[size] = outcome
         for size in range(known_min - 1, max(requested_min, known_min - _MAX_LOWER_SIZES) - 1, -1):
             sizes.append(size)
@@ -141,8 +143,8 @@ class _Ranges:
         """Why a size of a symbol is not admitted: alone, or with sizes of others that are; None if it is."""
         example = self._trial.example
         outcome = self._trial.at(self._trial.nearest({symbol_name: size}))
-        if outcome.verdict in _REFUSED_BY_ALL:
-            # It may need the same size of others, as `gather` does of its index.
+        if outcome.verdict in _REFUSED:
+            # It may need the same size of others, as `gather` does of its index, or an attention mask of the texts of a batch.
             joint_sizes = {other: self._joint_size(other, size) for other in example if other in self._requests}
             outcome = self._trial.at(self._trial.nearest(joint_sizes))
         if outcome.verdict is not Verdict.EQUAL:
@@ -155,7 +157,7 @@ class _Ranges:
         combinations = itertools.islice(itertools.product(*choices), _MAX_COMBINATIONS)
         for combination in itertools.chain(combinations, [lowest]):
             outcome = self._trial.at({**example, **dict(combination), symbol_name: size})
-            if outcome.verdict is not Verdict.EQUAL and outcome.verdict not in _REFUSED_BY_ALL:
+            if outcome.verdict is not Verdict.EQUAL and outcome.verdict not in _REFUSED:
                 return outcome
         return None
 
@@ -167,11 +169,11 @@ class _Ranges:
         """Leave out the smallest size of a symbol if the program answers otherwise where all have their smallest ones."""
         example = self._trial.example
         outcome = self._trial.at({**example, **self._smallest})
-        if outcome.verdict is not Verdict.DIFFERS:
+        if outcome.verdict not in _OTHER_THAN_MODEL:
             return
         for symbol_name, size in self._smallest.items():
             raised = {**self._smallest, symbol_name: size + 1}
-            if size < example[symbol_name] and self._trial.at({**example, **raised}).verdict is not Verdict.DIFFERS:
+            if size < example[symbol_name] and self._trial.at({**example, **raised}).verdict not in _OTHER_THAN_MODEL:
                 self._smallest, self._failures[symbol_name] = raised, (size, outcome)
                 return
 

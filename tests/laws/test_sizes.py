@@ -192,3 +192,23 @@ def test_a_shape_that_the_program_states_wrongly_at_an_end_is_answered_alike(tmp
             inputs = torch.randn(rows, 9, 8), torch.randn(last)
             for found, expected in zip(pipeline(*inputs), model(*inputs), strict=True):
                 assert torch.equal(found, expected)
+
+
+class MaskedRows(torch.nn.Module):
+    """Leaves out a mask of ones in eager mode only, as models of transformers do."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting() and mask.all():
+            return x * 1.0
+        return x * mask[torch.arange(x.shape[0])]
+
+
+def test_inputs_that_need_the_same_size_are_admitted_at_it_together(tmp_path: Path) -> None:
+    model, rows = MaskedRows(), {0: Dim.AUTO}
+    example = (torch.rand(2, 4), torch.ones(2, 4))
+    pipe = stagepack.load(stagepack.export(model, example, dynamic_shapes=(rows, rows), out=tmp_path / "m.stagepack"))
+    for size in (0, 1, 2, 3):
+        inputs = (torch.rand(size, 4), torch.ones(size, 4))
+        assert torch.equal(pipe(*inputs), model(*inputs))
+    with pytest.raises(StagepackError):
+        pipe(torch.rand(2, 4), torch.ones(1, 4))
