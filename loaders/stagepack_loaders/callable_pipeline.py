@@ -12,7 +12,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.call_limits import ValueLimit
-from stagepack_loaders.exchange import array_ops_of_call, to_array
+from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
 from stagepack_loaders.generation.generate import TokenCallback, generate
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.run_trace import RunTrace
@@ -44,6 +44,8 @@ class CallablePipeline(ABC):
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
+        # Of several stages, where the order of a read and a write of the same memory is not that of the model.
+        self._written_inputs: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         """The bundle, the stages with their devices, and the inputs."""
@@ -193,7 +195,10 @@ class CallablePipeline(ABC):
         sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols, self.entry_point.guards)
         if self.limit is not None:
             self.limit.check(sizes)
-        return {edge_name: argument.value for edge_name, argument in bound_arguments.items()}, sizes
+        values = {edge_name: argument.value for edge_name, argument in bound_arguments.items()}
+        if self._written_inputs:
+            check_shared_memory(values, self._written_inputs)
+        return values, sizes
 
     def _build_result(self, values: Mapping[str, Any], arrays: ArrayOps) -> Any:
         """Return the result of the model, in its containers, with arrays of a kind."""

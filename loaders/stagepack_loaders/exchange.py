@@ -1,7 +1,9 @@
 """Values that cross from one runtime to another, or between a runtime and a caller."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+import numpy
 
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
@@ -61,6 +63,40 @@ def to_elements(value: Any, value_type: Value | Edge) -> Array:
     """
     source_arrays = NUMPY_ARRAYS if value_type.dtype in SCALAR_DTYPES else array_ops_of(value)
     return source_arrays.to_elements(value, value_type.dtype)
+
+
+def check_shared_memory(values: Mapping[str, Any], written_names: Collection[str]) -> None:
+    """Check inputs of a model that writes some of them, before a call of several stages.
+
+    A stage that reads one of two inputs on the same memory may run before or after the stage that writes the other.
+
+    Raises:
+        InputError: a written input shares memory with another one.
+    """
+    for written_name in values.keys() & set(written_names):
+        written_range = _memory_range(values[written_name])
+        for other_name in values.keys() - {written_name}:
+            other_range = _memory_range(values[other_name])
+            if max(written_range.start, other_range.start) < min(written_range.stop, other_range.stop):
+                raise InputError(
+                    f"{written_name} and {other_name} share memory, and the model writes {written_name}: give copies"
+                )
+
+
+def _memory_range(value: Any) -> range:
+    """The addresses of a tensor of torch or an array of numpy; empty for other values."""
+    if hasattr(value, "data_ptr"):
+        address, item_bytes = value.data_ptr(), value.element_size()
+        strides = [stride * item_bytes for stride in value.stride()]
+    elif isinstance(value, numpy.ndarray):
+        address, item_bytes, strides = value.ctypes.data, value.itemsize, list(value.strides)
+    else:
+        return range(0)
+    if 0 in value.shape:
+        return range(0)
+    reaches = [stride * (size - 1) for size, stride in zip(value.shape, strides, strict=True)]
+    lowest, highest = (sum(filter(is_part, reaches)) for is_part in ((0).__gt__, (0).__lt__))
+    return range(address + lowest, address + highest + item_bytes)
 
 
 def array_ops_of_call(values: Iterable[Any], default: ArrayOps) -> ArrayOps:

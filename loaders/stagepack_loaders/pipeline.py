@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
+from stagepack.format.aliasing import written_inputs
+from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, stage_state
 from stagepack_loaders.call_limits import ValueLimit
@@ -54,6 +56,9 @@ class Pipeline(CallablePipeline):
         super().__init__(bundle, types, limit)
         self.stages = tuple(stages)
         self.runtimes: tuple[Runtime, ...] = tuple(find_runtime(stage.runtime) for stage in stages)
+        if len(stages) > 1:  # stages of other runtimes than torch check the inputs that they write
+            graphs = [graph for stage in stages if isinstance(graph := getattr(stage, "graph", None), Graph)]
+            self._written_inputs = frozenset().union(*map(written_inputs, graphs))
         last_uses: list[list[str]] = [[] for _ in self.entry_point.stages]
         for edge in self.entry_point.edges:
             if edge.consumers and edge.name not in self._results:

@@ -110,6 +110,14 @@ def may_write(graph: Graph) -> bool:
     return any(op.mutates or op.name in _TRAINING_PARAMETERS for op in graph.ops)
 
 
+def written_inputs(graph: Graph) -> frozenset[str]:
+    """Return the names of the inputs of a graph whose memory its nodes write."""
+    if not may_write(graph):
+        return frozenset()
+    classes = alias_classes(graph)
+    return frozenset(value.name for value in graph.inputs if classes.is_written(value.name))
+
+
 def written_weight_names(graph: Graph, classes: AliasClasses) -> tuple[str, ...]:
     """Return the first names of the weights that nodes write, in the order of the weight table.
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import OptionError, StagepackError
-from stagepack.format.aliasing import alias_classes
+from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
@@ -299,5 +299,4 @@ def _written_inputs(bundle: Bundle, stage_number: int) -> tuple[str, ...]:
     stage_inputs = model_inputs.intersection(bundle.stages[stage_number].inputs)
     if not stage_inputs:
         return ()
-    classes = alias_classes(bundle.graph_file(stage_number, module_calls=False).graph)
-    return tuple(sorted(name for name in stage_inputs if classes.is_written(name)))
+    return tuple(sorted(stage_inputs & written_inputs(bundle.graph_file(stage_number, module_calls=False).graph)))

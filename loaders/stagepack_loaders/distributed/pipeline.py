@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from stagepack.errors import StageLostError, StagepackError
+from stagepack.format.aliasing import written_inputs
 from stagepack.format.manifest import format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
@@ -91,6 +92,9 @@ class DistributedPipeline(CallablePipeline):
             StagepackError: the processes could not be started, or could not load their stages.
         """
         super().__init__(bundle, types, limit)
+        # Each process has memory of its own for an input, also where two share theirs here.
+        graphs = (bundle.graph_file(number, module_calls=False).graph for number in range(len(bundle.stages)))
+        self._written_inputs = frozenset().union(*map(written_inputs, graphs))
         self._is_state_lost = False
         self._is_restarted = False
         self._sequence_numbers = itertools.count(1)
