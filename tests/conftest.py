@@ -46,11 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Write the outcomes in the process that collects those of all workers."""
-    is_worker = hasattr(config, "workerinput")
-    if config.getoption("--one-process") and (is_worker or not config.getoption("numprocesses", None)):
-        sys.addaudithook(_refuse_processes)
     path = config.getoption("--outcomes")
-    if path is not None and not is_worker:
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Outcomes(path))
 
 
@@ -62,9 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("process")]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the garbage collector pass over what was imported, which stays: a tenth of the time."""
     gc.freeze()
+    if session.config.getoption("--one-process"):  # after the modules of tests and plugins, which may start processes
+        sys.addaudithook(_refuse_processes)
 
 
 def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
