@@ -4,6 +4,7 @@ A condition that a bundle cannot keep is an error: else the bundle would answer 
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,7 +19,7 @@ from stagepack.format.shapes import Dim, Expr, Guard, Symbol, guard_holds, symbo
 from stagepack.linearize.conditions import integer_condition
 from stagepack.linearize.guard_texts import conditions_of_texts
 from stagepack.linearize.symbols import SymbolTable
-from stagepack.torch_internals import traced_conditions
+from stagepack.torch_internals import symbolic_functions, traced_conditions
 
 # The relation, and whether its sides are exchanged.
 _RELATIONS: Mapping[type, tuple[str, bool]] = {
@@ -106,6 +107,8 @@ class _GuardBuilder:
         checked_symbols = self._checked_symbols(condition)
         if not checked_symbols:
             raise self._unsupported(condition, _OTHER_THAN_SIZES)
+        if _holds_for_all_sizes(condition):
+            return []
         guard = self._guard(condition)
         guards = self._tabulated(condition, checked_symbols[0]) if guard is None else [guard]
         return [guard for guard in guards if not is_implied(guard, self._table.symbols)]
@@ -187,6 +190,31 @@ def _is_below_a_bound_of_all_sizes(condition: sympy.Basic) -> bool:
     """Whether a condition says that a size is less than a number that is larger than all sizes, such as 2**63 - 1, or differs from it."""
     relation, is_swapped = _RELATIONS.get(type(condition), ("eq", False))
     return relation != "eq" and _is_beyond_sizes(condition.args[0 if is_swapped else 1])
+
+
+def _holds_for_all_sizes(condition: sympy.Basic) -> bool:
+    """Whether a condition on sizes holds because of a larger number: (n - 1)//2 <= 2**63 - 1 - (n - 1)//2, of padding="same"."""
+    relation, is_swapped = _RELATIONS.get(type(condition), ("eq", False))
+    if relation == "eq":
+        return False
+    lower, upper = condition.args[::-1] if is_swapped else condition.args
+    distance, rest = (upper - lower).as_coeff_Add()
+    return _is_beyond_sizes(distance) and _magnitude(rest) < distance
+
+
+def _magnitude(expression: sympy.Basic) -> float:
+    """A bound of the absolute value of an expression, if all its symbols are sizes."""
+    if expression.is_Integer:
+        return abs(int(expression))
+    if expression.is_Symbol:
+        return limits.TENSOR_ELEMENTS
+    parts = [_magnitude(part) for part in expression.args]
+    if expression.is_Add:
+        return sum(parts)
+    if expression.is_Mul:
+        return math.prod(parts)
+    is_floor_division = symbolic_functions().get(type(expression)) == "floordiv" and expression.args[1].is_Integer
+    return parts[0] // parts[1] + 1 if is_floor_division else math.inf
 
 
 def _is_beyond_sizes(bound: sympy.Basic) -> bool:

@@ -163,6 +163,18 @@ def test_comparison_with_a_number_beyond_all_sizes_needs_no_guard(tmp_path: Path
     assert not bundle.entry_point.guards
 
 
+def test_padding_to_the_same_size_needs_no_guard_on_the_kernel(tmp_path: Path) -> None:
+    class Same(torch.nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
+            return torch.nn.functional.conv2d(x, weight, padding="same")
+
+    dims = tuple(dict.fromkeys(range(4), Dim.AUTO) for _ in range(2))
+    example = (torch.rand(2, 3, 6, 6), torch.rand(4, 3, 3, 3))
+    pipeline = stagepack.load(stagepack.export(Same(), example, dynamic_shapes=dims, out=tmp_path / "x"))
+    for inputs in (example, (torch.rand(1, 3, 7, 9), torch.rand(2, 3, 5, 3))):
+        assert torch.equal(pipeline(*inputs), Same()(*inputs))
+
+
 def test_guards_of_a_result_that_another_input_equals_are_kept(tmp_path: Path) -> None:
     model = AsksFor(
         lambda x, y: torch.nn.functional.interpolate(x[None, None], scale_factor=0.5).shape[2] == y.shape[0]
