@@ -27,6 +27,8 @@ from stagepack.capture.torch_messages import suppress_log_records
 from stagepack.errors import CaptureError
 from stagepack.format.contract import bind_call
 from stagepack.format.graph import Value
+from stagepack.format.operator_permissions import needed_permissions
+from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.shapes import Dim, Symbol, evaluate_dim, format_guard, guard_holds, symbol_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.example import EXAMPLE_SEED
@@ -106,6 +108,9 @@ class SizeTrial:
         self._node_positions = {source: position for position, source in enumerate(program.sources)}
         self._outcomes: dict[tuple[tuple[str, int], ...], Outcome] = {}
         self._fake_weights: tuple[FakeTensorMode, dict[str, torch.Tensor]] | None = None
+        # nll_loss_backward reads past the end of its inputs where a target is out of range.
+        permissions = sorted(needed_permissions([program.graph]))
+        self._unsafe_operators = [name for name in permissions if operator_namespace(name) in ALLOWED_NAMESPACES]
         costs = [node.cost for node in program.graph.nodes]
         self._example_work = sum(cost.flops + _WORK_OF_BYTE * cost.bytes for cost in costs)
         self._remaining_work = _MAX_WORK
@@ -198,6 +203,8 @@ class SizeTrial:
             return Outcome(Verdict.UNKNOWN, "the example is not in the containers of its program")
         if guard := self._refused_by(point):
             return Outcome(Verdict.REFUSED, f"its captured program holds for {guard} alone")
+        if self._unsafe_operators:
+            return Outcome(Verdict.UNKNOWN, f"{self._unsafe_operators[0]} may end the process at sizes that do not fit")
         self._remaining_work -= self._work(point)
         if self._remaining_work < 0:
             return Outcome(Verdict.UNKNOWN, "the model is too large to be tried at further sizes")

@@ -212,3 +212,14 @@ def test_inputs_that_need_the_same_size_are_admitted_at_it_together(tmp_path: Pa
         assert torch.equal(pipe(*inputs), model(*inputs))
     with pytest.raises(StagepackError):
         pipe(torch.rand(2, 4), torch.ones(1, 4))
+
+
+def test_operators_that_may_end_the_process_are_not_tried(tmp_path: Path) -> None:
+    class Backward(torch.nn.Module):
+        def forward(self, gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten.nll_loss_backward(gradient, x, target, None, 0, 10, torch.tensor(3.0))
+
+    example = (torch.rand(3), torch.rand(3, 4), torch.tensor([2, 3, 0]))
+    rows = {0: Dim.AUTO}
+    with pytest.warns(ExportWarning, match="nll_loss_backward may end the process at sizes that do not fit"):
+        stagepack.export(Backward(), example, dynamic_shapes=(rows, {1: Dim.AUTO}, rows), out=tmp_path / "m.stagepack")
