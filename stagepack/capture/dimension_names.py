@@ -62,6 +62,7 @@ def declared_dimensions(capture: Capture) -> list[DeclaredDimension]:
         DeclaredDimension(leaf, axis, dim, value if axis is None else value.shape[axis])
         for leaf, (value, dims) in enumerate(zip(values, leaf_dims, strict=False))
         for axis, dim in dims.items()
+        if axis is None or axis < value.ndim  # torch ignores a dimension that a tensor does not have
     ]
 
 

@@ -223,3 +223,9 @@ def test_operators_that_may_end_the_process_are_not_tried(tmp_path: Path) -> Non
     rows = {0: Dim.AUTO}
     with pytest.warns(ExportWarning, match="nll_loss_backward may end the process at sizes that do not fit"):
         stagepack.export(Backward(), example, dynamic_shapes=(rows, {1: Dim.AUTO}, rows), out=tmp_path / "m.stagepack")
+
+
+def test_a_dimension_that_a_tensor_does_not_have_is_ignored(tmp_path: Path) -> None:
+    model, rows = torch.nn.Identity(), {0: Dim.AUTO}
+    bundle = stagepack.export(model, (torch.tensor(3.0),), dynamic_shapes=(rows,), out=tmp_path / "m.stagepack")
+    assert stagepack.load(bundle)(torch.tensor(4.0)) == 4
