@@ -92,8 +92,12 @@ class DistributedPipeline(CallablePipeline):
             StagepackError: the processes could not be started, or could not load their stages.
         """
         super().__init__(bundle, types, limit)
-        # Each process has memory of its own for an input, also where two share theirs here.
-        graphs = (bundle.graph_file(number, module_calls=False).graph for number in range(len(bundle.stages)))
+        # Each process has memory of its own for an input, also where two share theirs here. A host may have files of its own stages alone.
+        graphs = (
+            bundle.graph_file(number, module_calls=False).graph
+            for number, stage in enumerate(bundle.stages)
+            if (bundle.path / stage.graph).exists()
+        )
         self._written_inputs = frozenset().union(*map(written_inputs, graphs))
         self._is_state_lost = False
         self._is_restarted = False
