@@ -17,6 +17,7 @@ from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import check_case, in_processes, process_ids
 from tests.distributed.waiting_operator import Waiting
+from tests.roundtrip.test_shared_inputs import WritesFirst
 from tests.waiting import wait_until
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES, named
@@ -290,3 +291,13 @@ def test_what_was_sent_is_freed(layers: Bundle) -> None:
         for _ in range(400):
             pipeline(ids)
         assert resident_bytes() - before < 60e6  # of 300 MB that were sent
+
+
+def test_inputs_on_the_memory_of_a_written_one_are_refused(tmp_path: Path) -> None:
+    example = (torch.ones(2, 4), torch.ones(2, 4))
+    bundle = stagepack.export(WritesFirst().eval(), example, out=tmp_path / "m.stagepack", stages=2)
+    memory = torch.rand(4, 4)
+    with in_processes(bundle) as pipeline:
+        with pytest.raises(InputError, match="x and y share memory, and the model writes x: give copies"):
+            pipeline(memory[:2], memory[1:3])
+        assert pipeline(memory[:2], memory[2:]).shape == (2, 4)

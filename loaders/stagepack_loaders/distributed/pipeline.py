@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from stagepack.errors import StageLostError, StagepackError
-from stagepack.format.aliasing import written_inputs
 from stagepack.format.manifest import format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
@@ -92,13 +91,6 @@ class DistributedPipeline(CallablePipeline):
             StagepackError: the processes could not be started, or could not load their stages.
         """
         super().__init__(bundle, types, limit)
-        # Each process has memory of its own for an input, also where two share theirs here. A host may have files of its own stages alone.
-        graphs = (
-            bundle.graph_file(number, module_calls=False).graph
-            for number, stage in enumerate(bundle.stages)
-            if (bundle.path / stage.graph).exists()
-        )
-        self._written_inputs = frozenset().union(*map(written_inputs, graphs))
         self._is_state_lost = False
         self._is_restarted = False
         self._sequence_numbers = itertools.count(1)
@@ -109,6 +101,8 @@ class DistributedPipeline(CallablePipeline):
         self._processes.start()
         # At the end of this process, too, whose threads must not wait for the other processes then.
         weakref.finalize(self, self._processes.end)
+        # Each process has memory of its own for an input, also where two share theirs here.
+        self._written_inputs = frozenset(name for facts in self.stage_facts for name in facts.written_inputs)
         if microbatch_size is not None:
             try:
                 self._microbatches = Microbatches(bundle, self, microbatch_size)
