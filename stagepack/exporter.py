@@ -43,7 +43,7 @@ from stagepack.linearize.tried_sizes import with_tried_sizes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.self_check import LoadedDraft, check_program, refused_by_loaders, report_difference
+from stagepack.self_check import LoadedDraft, check_other_inputs, check_program, refused_by_loaders, report_difference
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -246,6 +246,11 @@ def _record_example(
     if not difference.within:
         values = tuple(example_values(capture, program).values())
         report_difference(capture, values, difference.largest, seed=EXAMPLE_SEED, is_allowed=options.allow_difference)
+    else:
+        written = [program.weights.tensors[weight] for weight in _written_weights(program)]
+        check_other_inputs(
+            stages, capture, program, written=written, seed=EXAMPLE_SEED, is_allowed=options.allow_difference
+        )
     recorded = {name: tensor.contiguous() for name, tensor in inputs.items()}
     if any(tensor is not inputs[name] for name, tensor in recorded.items()):
         # Random numbers are drawn in the order of the memory, and a file has tensors without strides.

@@ -1,6 +1,8 @@
 """Check what an export writes as loaders do: the graph before the cut, and the bundle before it has its name, which runs its example."""
 
 import contextlib
+import copy
+import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stagepack.capture.asked_properties import OtherInputs, Property, other_inputs
 from stagepack.capture.checkpoint import map_tensor
 from stagepack.capture.program_run import diverging_module
 from stagepack.capture.programs import Capture
@@ -28,6 +31,7 @@ from stagepack.format.operator_permissions import needed_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
+from stagepack.linearize.example import example_inputs, run_example
 from stagepack.linearize.node_location import with_node_location
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import Difference
@@ -65,7 +69,7 @@ def check_program(program: LinearizedProgram) -> None:
     if problems:
         position_of_node = {id(node): position for position, node in enumerate(graph.nodes)}
         shown = [_described(program, problem, position_of_node) for problem in problems[:_SHOWN_PROBLEMS]]
-        raise UnsupportedError("; ".join(shown))
+        raise UnsupportedError("; ".join(shown) + _changed_defaults())
 
 
 def _described(program: LinearizedProgram, problem: NodeProblem, position_of_node: Mapping[int, int]) -> str:
@@ -91,19 +95,42 @@ def _advice(message: str) -> str:
 
 
 @contextlib.contextmanager
+def _defaults_of_torch() -> Iterator[None]:
+    """The default dtype and the autocast of a process that has set neither."""
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+def _changed_defaults() -> str:
+    """What of torch this process has set otherwise, for messages."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return "; torch.autocast is on around the export, and is not when the bundle is loaded: call it in the model's forward"
+    if (dtype := torch.get_default_dtype()) is not torch.float32:
+        return f"; the default dtype is {dtype} here, and torch.float32 where the bundle is loaded: export with it, or pass dtype= there"
+    return ""
+
+
+@contextlib.contextmanager
 def refused_by_loaders() -> Iterator[None]:
-    """Return a context that raises what loaders refuse as the error of an export.
+    """Return a context with the defaults of torch, as loaders have them, that raises what they refuse as the error of an export.
 
     Raises:
         UnsupportedError: a loader refuses the bundle, or its stages cannot run the example.
         CaptureError: the example does not fit the sizes and constants of the captured program.
     """
     try:
-        yield
+        with _defaults_of_torch():
+            yield
     except InputError as error:
         raise CaptureError(f"the example does not fit the captured program: {error}") from error
     except (FormatError, OperatorError, StageFailedError) as error:
-        raise UnsupportedError(f"the bundle would be refused when it is loaded or called: {error}") from error
+        message = f"the bundle would be refused when it is loaded or called: {error}{_changed_defaults()}"
+        raise UnsupportedError(message) from error
 
 
 class _MappedForReading(WeightCache):
@@ -172,7 +199,7 @@ class LoadedDraft:
     def _run(self, inputs: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
         self._pipeline.reset_state()
         self._pipeline.seed(seed)
-        return run_on_inputs(self._pipeline, {input_name: tensor.clone() for input_name, tensor in inputs.items()})
+        return run_on_inputs(self._pipeline, copy.deepcopy(dict(inputs)))
 
     def difference(self, answer: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Difference:
         """Compare two answers; both are as `run` returns them."""
@@ -199,7 +226,7 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
     where = f", first in {module}" if module else ""
     message = (
         f"{name}: the captured program answers the example otherwise than the model does, by {largest:g}{where}: the model takes another "
-        "path in eager mode than under torch.export"
+        f"path in eager mode than under torch.export{_changed_defaults()}"
     )
     if not is_allowed:
         change = _FAST_PATH_SWITCH if _FAST_PATH_CLASS in module else "change the model so that both take the same path"
@@ -207,3 +234,60 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
             f"{message}: {change}, or export it all the same with --allow-difference (in Python allow_difference=True)"
         )
     warnings.warn(f"{message}; the bundle has the answer of the captured program", ExportWarning, stacklevel=2)
+
+
+def check_other_inputs(
+    stages: LoadedDraft,
+    capture: Capture,
+    program: LinearizedProgram,
+    *,
+    written: Collection[torch.Tensor],
+    seed: int,
+    is_allowed: bool,
+) -> None:
+    """Compare the stages with the model on its example with other properties, where its code asks for these.
+
+    Args:
+        stages: the stages of the bundle.
+        capture: the captured model, with its weights.
+        program: its program.
+        written: the tensors of the model that it writes.
+        seed: the seed of the example.
+        is_allowed: warn, and go on.
+
+    Raises:
+        AnswerDiffersError: the model answers otherwise, and it is not allowed.
+    """
+    if capture.model is None:
+        return
+    for asked, other in other_inputs(capture.inputs, capture.questions):
+        changed = dataclasses.replace(capture, inputs=other.of(capture.inputs))
+        try:
+            model_answer = run_example(
+                dataclasses.replace(capture, model=other.caller(capture.model)), program, written
+            )
+            answer = stages.run(example_inputs(changed, program), seed)
+        except (CaptureError, UnsupportedError):
+            continue  # what the model or the stages refuse is no wrong answer
+        difference = stages.difference(answer, model_answer)
+        if not difference.within:
+            _report_question(capture, asked, other, difference.largest, is_allowed=is_allowed)
+            return
+
+
+def _report_question(
+    capture: Capture, asked: Property, other: OtherInputs, largest: float, *, is_allowed: bool
+) -> None:
+    question = capture.questions[asked]
+    where = f" ({question.location})" if question.location else ""
+    which = "inputs" if other.position is None else f"the tensor number {other.position + 1} of the inputs"
+    message = (
+        f"{type(capture.model).__name__} asks for the {asked} of its inputs, by {question.function}{where}, which torch.export answers for "
+        f"the example alone: with {which} {other.description}, the model answers otherwise than the captured program, by {largest:g}"
+    )
+    if not is_allowed:
+        raise AnswerDiffersError(
+            f"{message}: change the model so that its answer does not depend on it, or export it all the same with --allow-difference (in "
+            "Python allow_difference=True)"
+        )
+    warnings.warn(f"{message}; the bundle answers as the captured program does", ExportWarning, stacklevel=2)

@@ -9,8 +9,9 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
-_STAGEPACK_FOLDER = str(Path(__file__).parents[1])
+STAGEPACK_FOLDER = str(Path(__file__).parents[1])
 _INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
@@ -47,6 +48,19 @@ def error_location(error: BaseException) -> str:
     return ""
 
 
+def frame_location(frame: FrameType | None) -> str:
+    """Return file, line and function of the innermost of a frame and those around it that is not of Python, torch or stagepack.
+
+    Returns:
+        As of `error_location`.
+    """
+    while frame is not None:
+        if not _is_library(frame.f_code.co_filename):
+            return _format(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return ""
+
+
 def traced_location(stack_trace: str) -> str:
     """Return file, line and function of the innermost frame of a node's ``stack_trace`` that is not of Python, torch or stagepack.
 
@@ -66,7 +80,7 @@ def _is_library(file_name: str) -> bool:
     if file_name.startswith("<"):  # such as <frozen importlib._bootstrap>
         return True
     torch = sys.modules.get("torch")
-    folders = [_STAGEPACK_FOLDER, *(getattr(torch, "__path__", ()))]
+    folders = [STAGEPACK_FOLDER, *(getattr(torch, "__path__", ()))]
     standard_library = sysconfig.get_path("stdlib")
     if not _INSTALLED_FOLDERS & set(Path(file_name).parts):
         folders.append(standard_library)

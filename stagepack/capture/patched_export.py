@@ -39,7 +39,13 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     calls, modes = TracedCalls(), TracedModes()
     config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
     try:
-        with preserve_module(model), suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model):
+        with (
+            preserve_module(model),
+            suppress_stderr(),
+            calls.recorded(),
+            modes.recorded(),
+            traced_as_meant(model) as asked,
+        ):
             program = exporter_module.DynamoExporter().export_program(model, input_of_parameter, config)[0]
     except Exception as error:
         raise CaptureError(with_location(format_torch_error(error), error)) from error
@@ -51,4 +57,5 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
         method=PATCHED_EXPORT,
         calls=calls,
         functions=modes.functions,
+        questions=asked.questions,
     )

@@ -4,13 +4,14 @@ import functools
 import logging
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
 
+from stagepack.capture.asked_properties import Property, Question
 from stagepack.capture.deferred_tensors import DeferredTensors
 from stagepack.capture.equal_sizes import equal_from_the_start
 from stagepack.capture.error_location import with_location
@@ -40,6 +41,7 @@ class Capture:
         method: the function that captured it, for messages.
         calls: the calls of its modules, as far as they were recorded.
         functions: the functions with a backward of their own that it calls, as far as they were recorded.
+        questions: the first question of its code for each property of its inputs that torch fixes, likewise.
         deferred: where the data of the model's weights is, if the weights have none in memory.
         further_inputs: other inputs for which the program must answer as the model does, such as the smallest ones.
         capture_loaded: captures the same model with its weights in memory, if they have none. It is called where the program answers
@@ -52,6 +54,7 @@ class Capture:
     method: str = "torch.export.export"
     calls: TracedCalls = field(default_factory=TracedCalls)
     functions: tuple[CustomFunction, ...] = ()
+    questions: Mapping[Property, Question] = field(default_factory=dict)
     deferred: DeferredTensors | None = None
     further_inputs: tuple[Inputs, ...] = ()
     capture_loaded: "Callable[[], Capture] | None" = None
@@ -88,12 +91,19 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
     with preserve_module(model), explicit_signature(model, inputs):
         dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
         try:
-            with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model):
+            with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model) as asked:
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
             message = f"{model_class} cannot be captured: {format_torch_error(error)}"
             raise CaptureError(with_location(message, error)) from error
-    return Capture(program=program, inputs=inputs, model=model, calls=calls, functions=modes.functions)
+    return Capture(
+        program=program,
+        inputs=inputs,
+        model=model,
+        calls=calls,
+        functions=modes.functions,
+        questions=asked.questions,
+    )
 
 
 def _export(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> ExportedProgram:

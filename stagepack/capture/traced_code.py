@@ -10,6 +10,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
+from stagepack.capture.asked_properties import AskedProperties
 from stagepack.capture.module_state import model_packages
 from stagepack.capture.recurrent_layers import sequences_of_any_length
 from stagepack.torch_internals import FakeTensor
@@ -19,7 +20,7 @@ _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
 
 
 @contextlib.contextmanager
-def traced_as_meant(model: torch.nn.Module) -> Iterator[None]:
+def traced_as_meant(model: torch.nn.Module) -> Iterator[AskedProperties]:
     """Trace what `torch.export` would stop at, or fix to the sizes of the example, within the ``with`` block.
 
     Recurrent layers take sequences of any length; ``tensor.data`` is ``tensor.detach()``; ``tensor.chunk`` cuts any size into equal
@@ -27,9 +28,13 @@ def traced_as_meant(model: torch.nn.Module) -> Iterator[None]:
 
     Args:
         model: the model that is traced.
+
+    Returns:
+        A context with what the model asks its tensors for besides values and sizes.
     """
-    with sequences_of_any_length(), _TracedFunctions(), _length_in_packages(model):
-        yield
+    asked = AskedProperties()
+    with sequences_of_any_length(), _TracedFunctions(asked), _length_in_packages(model):
+        yield asked
 
 
 @contextlib.contextmanager
@@ -68,7 +73,12 @@ def _length(value: Any, /) -> Any:
 class _TracedFunctions(TorchFunctionMode):
     """Calls other functions of torch in the place of some, for fake tensors."""
 
+    def __init__(self, asked: AskedProperties) -> None:
+        super().__init__()
+        self._asked = asked
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._asked.record(func, args)
         if args and isinstance(args[0], FakeTensor):
             if func == _READ_DATA:
                 # What is read from `data` has no origin in the trace.

@@ -188,7 +188,8 @@ class BodyBuilder:
         outputs = self._outputs(node, op, meta if returns_several else [meta], numbered=returns_several)
         further_operands = self._add_subgraphs(module, node)
         args = with_operands([self._argument(argument, node) for argument in node.args], further_operands)
-        kwargs = tuple((parameter, self._argument(argument, node)) for parameter, argument in node.kwargs.items())
+        named_arguments = {**node.kwargs, **_dtype_of_default(node)}
+        kwargs = tuple((parameter, self._argument(argument, node)) for parameter, argument in named_arguments.items())
         self.tables.add_aliases(op, observed_aliases(node))
         subgraphs = [self.tables.subgraphs[index] for index in subgraph_indices(Node(op=op, args=args, kwargs=kwargs))]
         body_costs = [body_node.cost for subgraph in subgraphs for body_node in subgraph.nodes]
@@ -307,6 +308,20 @@ class BodyBuilder:
             value_name += "_"
         self._taken_names.add(value_name)
         return value_name
+
+
+def _dtype_of_default(node: FxNode) -> dict[str, torch.dtype]:
+    """The dtype of a tensor that a function without tensors makes under another default dtype than that of processes that set none."""
+    result = node.meta.get("val")
+    if not isinstance(node.target, OperatorOverload) or not isinstance(result, torch.Tensor):
+        return {}
+    parameters = operator_schema(node.target).arguments
+    has_default = any(parameter.name == "dtype" for parameter in parameters) and node.kwargs.get("dtype") is None
+    is_other = result.dtype not in (torch.float32, torch.complex64) and (
+        result.is_floating_point() or result.is_complex()
+    )
+    makes_tensor = not any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
+    return {"dtype": result.dtype} if has_default and is_other and makes_tensor else {}
 
 
 def _is_unused_query(node: FxNode) -> bool:

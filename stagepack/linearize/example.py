@@ -1,5 +1,6 @@
 """The example of a captured model: its inputs as tensors, and the answer of the model, with which that of the stages is compared."""
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -62,14 +63,14 @@ def check_example(capture: Capture, program: LinearizedProgram) -> None:
 
 
 def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, torch.Tensor]:
-    """Return copies of the inputs of the example by name, with their strides; numbers are 0-dimensional tensors.
+    """Return copies of the inputs of the example by name, as they are in memory; numbers are 0-dimensional tensors.
 
     Args:
         capture: the captured model.
         program: its program.
     """
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
-    return {name: torch.as_tensor(argument.value).detach().clone() for name, argument in bound.items()}
+    return {name: copy.deepcopy(torch.as_tensor(argument.value).detach()) for name, argument in bound.items()}
 
 
 def run_example(
