@@ -8,7 +8,7 @@ import torch
 from stagepack_loaders.distributed import process_program
 from stagepack_loaders.distributed.local_launcher import LocalLauncher
 from stagepack_loaders.distributed.process_program import ProcessDescription
-from tests.fork_server import FORK_SERVER, ForkedProcess
+from tools.fork_server import FORK_SERVER, ForkedProcess
 
 
 class ForkedProcesses(LocalLauncher):

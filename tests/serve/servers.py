@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy
 
-from tests.fork_server import ForkedCommand
 from tests.waiting import wait_until
+from tools.fork_server import ForkedCommand
 
 STAGEPACK = str(Path(sys.executable).parent / "stagepack")
 # A process inherits signals that are ignored: tests that run in the background, or under nohup, would start servers that ignore them.

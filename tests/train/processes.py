@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.fork_server import FORK_SERVER
+from tools.fork_server import FORK_SERVER
 
 _POLL_SECONDS = 0.005
 

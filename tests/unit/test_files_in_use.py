@@ -29,7 +29,7 @@ from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.weight_files import map_weight_file, open_weight_files
 from stagepack_loaders.written_memory import written_pages
 from tests.bundle_editor import BundleEditor
-from tests.fork_server import FORK_SERVER
+from tools.fork_server import FORK_SERVER
 
 RUNTIMES = ("torch", "onnxruntime")
 SIZE = 256

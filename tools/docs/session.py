@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import linecache
-import multiprocessing
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -29,9 +28,8 @@ from typing import Any
 import yaml
 
 from tools.docs.page import ROOT, Block, read_commands, stated_outputs
+from tools.fork_server import FORK_SERVER, ForkedProcess, command_with_log
 
-_FORK_CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED_MODULES = ["stagepack.exporter", "stagepack_loaders.load", "stagepack_loaders.torch.stage", "torch._dynamo"]
 _SHELL_CHARACTERS = set("|&;<>$`*?(){}\n")  # what a shell does something with
 _DEFAULT_PORTS = (8000, 8001)  # of `stagepack serve`
 # Lines that torch and torchao log, which depend on the packages beside them.
@@ -45,15 +43,13 @@ _OUTPUT_VARIABLES = frozenset({"BUILD_NUMBER", "CI", "FORCE_COLOR", "PY_COLORS",
 class _ServerJob:
     """A server that a page started with ``&``."""
 
-    server_process: subprocess.Popen[bytes] | ForkServerProcess
+    server_process: subprocess.Popen[bytes] | ForkedProcess
     log_path: Path
     shown_count: int = 0
 
     def has_ended(self) -> bool:
         """Whether the process is gone."""
-        if isinstance(self.server_process, subprocess.Popen):
-            return self.server_process.poll() is not None
-        return self.server_process.exitcode is not None
+        return self.server_process.poll() is not None
 
     def new_output(self) -> str:
         """What it printed since the last call."""
@@ -80,15 +76,14 @@ class Session:
         for name in ("examples", "tools"):
             if not (folder / name).exists():
                 (folder / name).symlink_to(ROOT / name)
-        _FORK_CONTEXT.set_forkserver_preload(_PRELOADED_MODULES)
 
     def close(self) -> None:
         """End what still runs."""
         if self._page_interpreter is not None:
             self._page_interpreter[0].kill()
             self._page_interpreter[0].join()
-        if self._server_job is not None and not self._server_job.has_ended():
-            os.kill(self._server_job.server_process.pid or 0, signal.SIGKILL)
+        if self._server_job is not None:
+            self._server_job.server_process.kill()
 
     def run(self, block: Block) -> list[str]:
         """Run a block; return what each of its commands printed, or what its code printed.
@@ -114,8 +109,8 @@ class Session:
 
     def _run_python(self, block: Block) -> str:
         if self._page_interpreter is None:
-            parent_end, child_end = _FORK_CONTEXT.Pipe()
-            process = _FORK_CONTEXT.Process(target=_interpret, args=(child_end, str(self.folder)), daemon=True)
+            parent_end, child_end = FORK_SERVER.Pipe()
+            process = FORK_SERVER.Process(target=_interpret, args=(child_end, str(self.folder)), daemon=True)
             process.start()
             child_end.close()
             self._page_interpreter = process, parent_end
@@ -138,12 +133,12 @@ class Session:
         if is_background:
             self._server_job = _ServerJob(process, log_path)
             return self._as_shown(self._await_server(self._server_job))
-        exit_status = _wait_for_exit(process)
+        exit_status = process.wait(timeout=_TIME_LIMIT)
         printed_text = self._as_shown(log_path.read_text())
         log_path.unlink()
         return printed_text if exit_status == 0 else f"{printed_text}[exit status {exit_status}]\n"
 
-    def _start(self, command_text: str, log_path: Path) -> "subprocess.Popen[bytes] | ForkServerProcess":
+    def _start(self, command_text: str, log_path: Path) -> "subprocess.Popen[bytes] | ForkedProcess":
         """Start a command with its output in a file."""
         command_words = shlex.split(command_text)
         if command_words[:2] == ["stagepack", "serve"] and "--http-port" not in command_words:
@@ -161,11 +156,7 @@ class Session:
             and not self._is_fresh
             and not _SHELL_CHARACTERS & set(command_text.replace("'", ""))
         ):
-            process = _FORK_CONTEXT.Process(
-                target=_run_stagepack, args=(command_words, str(self.folder), str(log_path), environment)
-            )
-            process.start()
-            return process
+            return command_with_log(command_words[1:], log_path, environment, self.folder)
         with log_path.open("wb") as log_file:
             return subprocess.Popen(
                 ["/bin/bash", "-c", command_text],
@@ -190,8 +181,8 @@ class Session:
 
     def _stop_job(self) -> str:
         assert self._server_job is not None
-        os.kill(self._server_job.server_process.pid or 0, signal.SIGTERM)
-        _wait_for_exit(self._server_job.server_process)
+        self._server_job.server_process.send_signal(signal.SIGTERM)
+        self._server_job.server_process.wait(timeout=_TIME_LIMIT)
         printed_text = self._as_shown(self._server_job.new_output())
         self._server_job = None
         return printed_text
@@ -272,39 +263,6 @@ def _interpret(connection: Connection, folder: str) -> None:
                 except BaseException:  # noqa: BLE001 - whatever it is, the reader of the test must see it
                     error_text = traceback.format_exc()
             connection.send((captured_output.getvalue(), error_text))
-
-
-def _run_stagepack(command_words: list[str], folder: str, log_path: str, environment: Mapping[str, str]) -> None:
-    """Run the `stagepack` command in this process, with its output in a file."""
-    from stagepack.cli import main  # noqa: PLC0415 - in the child
-
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    log_descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for output_stream in (sys.stdout, sys.stderr):
-        output_stream.flush()
-    os.dup2(log_descriptor, 1)
-    os.dup2(log_descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", encoding="utf-8")
-    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
-    sys.argv = command_words
-    try:
-        main(prog_name="stagepack")
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-
-
-def _wait_for_exit(process: "subprocess.Popen[bytes] | ForkServerProcess") -> int:
-    """Wait for a process; return its exit status."""
-    if isinstance(process, subprocess.Popen):
-        return process.wait(timeout=_TIME_LIMIT)
-    process.join(_TIME_LIMIT)
-    if process.exitcode is None:
-        process.kill()
-        raise RuntimeError(f"a command ran for more than {_TIME_LIMIT} s")
-    return process.exitcode
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,0 +1,128 @@
+"""Processes that begin with torch, its exporter and the loaders imported, which saves seconds each. They are processes like all others."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+# A Python process has one fork server, so it imports what any of its users needs. The first export of a process takes 3 s without the
+# modules of torch at the end, which torch imports when it exports.
+_PRELOADED_MODULES = [
+    "stagepack.cli.serve_command",
+    "stagepack.model_export",
+    "stagepack.capture.entry_points",
+    "stagepack.self_check",
+    "stagepack_loaders.distributed.process_program",
+    "stagepack_loaders.load",
+    "stagepack_loaders.torch.prepare",
+    "stagepack_loaders.torch.runtime",
+    "stagepack_loaders.torch.stage",
+    "stagepack_loaders.train.start",
+    "stagepack_serving.server.server",
+    "torch.distributed.checkpoint",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
+    "networkx",
+    "sympy.plotting",
+    "sympy.tensor.tensor",
+]
+
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(_PRELOADED_MODULES)
+
+
+class ForkedProcess:
+    """A process of the fork server, with the methods of `subprocess.Popen` that are used of it."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        process.start()
+
+    @property
+    def pid(self) -> int:
+        """Its number at the operating system."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end in `timeout` seconds.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, signal_number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal_number)
+
+    def kill(self) -> None:
+        """End it without a chance to do anything."""
+        self._process.kill()
+
+
+class ForkedCommand(ForkedProcess):
+    """The command `stagepack`, with a pipe as its standard output. Variables that torch reads when it is imported have no effect."""
+
+    def __init__(self, *arguments: str) -> None:
+        output, command_output = FORK_SERVER.Pipe(duplex=False)
+        process = FORK_SERVER.Process(
+            target=_run_in_pipe, args=(arguments, command_output, dict(os.environ), os.getcwd())
+        )
+        super().__init__(process)
+        command_output.close()
+        self.stdout = os.fdopen(os.dup(output.fileno()))
+        output.close()
+
+
+def _run_in_pipe(arguments: Sequence[str], output: Connection, environment: Mapping[str, str], folder: str) -> None:
+    os.dup2(output.fileno(), 1)
+    output.close()
+    _run_command(arguments, environment, folder)
+
+
+def command_with_log(
+    arguments: Sequence[str], log_path: Path, environment: Mapping[str, str], folder: Path
+) -> ForkedProcess:
+    """Start the command `stagepack` with both of its outputs in a file."""
+    process = FORK_SERVER.Process(target=_run_in_log, args=(arguments, str(log_path), environment, str(folder)))
+    return ForkedProcess(process)
+
+
+def _run_in_log(arguments: Sequence[str], log_path: str, environment: Mapping[str, str], folder: str) -> None:
+    log_descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(log_descriptor, 1)
+    os.dup2(log_descriptor, 2)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
+    _run_command(arguments, environment, folder)
+
+
+def _run_command(arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+    # A process inherits signals that are ignored.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8")
+    sys.argv = ["stagepack", *arguments]
+    try:
+        importlib.import_module("stagepack.cli").main(prog_name="stagepack")
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
