@@ -4,7 +4,7 @@ import re
 
 _VARYING_PATTERNS = [
     (re.compile(r"\b[0-9a-f]{16,64}\b"), "DIGEST"),
-    (re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? ?(?:s|ms|µs)\b"), "TIME"),
+    (re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? ?(?:s|ms|µs)\b(?: \(\d+:\d\d:\d\d\))?"), "TIME"),
     # The phases of "first answer after 1.4 s: open 0.001, import torch 1.3, ..."
     (re.compile(r"(?<=\w )\d+\.\d{3}(?=,|$)", re.MULTILINE), "TIME"),
     (re.compile(r"\b\d(?:\.\d+)?e-\d+\b"), "SMALL"),
