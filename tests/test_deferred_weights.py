@@ -28,10 +28,10 @@ from tests.zoo.cases import named
 
 MODELS = [
     ("decoders-llama-tied", torch.bfloat16),
-    ("mixture-of-experts-mixtral", torch.float32),
     *(
         pytest.param(name, dtype, marks=pytest.mark.slow)
         for name, dtype in (
+            ("mixture-of-experts-mixtral", torch.float32),
             ("decoders-llama", torch.bfloat16),
             ("decoders-gpt2", torch.float32),
             ("encoders-bert", torch.bfloat16),

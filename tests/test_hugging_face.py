@@ -57,7 +57,13 @@ def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+# Those of mechanisms that the others have too.
+SLOW = ("decoders-llama-tied", "decoders-gpt2", "vision-vit", "mixture-of-experts-mixtral")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_a_folder_becomes_a_bundle_that_stock_transformers_opens(name: str, tmp_path: Path) -> None:
     model = saved(CASES[name], tmp_path / "model")
     capture = capture_pretrained(str(tmp_path / "model"), Inputs())

@@ -251,6 +251,7 @@ def test_torchrun_runs_the_command_over_processes(layers: Bundle) -> None:
     assert all(f"stage-{number}.safetensors" in finished.stdout for number in range(3))
 
 
+@pytest.mark.slow
 def test_torchrun_with_more_processes_than_stages_is_refused(layers: Bundle) -> None:
     finished = run_torchrun(4, "-m", "stagepack", "load", str(layers.path))
     assert finished.returncode != 0

@@ -95,6 +95,7 @@ def test_a_pipeline_that_nobody_has_any_more_ends_its_processes(layers: Bundle) 
     wait_until(lambda: not any(map(is_running, numbers.values())))
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_nobody_has_any_more_while_its_processes_start_again_ends_them(tmp_path: Path) -> None:
     example = (torch.full((3,), 0.5),)  # the time in which the example is run
     bundle = stagepack.export(Waiting(), example, out=tmp_path / "waiting.stagepack", split_at=["second"])
@@ -124,6 +125,7 @@ def test_a_closed_pipeline_keeps_no_files_open(layers: Bundle) -> None:
     assert len(os.listdir("/proc/self/fd")) <= file_count
 
 
+@pytest.mark.slow
 def test_closing_gives_up_the_example_of_a_restart(tmp_path: Path) -> None:
     bundle = stagepack.export(
         Waiting(), (torch.full((3,), 2.0),), out=tmp_path / "waiting.stagepack", split_at=["second"]
@@ -191,7 +193,7 @@ def test_the_inputs_of_a_call_are_not_kept_after_it(layers: Bundle) -> None:
         wait_until(lambda: reference() is None)
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_while_the_others_connect_is_found(layers: Bundle, rank: int) -> None:
     script = [
         "import os, signal, sys, time, stagepack",
@@ -217,6 +219,7 @@ def test_a_process_that_is_killed_while_the_others_connect_is_found(layers: Bund
     assert re.match(rf"process {rank} on .* lost.*signal 9", error)
 
 
+@pytest.mark.slow
 def test_processes_that_still_start_end_with_the_one_that_started_them(layers: Bundle) -> None:
     script = [
         "import os, sys, threading, time, stagepack",
@@ -236,6 +239,7 @@ def test_processes_that_still_start_end_with_the_one_that_started_them(layers: B
     wait_until(lambda: not any(map(is_running, numbers)))
 
 
+@pytest.mark.slow
 def test_restarts_read_the_bundle_of_a_relative_path(
     layers: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,10 +348,9 @@ def test_a_process_without_memory_for_its_stages_is_named(layers: Bundle) -> Non
 
 
 def test_a_module_that_cannot_be_imported_is_named(layers: Bundle) -> None:
-    with pytest.raises(
-        GroupError, match=r"process \d, which runs stage \d, cannot begin: ModuleNotFoundError: .*no_such"
-    ):
-        stagepack.load(layers, processes=True, imports=["no_such_module"])
+    message = r"process \d, which runs stage \d, cannot begin: ModuleNotFoundError: .*no_such"
+    with pytest.raises(GroupError, match=message), in_processes(layers, imports=["no_such_module"]):
+        pass
 
 
 def test_a_closed_pipeline_says_so(layers: Bundle) -> None:

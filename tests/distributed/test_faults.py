@@ -258,6 +258,7 @@ def test_an_input_that_cannot_be_sent_fails_its_call_alone(layers: Bundle) -> No
         assert torch.equal(pipeline(IDS), expected)
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_a_stopped_process(layers: Bundle) -> None:
     with in_processes(layers) as pipeline:
         numbers = process_ids(pipeline)

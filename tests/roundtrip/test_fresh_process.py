@@ -11,8 +11,9 @@ from tests.zoo.cases import EXAMPLES, named
 from tests.zoo.test_zoo import name_of, slow
 
 CASES = [
-    *EXAMPLES,
+    *EXAMPLES[::5],
     *named("encoders-minilm", "decoders-llama-tied", "vision-resnet"),
+    *slow(example for number, example in enumerate(EXAMPLES) if number % 5),
     *slow(
         named(
             "encoders-bert",

@@ -22,8 +22,16 @@ from tests.zoo.cases import named
 MODELS = named("decoders-llama", "encoders-bert", "encoders-albert", "vision-resnet")
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "stages"),
+    [
+        pytest.param(
+            case, stages, marks=() if stages == 3 - number % 2 * 2 else pytest.mark.slow, id=f"{case.name}-{stages}"
+        )
+        for number, case in enumerate(MODELS)
+        for stages in (1, 3)
+    ],
+)
 @torch.no_grad()
 def test_every_module_answers_as_in_the_model(case: Case, stages: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

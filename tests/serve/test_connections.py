@@ -22,7 +22,13 @@ from tests.serve.servers import INFER, STAGEPACK, Client, Server, post, skips_re
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-@pytest.mark.parametrize("head", ["Content-Length: 200000", "Content-Length: 200000\r\nExpect: 100-continue"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 200000\r\nExpect: 100-continue",
+        pytest.param("Content-Length: 200000", marks=pytest.mark.slow),
+    ],
+)
 def test_a_body_that_is_too_large_by_its_head(small: Server, head: Any) -> None:
     with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
         plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())

@@ -34,7 +34,13 @@ from tests.serve.servers import (
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signal_number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
 def test_what_was_accepted_is_answered_before_the_end(slow: Path, signal_number: int) -> None:
     with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(ask_slow, server, 200, protocol) for protocol in ("http", "grpc", "http", "grpc")]
@@ -87,7 +93,9 @@ def forward(source: socket.socket, target: socket.socket, delay: float) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("signal_names", [("SIGHUP", "SIGHUP", "SIGTERM"), ("SIGTERM", "SIGHUP")])
+@pytest.mark.parametrize(
+    "signal_names", [("SIGHUP", "SIGHUP", "SIGTERM"), pytest.param(("SIGTERM", "SIGHUP"), marks=pytest.mark.slow)]
+)
 def test_a_hang_up_does_not_end_the_drain(slow: Path, signal_names: Any) -> None:
     with stagepack_server([slow], "--linger-s", "0") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(ask_slow, server, 1000)

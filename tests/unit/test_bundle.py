@@ -52,8 +52,8 @@ def test_exporting_twice_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) 
 def test_exporting_in_another_process_gives_the_same_bytes(tied_llama: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from stagepack.exporter import export_capture; from stagepack.partition.cut_options import CutOptions;"
-        "from tests.zoo.cases import *;"
-        "case = named('decoders-llama-tied')[0];"
+        "from tests.zoo.architectures.decoders import CASES;"
+        "case = next(case for case in CASES if case.name == 'decoders-llama-tied');"
         "export_capture(case.capture(), out=sys.argv[1], cut_options=CutOptions(stages=3))"
     )
     subprocess.run(

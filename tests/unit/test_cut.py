@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import stagepack
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import capture_module
+from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
@@ -155,10 +155,18 @@ def test_the_plan_is_the_best_of_all_cuts(graph: Graph, stages: int, data: st.Da
     assert slowest(positions[: filled - 1]) == pytest.approx(best, rel=1e-12)
 
 
+@pytest.fixture(scope="module")
+def four_layers() -> Capture:
+    """A llama of four layers."""
+    return llama(4).capture()
+
+
 @pytest.mark.parametrize("layers", [(1, 3), (0,), (2,), (1, 2, 3)])
-def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(layers: tuple[int, ...], tmp_path: Path) -> None:
+def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(
+    layers: tuple[int, ...], four_layers: Capture, tmp_path: Path
+) -> None:
     cut_options = CutOptions(split_at=[f"model.layers.{layer}" for layer in layers])
-    bundle = export_capture(llama(4).capture(), out=tmp_path / "m.stagepack", cut_options=cut_options)
+    bundle = export_capture(four_layers, out=tmp_path / "m.stagepack", cut_options=cut_options)
     sent = [(edge.producer, edge.shape, edge.consumers) for edge in bundle.edges if edge.consumers]
     hidden = ("batch", "sequence", 32)
     assert sent == [

@@ -24,7 +24,7 @@ from stagepack.partition.policies import PolicyNode
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
-from tests.zoo.cases import CASES, ROWS, SAMPLE, named
+from tests.zoo.cases import CASES, QUICK, ROWS, named
 
 STAGES = (2, 3, 5)
 
@@ -44,7 +44,7 @@ def name_of(case: Case) -> str:
     return case.name
 
 
-@pytest.mark.parametrize("case", [*SAMPLE, *slow(case for case in CASES if case not in SAMPLE)], ids=name_of)
+@pytest.mark.parametrize("case", [*QUICK, *slow(case for case in CASES if case not in QUICK)], ids=name_of)
 def test_bit_exact(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     other = other_size(capture.program, capture.inputs)
@@ -72,7 +72,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
     assert again.digest == bundles[-1].digest
 
 
-@pytest.mark.parametrize("case", each_nth(ROWS, 6), ids=name_of)
+@pytest.mark.parametrize("case", each_nth(ROWS, 12), ids=name_of)
 def test_back_and_forth(case: Case, tmp_path: Path) -> None:
     """Stages that take their nodes from all over the model; a cut that would tear state is refused."""
     capture = case.capture()
