@@ -32,13 +32,9 @@ def check_output(bundle: Bundle, out: str | os.PathLike[str], *, overwrite: bool
 
     Raises:
         OutputExistsError, WriteError: see `check_output_path`.
-        DigestError: `out` is the folder of `bundle`, and has files that the manifest does not list (D4).
     """
     check_output_path(out, overwrite=overwrite)
-    if os.path.realpath(out) != os.path.realpath(bundle.path):
-        return None
-    bundle.check_replaceable()
-    return bundle.digest
+    return bundle.digest if os.path.realpath(out) == os.path.realpath(bundle.path) else None
 
 
 def further_files(bundle: Bundle) -> dict[str, bytes]:

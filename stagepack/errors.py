@@ -203,7 +203,7 @@ class SignatureError(StagepackError):
     Attributes:
         reason: ``"unsigned"``: it has no signature. ``"malformed"``: ``model.sig`` is not a signature. ``"untrusted"``: no trusted signer
             made the signature, or it was changed. ``"expired"``: a certificate of the signer is not valid now. ``"changed"``: the manifest
-            is not the one that was signed. ``"files"``: there are files that are not signed, or other files are signed.
+            is not the one that was signed. ``"files"``: files of the bundle are not signed.
     """
 
     def __init__(self, message: str, *, reason: SignatureReason) -> None:

@@ -125,13 +125,18 @@ def opened(bundle: BundleSource, require_signature: TrustedSigners | None = None
 
 
 def verify_bundle(
-    bundle: BundleSource, *, require_signature: TrustedSigners | None = None, progress: ByteProgress | None = None
+    bundle: BundleSource,
+    *,
+    require_signature: TrustedSigners | None = None,
+    strict: bool = False,
+    progress: ByteProgress | None = None,
 ) -> "VerifiedSignature | None":
     """Check the digest of every file and every rule of the format, and the signature if it is required. Reads the whole bundle.
 
     Args:
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
         require_signature: see `stagepack.open`.
+        strict: refuse files that the manifest does not list; otherwise they are left alone, as nothing reads them.
         progress: called by several threads with the number of bytes that were compared with their digests.
 
     Returns:
@@ -139,7 +144,7 @@ def verify_bundle(
 
     Raises:
         SignatureError: the bundle has no signature that is required.
-        DigestError: files are missing, changed or not listed.
+        DigestError: files are missing or changed, or not listed if `strict`.
         FormatError: a rule is broken.
         StagepackError: the bundle cannot be opened; see `stagepack.open`.
 
@@ -148,7 +153,7 @@ def verify_bundle(
     """
     opened_bundle = opened(bundle)
     signature = None if require_signature is None else _verify_signature(opened_bundle, require_signature)
-    opened_bundle.verify(progress)
+    opened_bundle.verify(progress, strict=strict)
     return signature
 
 

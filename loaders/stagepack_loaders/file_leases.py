@@ -163,7 +163,7 @@ def kept_files(memories: Mapping[Path, mmap.mmap]) -> Iterator[None]:
 
 def _check_paths(leases: Mapping[Path, _Lease | None]) -> None:
     for path, lease in leases.items():
-        if lease is None or not path.exists() or not os.path.samestat(os.fstat(lease.descriptor), path.lstat()):
+        if lease is None or not path.exists() or not os.path.samestat(os.fstat(lease.descriptor), path.stat()):
             message = "the file was replaced while it was loaded: load the bundle again"
             raise DigestError([Problem(rule="D1", where=path.name, message=message)])
 

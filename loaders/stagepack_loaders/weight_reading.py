@@ -68,7 +68,7 @@ class FolderReader:
         replaced = []
         for file_name in file_names:
             with contextlib.suppress(OSError):
-                held, current = os.fstat(self._descriptor(file_name)), os.lstat(self._folder / file_name)
+                held, current = os.fstat(self._descriptor(file_name)), os.stat(self._folder / file_name)
                 if not os.path.samestat(held, current):
                     replaced.append(file_name)
                     with self._lock:
@@ -136,8 +136,7 @@ class FolderReader:
         """The open file."""
         with self._lock:
             if file_name not in self._descriptors:
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._descriptors[file_name] = os.open(self._folder / file_name, flags)
+                self._descriptors[file_name] = os.open(self._folder / file_name, os.O_RDONLY | os.O_CLOEXEC)
                 self._opened.append(self._descriptors[file_name])
             return self._descriptors[file_name]
 

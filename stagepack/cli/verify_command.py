@@ -20,6 +20,7 @@ from stagepack.cli.run_options import (
 )
 from stagepack.errors import FormatError, SignatureError
 from stagepack.format.reader import Bundle
+from stagepack.format.validate import format_names
 from stagepack.opening import verify_bundle
 from stagepack_loaders.comparison import Difference, combine_differences
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     show_default="signatures are not verified",
     help="Verify the signature with the certificates of the authorities in this file, which are trusted. Repeatable.",
 )
+@click.option("--strict", is_flag=True, help="Also refuse files that the manifest does not list, such as README.md.")
 @runtime_option
 @tolerance_options
 @operator_options
@@ -66,6 +68,7 @@ def command(
     with_run: bool,
     key_files: tuple[str, ...],
     certificate_files: tuple[str, ...],
+    strict: bool,
     runtimes: tuple[str, ...],
     rtol: float | None,
     atol: float | None,
@@ -77,6 +80,8 @@ def command(
     Every file must have the digest that the manifest lists, and every graph must follow the rules of the format. Needs no torch
     without --run, and does not check rule G16 then: whether the operators return what the graphs state. 'load' checks it.
 
+    Files that the manifest does not list, such as README.md or .git, are named: nothing reads them, and no signature is over them.
+
     With --run, the bundle is loaded, and the results of the example must have the shapes and types of the recorded ones, NaN only where
     these have NaN, and values within a tolerance that depends on the type: for float32, 1e-3 of each value plus 1e-4.
 
@@ -87,20 +92,27 @@ def command(
     if (rtol, atol) != (None, None) and not with_run:
         raise click.UsageError("--rtol and --atol require --run")
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
-    bundle, signature = _verified_bundle(bundle_path, [*key_files, *certificate_files], facts if as_json else None)
+    bundle, signature = _verified_bundle(
+        bundle_path, [*key_files, *certificate_files], facts if as_json else None, strict=strict
+    )
+    unlisted_files = bundle.unlisted_files()
     difference: float | None = None
     is_within = True
     if with_run:
         with progress("replaying the example"):
             difference, is_within = _replay_examples(bundle, runtimes, allow_ops, rtol, atol)
     if as_json:
-        facts |= {"ok": is_within, "digest": bundle.digest, "files": len(bundle.files) + 1}
+        facts |= {"ok": is_within, "digest": bundle.digest, "files": len(bundle.files) + 1, "unlisted": unlisted_files}
         if signature is not None:
             facts["signature"] = {"trusted_file": signature.trusted_file, "subject": signature.subject}
         print_json(facts if difference is None else facts | {"difference": finite(difference)})
     else:
         print_line(f"{bundle_path}: verified {len(bundle.files) + 1} files and all format rules that need no torch")
         print_line(f"sha256: {bundle.digest}")
+        if unlisted_files:
+            print_line(
+                f"not of the bundle, and read by nothing: {format_names(unlisted_files)} (--strict refuses them)"
+            )
         if signature is not None:
             signer = "" if signature.subject is None else f" of {signature.subject}"
             print_line(f"signature{signer}: verified with {signature.trusted_file}")
@@ -137,13 +149,14 @@ def _refuse_results(bundle_path: str, difference: float) -> NoReturn:
 
 
 def _verified_bundle(
-    bundle_path: str, trusted_files: Sequence[str], json_facts: dict[str, Any] | None
+    bundle_path: str, trusted_files: Sequence[str], json_facts: dict[str, Any] | None, *, strict: bool
 ) -> "tuple[Bundle, VerifiedSignature | None]":
     """Open a bundle and verify it; `json_facts` are printed with the problems if there are any."""
     try:
         bundle = open_argument(bundle_path)
         with byte_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
-            return bundle, verify_bundle(bundle, require_signature=trusted_files or None, progress=count_bytes)
+            signers = trusted_files or None
+            return bundle, verify_bundle(bundle, require_signature=signers, strict=strict, progress=count_bytes)
     except FormatError as error:
         if json_facts is not None:
             problems = [

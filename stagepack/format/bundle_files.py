@@ -142,23 +142,12 @@ class BundleFiles:
         return versions
 
     def unlisted_files(self) -> list[str]:
-        """Return the names of the files and folders in the folder of the bundle that the manifest does not list (D4), in order."""
+        """Return the names of the files and folders beside the bundle's (D4), in order: no method reads them, no signature is over them."""
         try:
             found_names = os.listdir(self.path)
         except FileNotFoundError:  # all files are missing: `check_digests` says so
             return []
         return sorted(set(found_names) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
-
-    def check_replaceable(self) -> None:
-        """Refuse to replace the folder of the bundle by a changed bundle if other files in it would be lost.
-
-        Raises:
-            DigestError: the folder has files that the manifest does not list (D4).
-        """
-        message = "the file is not listed in the manifest, and would be lost: move it out of the folder of the bundle"
-        raise_digest_problems(
-            [Problem(rule="D4", where=file_name[:200], message=message) for file_name in self.unlisted_files()]
-        )
 
     def fetch(self, file_names: Iterable[str]) -> None:
         """Download files of a remote bundle, several at a time, unless its folder in the cache has them. A local bundle has all files.

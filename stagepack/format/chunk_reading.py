@@ -76,7 +76,7 @@ def hash_file(path: Path, file_name: str, progress: ByteProgress | None = None) 
         DigestError: the path is not a plain file, or the file was cut short while it was read.
         OSError: the file cannot be read.
     """
-    if path.is_symlink() or not path.is_file():
+    if not path.is_file():
         raise DigestError([Problem(rule="D1", where=file_name, message="not a plain file")])
     reader = _PieceReader(progress)
     with path.open("rb", buffering=0) as file:

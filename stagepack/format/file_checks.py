@@ -20,12 +20,7 @@ FILE_GROUP: Final = 64
 
 
 class NotPlainFileError(OSError):
-    """A path is a folder, a device or a pipe, or cannot be the path of a file."""
-
-
-def is_plain_file(path: Path) -> bool:
-    """Whether a path is a file, and neither a link nor a folder, device or pipe."""
-    return path.is_file() and not path.is_symlink()
+    """A path is a folder, a device or a pipe, or a link to one, or cannot be the path of a file."""
 
 
 def check_size(folder: Path, entry: File) -> list[Problem]:
@@ -40,27 +35,35 @@ def check_size(folder: Path, entry: File) -> list[Problem]:
     """
     path = folder / entry.name
     try:
-        actual_size = path.lstat().st_size
-    except OSError:
-        return [Problem(rule="D1", where=entry.name, message="the file is missing")]
-    if not is_plain_file(path):
-        return [Problem(rule="D1", where=entry.name, message="not a plain file")]
-    if actual_size != entry.size:
-        message = f"expected {entry.size} bytes, found {actual_size}"
+        status = path.stat()
+    except OSError as error:
+        message = "the file is missing"
+        if path.is_symlink():
+            message = f"it is a link to {os.readlink(path)[:200]!r}, which cannot be opened: {error.strerror}"
+        return [Problem(rule="D1", where=entry.name, message=message)]
+    if not stat.S_ISREG(status.st_mode):
+        return [Problem(rule="D1", where=entry.name, message="not a plain file, nor a link to one")]
+    if status.st_size != entry.size:
+        message = f"expected {entry.size} bytes, found {status.st_size}"
         return [Problem(rule="D1", where=entry.name, message=message)]
     return []
 
 
-def open_without_following(path: Path) -> io.FileIO:
-    """Open a file for reading, without a buffer. A link is not followed, and nobody waits for the writer of a pipe.
+def open_regular_file(path: Path) -> io.FileIO:
+    """Open a file, or the file that a link leads to, for reading, without a buffer. Nobody waits for the writer of a pipe.
+
+    Caches of Hugging Face and of DVC, and config maps of Kubernetes, are folders of links.
 
     Raises:
-        NotPlainFileError: the path is a folder, a device or a pipe, or cannot be the path of a file.
-        OSError: the file is missing, is a link, or cannot be read.
+        NotPlainFileError: the path is a folder, a device or a pipe, or a link to one, or cannot be the path of a file.
+        OSError: the file is missing, or cannot be read.
         StagepackError: this process has too many open files.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Before it is opened too: to open a device can change its state.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise NotPlainFileError(errno.EINVAL, "it is a folder, a device or a pipe", str(path))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             cure = "raise the limit of open files (ulimit -n), or load fewer stages in one process"
@@ -87,7 +90,7 @@ def open_plain_file(folder: Path, entry: File) -> io.FileIO:
     """
     raise_digest_problems(check_size(folder, entry))
     try:
-        file = open_without_following(folder / entry.name)
+        file = open_regular_file(folder / entry.name)
     except OSError as error:
         raise DigestError([Problem(rule="D1", where=entry.name, message=error.strerror or str(error))]) from None
     # What was opened may be another file than the one whose size was compared.
@@ -149,9 +152,9 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
     Raises:
         LimitError: it is larger.
-        NotPlainFileError, OSError, StagepackError: see `open_without_following`.
+        NotPlainFileError, OSError, StagepackError: see `open_regular_file`.
     """
-    with open_without_following(path) as file:
+    with open_regular_file(path) as file:
         file_size = os.fstat(file.fileno()).st_size
         if file_size > max_bytes:
             message = f"expected at most {max_bytes} bytes, found {file_size}"

@@ -1,6 +1,7 @@
 """Read and check the manifest of a bundle."""
 
 import errno
+import os
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ from stagepack.format.manifest import Manifest
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
 
-# What opening a file fails with if there is none, or a link or a socket.
+# What opening a file fails with if there is none, or a link to itself or a socket.
 _NO_PLAIN_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 
@@ -33,6 +34,8 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         if isinstance(error, NotPlainFileError) or error.errno in _NO_PLAIN_FILE:
             hint = ": stagepack.open and stagepack.load take a URL" if ":/" in str(folder) else ""
+            if path.is_symlink():
+                hint = f": {MANIFEST_NAME} is a link to {os.readlink(path)[:200]!r}, which is no file"
             raise NotABundleError(
                 f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}{hint} [M1]"
             ) from None

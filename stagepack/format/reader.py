@@ -330,20 +330,21 @@ class Bundle(BundleFiles):
             for tensor_name, tensor in tensors.items()
         }
 
-    def verify(self, progress: ByteProgress | None = None) -> None:
+    def verify(self, progress: ByteProgress | None = None, *, strict: bool = False) -> None:
         """Check the digest of every file and every rule of the format. Reads the whole bundle.
 
         Args:
             progress: called by several threads with the number of bytes that were compared with their digests.
+            strict: refuse files that the manifest does not list, such as ``README.md``; see `unlisted_files`.
 
         Raises:
-            DigestError: files are missing, changed or not listed.
+            DigestError: files are missing or changed, or not listed if `strict`.
             FormatError: a rule is broken.
         """
         problems = self.digest_problems(self.manifest.files, progress)
         problems += [
             Problem(rule="D4", where=file_name[:200], message="the file is not listed in the manifest")
-            for file_name in self.unlisted_files()
+            for file_name in (self.unlisted_files() if strict else ())
         ]
         raise_digest_problems(problems)
         check_stages(self)

@@ -19,7 +19,7 @@ from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.codec import parse_json
 from stagepack.format.dtypes import HEADER_DTYPES, HEADER_ITEM_SIZE, ITEM_SIZE, stored_shape
-from stagepack.format.file_checks import open_without_following
+from stagepack.format.file_checks import open_regular_file
 
 ALIGNMENT = 64
 PADDING_PREFIX = "__padding__"
@@ -127,9 +127,9 @@ def read_weight_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
         LimitError: the header is over the limit (L1).
-        NotPlainFileError, OSError, StagepackError: see `open_without_following`.
+        NotPlainFileError, OSError, StagepackError: see `open_regular_file`.
     """
-    with open_without_following(path) as file:
+    with open_regular_file(path) as file:
         return parse_weight_header(file, path.name)
 
 

@@ -17,9 +17,10 @@ from typing import Self
 import msgspec
 
 from stagepack.errors import DigestError, ExportWarning, OutputExistsError, Problem, StagepackError, WriteError
+from stagepack.format.bundle_files import BundleFiles
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.codec import encode_manifest
-from stagepack.format.file_checks import open_without_following
+from stagepack.format.file_checks import open_regular_file
 from stagepack.format.file_writing import (
     FileRange,
     FileVersion,
@@ -35,7 +36,7 @@ from stagepack.format.output_file import is_bundle_folder
 from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.threads import map_in_threads
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, check_manifest, raise_problems
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, check_manifest, format_names, raise_problems
 from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The content of a file or a tensor.
@@ -63,7 +64,7 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
         overwrite: whether `out` may be an existing bundle.
 
     Raises:
-        OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle.
+        OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle, or has other files that would be lost.
         WriteError: the parent folder does not exist.
     """
     path = Path(os.path.abspath(out))
@@ -71,8 +72,21 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
         raise OutputExistsError(f"{out}: already exists: choose another name, or overwrite it (--overwrite)")
     if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
         raise OutputExistsError(f"{out}: exists and is not a bundle, so it is not overwritten: choose another name")
+    if os.path.lexists(path) and (lost_files := _unlisted_files(path)):
+        raise OutputExistsError(
+            f"{out}: has files that are not of the bundle, and would be lost: {format_names(lost_files)}: move them out of the folder, "
+            "or choose another name"
+        )
     if not path.parent.is_dir():
         raise WriteError(f"{out}: expected the folder {path.parent} to exist")
+
+
+def _unlisted_files(path: Path) -> list[str]:
+    """The files in the folder of a bundle that its manifest does not list. Those of a damaged bundle are not known."""
+    try:
+        return BundleFiles(path).unlisted_files()
+    except StagepackError:
+        return []
 
 
 class BundleWriter:
@@ -170,7 +184,8 @@ class BundleWriter:
         """
         new_path = self._temporary_folder / entry.name
         try:
-            os.link(path, new_path)
+            # A link of a link would lead to a name that another program may remove.
+            os.link(os.path.realpath(path), new_path)
         # The other bundle is on another file system, or the file system has no hard links.
         except OSError:
             self.write_file(entry.name, [FileRange(path=path, start=0, size=entry.size, version=version)])
@@ -179,7 +194,7 @@ class BundleWriter:
                 raise DigestError([Problem(rule="D2", where=entry.name, message=message)]) from None
             return
         if version is not None:
-            with open_without_following(new_path) as file:
+            with open_regular_file(new_path) as file:
                 if not version.is_same_but_links(file_version(file.fileno())):
                     raise changed_file_error(path)
         self._file_entries.append(entry)

@@ -13,7 +13,7 @@ from stagepack.format.file_writing import FileVersion
 from stagepack.format.manifest import Onnx
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
-from stagepack.format.writer import BundleWriter
+from stagepack.format.writer import BundleWriter, check_output_path
 from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
 from stagepack.onnx.finish import OnnxFiles
@@ -69,8 +69,8 @@ def add_onnx(
         OptionError: the bundle is at a URL, or a tolerance is negative.
         EntryPointError: the bundle has several entry points, and none is selected.
         NotABundleError, VersionError: there is no bundle that this stagepack reads.
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format; or the folder has files that the manifest does not
-            list, which would be lost.
+        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+        OutputExistsError: the folder has files that the manifest does not list, which would be lost.
         OperatorError: an operator is missing here, not allowed, or has another schema.
         InputError: the example does not fit the bundle.
         StageFailedError: a stage fails on the example in torch.
@@ -90,7 +90,7 @@ def add_onnx(
         raise OptionError(
             f"{opened.location}: ONNX models are written into the bundle: download it first (stagepack pull), and give its folder"
         )
-    opened.check_replaceable()
+    check_output_path(_resolved_path(opened), overwrite=True)
     versions = opened.check_digests(opened.files)
     conversions = {}
     with onnx_functions_read_once(), signs_of_zeros_kept():
@@ -103,7 +103,6 @@ def add_onnx(
     checks = _check_converted(opened, converted, versions, allow_ops, tolerance)
     matching = {stage_number: files for stage_number, files in converted.items() if checks[stage_number].within}
     differing = {stage_number: checks[stage_number].reason for stage_number in converted.keys() - matching.keys()}
-    opened.check_replaceable()
     _write_bundle(opened, matching, versions, _resolved_path(opened), replaced_digest=opened.digest)
     return AddedOnnx(
         bundle=Bundle(opened.path).select(opened.entry_point.name),

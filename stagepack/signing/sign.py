@@ -69,7 +69,9 @@ def sign_bundle(
         raise OutputExistsError(f"{location}: is signed already: replace the signature (--overwrite), or keep it")
     config = _signer(key, certificate, certificate_chain)
     opened.verify(progress)
-    config.set_hashing_config(hashing.Config().set_ignored_paths(paths=[SIGNATURE_NAME], ignore_git_paths=False))
+    ignored_names = [SIGNATURE_NAME, *opened.unlisted_files()]
+    hashed_files = hashing.Config().set_ignored_paths(paths=ignored_names, ignore_git_paths=False)
+    config.set_hashing_config(hashed_files.set_allow_symlinks(True))
     try:
         with TemporaryFolder(opened.path.resolve()) as temporary:
             new_path = temporary.path / SIGNATURE_NAME

@@ -169,7 +169,7 @@ def edit_bundle(case: Case, folder: Path) -> Path:
 
 
 def _read_bundle(case: Case, folder: Path) -> None:
-    Bundle(edit_bundle(case, folder)).verify()
+    Bundle(edit_bundle(case, folder)).verify(strict=case.fields.get("strict", False))
 
 
 def _read_onnx(case: Case, folder: Path) -> None:
@@ -225,7 +225,7 @@ def _edit_file(editor: BundleEditor, edit: dict[str, Any]) -> None:
         case "link":
             target = editor.path.parent / path.name
             path.rename(target)
-            path.symlink_to(target)
+            path.symlink_to(editor.path.parent / edit.get("to", path.name))
         case "folder":
             path.unlink()
             path.mkdir()

@@ -73,7 +73,11 @@ class PreparedOnnxRuntimeStage:
             DigestError, OperatorError: see `finish`.
         """
         own_files = {file_name: weight_files[file_name] for file_name in self.weight_files()}
-        is_mapped = all(has_lease(weight_file.content) for weight_file in own_files.values())
+        # ONNX Runtime reads no file through a link that leaves the folder (https://github.com/microsoft/onnxruntime/issues/27353).
+        is_mapped = all(
+            has_lease(weight_file.content) and not (self.bundle.path / file_name).is_symlink()
+            for file_name, weight_file in own_files.items()
+        )
         weights = StageWeights(self.bundle, self.stage_number, self.graph_content, own_files, mapped=is_mapped)
         if not is_mapped:
             weights.keep(self.bundle.stages[self.stage_number].state, own_files, verified=verified)

@@ -141,7 +141,7 @@ def _add_file(source: Path, target: Path, *, copy: bool) -> None:
         shutil.copyfile(source, target)
         return
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)
     except OSError as error:
         raise WriteError(
             f"{target}: cannot create a hard link to the bundle's file ({error.strerror}): copy the files instead (--copy)"
