@@ -38,7 +38,7 @@ from stagepack_loaders.comparison import Difference
 from stagepack_loaders.example import compare_results, run_on_inputs
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import finish_pipeline, prepare_all
-from stagepack_loaders.registry import DEFAULT_RUNTIME
+from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.value_check import NodeProblem, value_problems
 from stagepack_loaders.torch.weights import WeightCache
@@ -173,7 +173,7 @@ class LoadedDraft:
     def _load(self, device: str) -> Pipeline:
         options = PrepareOptions(allow_ops=self._allow_ops)
         options.shared.get(WeightCache, _MappedForReading)
-        prepared_stages = prepare_all(self._draft, [device], DEFAULT_RUNTIME, options)
+        prepared_stages = prepare_all(self._draft, [device], TORCH_RUNTIME, options)
         return finish_pipeline(self._draft, prepared_stages, (), verify=False)
 
     def run(self, inputs: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:

@@ -160,7 +160,7 @@ def load_entry_points(
     pipelines = {}
     for name in names:
         selected = opened_bundle.select(name)
-        stage_runtimes = runtime_of_each_stage(runtime, len(selected.stages))
+        stage_runtimes = runtime_of_each_stage(runtime, selected)
         limit = value_limit(selected, limits)
         check_compile_options(stage_runtimes, compile, None)
         check_stream_options(stage_runtimes, stream, None, compile=compile, copy=copy)

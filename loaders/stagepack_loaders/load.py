@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from stagepack.errors import OptionError
+from stagepack.extras import explain_missing_packages
 from stagepack.opening import BundleSource, TrustedSigners
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
@@ -22,7 +23,7 @@ from stagepack_loaders.preparation import (
     reading_progress,
     runtime_of_each_stage,
 )
-from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime
+from stagepack_loaders.registry import DEFAULT_RUNTIME, default_runtime, find_runtime
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,8 @@ def load(
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
         devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
         runtime: the name of the runtime that executes the stages, such as ``"torch"`` or ``"onnxruntime"``; or a list with a name for
-            each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch.
+            each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch. By default torch; where it is not
+            installed, ONNX Runtime, if the bundle has these files. `stages` of the result have the name, `runtime`.
         types: classes to build results of, where the bundle names them; other such results are dicts of their fields.
         allow_ops: namespaces of custom operators that may run, whose library must be imported already, and operators of ATen and prims
             that do not run by default, such as ``aten._foreach_add``.
@@ -169,9 +171,10 @@ def load(
     """
     limits = checked_limits(limits)
     opened_bundle = open_for_loading(bundle, verify, require_signature)
-    check_compile_options(runtime_of_each_stage(runtime, len(opened_bundle.stages)), compile, compiled)
+    stage_runtimes = runtime_of_each_stage(runtime, opened_bundle)
+    check_compile_options(stage_runtimes, compile, compiled)
     memory_bytes = check_stream_options(
-        runtime_of_each_stage(runtime, len(opened_bundle.stages)),
+        stage_runtimes,
         stream,
         device_memory,
         compile=compile,
@@ -194,8 +197,11 @@ def load(
             raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
         if isinstance(imports, str):
             raise OptionError(f"imports: expected a sequence of modules, found {imports!r}")
-        from stagepack_loaders.distributed.local_launcher import start_local_pipeline  # noqa: PLC0415 - imports torch
-        from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - the same
+        with explain_missing_packages():
+            from stagepack_loaders.distributed.local_launcher import (  # noqa: PLC0415 - imports torch
+                start_local_pipeline,
+            )
+            from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - the same
 
         options = group_options(
             devices=named,
@@ -209,7 +215,6 @@ def load(
             limits=limits,
         )
         # The processes open the folder of the bundle, which must have all their files.
-        stage_runtimes = runtime_of_each_stage(runtime, len(opened_bundle.stages))
         opened_bundle.fetch(
             file_name
             for stage_number, stage_runtime in enumerate(stage_runtimes)
@@ -342,9 +347,10 @@ def load_stage(
     opened_bundle.stage(stage)
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
-    check_compile_options([find_runtime(runtime)], compile, compiled)
+    stage_runtime = default_runtime(opened_bundle) if runtime == DEFAULT_RUNTIME else find_runtime(runtime)
+    check_compile_options([stage_runtime], compile, compiled)
     memory_bytes = check_stream_options(
-        [find_runtime(runtime)],
+        [stage_runtime],
         stream,
         device_memory,
         compile=compile,
@@ -358,6 +364,6 @@ def load_stage(
     with reading_progress(opened_bundle, () if stream else [stage]) as progress:
         if not stream:
             options = replace(options, progress=progress, unchanged=progress)
-        prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, runtime, options)}
+        prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, stage_runtime.name, options)}
         ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
         return ready_stages[stage].finish(verify=verify == "full")

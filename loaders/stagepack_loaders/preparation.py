@@ -16,7 +16,7 @@ from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareO
 from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.registry import find_runtime, import_runtime, runtimes
+from stagepack_loaders.registry import DEFAULT_RUNTIME, default_runtime, find_runtime, import_runtime, runtimes
 
 
 def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: TrustedSigners | None = None) -> Bundle:
@@ -46,16 +46,19 @@ def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: Tr
     return opened_bundle.without_digests() if verify == "off" else opened_bundle
 
 
-def runtime_of_each_stage(runtime: str | Sequence[str], stage_count: int) -> list[Runtime]:
+def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[Runtime]:
     """Return the runtime of each stage, without importing its library.
 
     Args:
-        runtime: a name for all stages, or one for each.
-        stage_count: how many stages there are.
+        runtime: a name for all stages, or one for each; ``"auto"`` for the one of `default_runtime`.
+        bundle: the bundle.
 
     Raises:
         OptionError: a name is unknown, or there are not as many names as stages.
     """
+    stage_count = len(bundle.stages)
+    if runtime == DEFAULT_RUNTIME:
+        return [default_runtime(bundle)] * stage_count
     runtime_names = list(runtime) if isinstance(runtime, list | tuple) else [runtime] * stage_count
     if len(runtime_names) != stage_count:
         raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime_names)}")
@@ -82,7 +85,7 @@ def prepare_all(
     Raises:
         OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
     """
-    stage_runtimes = runtime_of_each_stage(runtime, len(bundle.stages))
+    stage_runtimes = runtime_of_each_stage(runtime, bundle)
     if not all(chosen_runtime.keeps_strides for chosen_runtime in stage_runtimes):
         options = replace(options, dense_inputs=True)
     stage_devices = place_stages(bundle.entry_point, devices)

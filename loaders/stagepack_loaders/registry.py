@@ -1,13 +1,17 @@
 """The registry of runtimes: the only place that lists them. Nothing else depends on the name of a runtime."""
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Final
 
-from stagepack.errors import MissingPackageError, OptionError
+from stagepack.errors import MissingPackageError, OperatorError, OptionError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Runtime
 
-DEFAULT_RUNTIME: Final = "torch"
+# The first runtime of the registry that is installed and that the bundle has files for; see `default_runtime`.
+DEFAULT_RUNTIME: Final = "auto"
+TORCH_RUNTIME: Final = "torch"
 
 # Name -> the runtime, or the module and class of one that was not used yet: they are imported when they are used.
 _REGISTRY: dict[str, Runtime | str] = {
@@ -82,6 +86,19 @@ def import_runtime(runtime_name: object) -> Runtime:
             message = f"the package {error.name!r} is not installed: {runtime.install} installs it"
             raise MissingPackageError(message, name=error.name) from None
     return runtime
+
+
+def default_runtime(bundle: Bundle) -> Runtime:
+    """Return the first runtime that is installed and that the bundle has files for; without one, the first of the registry."""
+    for runtime in runtimes():
+        if all(importlib.util.find_spec(package) is not None for package in runtime.packages):
+            try:
+                for stage_number in range(len(bundle.stages)):
+                    runtime.stage_files(bundle, stage_number)
+            except OperatorError:
+                continue
+            return runtime
+    return find_runtime(TORCH_RUNTIME)
 
 
 def runtimes() -> Iterator[Runtime]:

@@ -190,8 +190,9 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
             raise click.UsageError(f"{flag} cannot be used with --processes or torchrun")
     if options.processes and options.stage_number is not None:
         raise click.UsageError("--processes cannot be used with --stage")
-    stage_count = len(bundle.stages) if options.stage_number is None else 1
-    stage_runtimes = runtime_of_each_stage(options.runtimes, stage_count)
+    if options.stage_number is not None and len(options.runtimes) > 1:
+        raise click.UsageError("--stage loads one stage: pass one --runtime")
+    stage_runtimes = runtime_of_each_stage(options.runtimes, bundle)
     if options.compile_mode or options.compiled_folder:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
     for output_path in filter(None, (options.outputs_file, options.trace_file)):
@@ -348,10 +349,10 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
         else:
             inputs, expected = example.read_inputs(pipeline, options.inputs_file), {}
         timer.end("inputs")
-        compile_seconds_before = _compile_seconds(options)
+        compile_seconds_before = _compile_seconds(options, bundle)
         results = example.run_on_inputs(pipeline, inputs)
         timer.end("first call")
-        timer.reassign("first call", "compile", _compile_seconds(options) - compile_seconds_before)
+        timer.reassign("first call", "compile", _compile_seconds(options, bundle) - compile_seconds_before)
         if options.outputs_file is not None:
             example.write_outputs(pipeline, results, options.outputs_file)
     facts: dict[str, Any] = {"outputs": len(results)}
@@ -363,6 +364,9 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
     return facts
 
 
-def _compile_seconds(options: _Options) -> float:
+def _compile_seconds(options: _Options, bundle: Bundle) -> float:
     """Return how long the compilers of the runtimes have worked in this process, in seconds."""
-    return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in set(options.runtimes))
+    return sum(
+        find_runtime(runtime_name).compile_seconds()
+        for runtime_name in set(runtime_of_each_stage(options.runtimes, bundle))
+    )

@@ -163,7 +163,7 @@ class BundleLoading:
         loaded = load_entry_points(
             bundle,
             list(options.devices),
-            runtime=runtime_of_each_stage(options.runtimes, 1)[0],
+            runtime=options.runtimes[0],
             allow_ops=options.allow_ops,
             verify=options.verify,
             copy=options.copy_weights,
@@ -191,7 +191,7 @@ def models_of_bundle(model_name: str, bundle: Bundle) -> dict[str, Bundle]:
 def _load_pipeline(
     bundle: Bundle, options: ServeOptions, closing: ExitStack, *, deadline: float
 ) -> "CallablePipeline | None":
-    runtimes = runtime_of_each_stage(options.runtimes, len(bundle.stages))
+    runtimes = runtime_of_each_stage(options.runtimes, bundle)
     if options.processes or is_launched_group():
         pipeline = start_processes(
             bundle,

@@ -15,7 +15,7 @@ from stagepack.cli.quantities import format_time
 from stagepack.cli.run_options import device_option, json_option, operator_options
 from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
-from stagepack_loaders.registry import DEFAULT_RUNTIME, import_runtime
+from stagepack_loaders.registry import TORCH_RUNTIME, import_runtime
 
 if TYPE_CHECKING:
     from stagepack.partition.profile import LinkTime, Profile
@@ -83,7 +83,7 @@ def command(
     check_output_file(out, overwrite=overwrite)
     bundle = open_argument(bundle_path)
     with progress("importing torch") as next_step:
-        import_runtime(DEFAULT_RUNTIME)
+        import_runtime(TORCH_RUNTIME)
         from stagepack.partition.profile import write_profile  # noqa: PLC0415 - after the arguments are checked
         from stagepack_loaders.torch.measurement import measure_bundle  # noqa: PLC0415 - the same
 

@@ -19,7 +19,7 @@ from stagepack.cli.path_options import PathType, folder_name, remember_trusted_f
 from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import split_entry_point
-from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, import_runtime, runtime_names
+from stagepack_loaders.registry import DEFAULT_RUNTIME, default_runtime, find_runtime, import_runtime, runtime_names
 from stagepack_loaders.registry import runtimes as registered_runtimes
 from stagepack_serving.server.limits import ServerLimits
 
@@ -63,8 +63,8 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
         Raises:
             BadParameter: there is no such runtime.
         """
-        if value not in runtime_names():
-            self.fail(f"{value!r} is not one of {', '.join(map(repr, runtime_names()))}.", param, ctx)
+        if value not in (names := (DEFAULT_RUNTIME, *runtime_names())):
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, names))}.", param, ctx)
         return value
 
 
@@ -79,7 +79,8 @@ def runtime_option(function: Callable[..., Any]) -> Callable[..., Any]:
         type=RuntimeName(),
         metavar="NAME",
         help=f"Runtime that executes the stages: one for all stages, or one for each stage in order. Repeatable. NAME is "
-        f"{', '.join(runtime_names())}, or a runtime that a module of --import registers.",
+        f"{', '.join(runtime_names())}, a runtime that a module of --import registers, or auto: the first of them that is installed and "
+        "that the bundle has files for.",
     )(function)
 
 
@@ -253,17 +254,19 @@ def check_stage_number(stage_number: int | None, bundle: Bundle) -> None:
         raise Failure(f"--stage: expected a stage from 0 to {len(bundle.stages) - 1}, found {stage_number}")
 
 
-def runtime_of_each_stage(runtimes: Sequence[str], stage_count: int) -> list[str]:
-    """Return the runtime of each stage.
+def runtime_of_each_stage(runtimes: Sequence[str], bundle: Bundle) -> list[str]:
+    """Return the name of the runtime of each stage.
 
     Raises:
         UsageError: the number of runtimes is neither 1 nor that of the stages.
     """
+    stage_count = len(bundle.stages)
     if len(runtimes) not in (1, stage_count):
         raise click.UsageError(
             f"--runtime: expected one runtime, or one for each of {stage_count} stages, found {len(runtimes)}"
         )
-    return list(runtimes) if len(runtimes) == stage_count else list(runtimes) * stage_count
+    named = [default_runtime(bundle).name if name == DEFAULT_RUNTIME else name for name in runtimes]
+    return named if len(named) == stage_count else named * stage_count
 
 
 def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
@@ -272,7 +275,7 @@ def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
     Raises:
         UsageError: one of the runtimes does not compile stages.
     """
-    if not all(find_runtime(runtime_name).compiles for runtime_name in runtimes):
+    if not all(name == DEFAULT_RUNTIME or find_runtime(name).compiles for name in runtimes):
         compiling_runtimes = " or ".join(runtime.name for runtime in registered_runtimes() if runtime.compiles)
         raise click.UsageError(f"{flag} requires the runtime {compiling_runtimes} for all stages: leave out --runtime")
 
@@ -319,14 +322,14 @@ def replay(
     atol: float | None = None,
 ) -> "Difference":
     """Load a bundle whose digests are verified already, and run its example."""
+    runtimes = runtime_of_each_stage(runtimes, bundle)
     for runtime in dict.fromkeys(runtimes):
         import_runtime(runtime)  # before all else, so that a missing package is that of the runtime
     from stagepack_loaders.comparison import Tolerance  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.example import replay_example  # noqa: PLC0415 - the same
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
-    runtime_argument = runtimes if len(runtimes) > 1 else runtimes[0]
-    pipeline = load(bundle, runtime=runtime_argument, allow_ops=allow_ops, verify="manifest")
+    pipeline = load(bundle, runtime=runtimes, allow_ops=allow_ops, verify="manifest")
     return replay_example(pipeline, bundle, Tolerance(rtol, atol))
 
 

@@ -20,7 +20,7 @@ from stagepack.cli.run_options import (
 )
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
-from stagepack_loaders.registry import DEFAULT_RUNTIME
+from stagepack_loaders.registry import TORCH_RUNTIME
 
 if TYPE_CHECKING:
     from stagepack_serving.triton.options import RepositoryOptions
@@ -76,7 +76,7 @@ class _Options:
 @click.option(
     "--runtime",
     type=RuntimeName(),
-    default=DEFAULT_RUNTIME,
+    default=TORCH_RUNTIME,
     show_default=True,
     help="Runtime that executes the stages.",
 )

@@ -14,7 +14,6 @@ from stagepack.cli.run_options import (
     json_option,
     operator_options,
     replay,
-    runtime_of_each_stage,
     runtime_option,
     tolerance_options,
 )
@@ -129,7 +128,7 @@ def _replay_examples(
     return combine_differences(
         replay(
             selected,
-            runtimes=runtime_of_each_stage(runtimes, len(selected.stages)),
+            runtimes=runtimes,
             allow_ops=allow_ops,
             rtol=rtol,
             atol=atol,

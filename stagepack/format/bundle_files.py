@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from stagepack.errors import DigestError, FileNotListedError, LimitError, Problem
+from stagepack.errors import DigestError, FileNotListedError, LimitError, Problem, StagepackError
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, check_content
 from stagepack.format.file_checks import (
@@ -148,6 +148,13 @@ class BundleFiles:
         except FileNotFoundError:  # all files are missing: `check_digests` says so
             return []
         return sorted(set(found_names) - set(self.files) - {MANIFEST_NAME, SIGNATURE_NAME})
+
+    def is_replaced(self) -> bool:
+        """Whether the folder has another bundle than the one that was opened, for example one with ONNX models."""
+        try:
+            return read_manifest(self.path).sha256 != self.digest
+        except StagepackError:
+            return False
 
     def fetch(self, file_names: Iterable[str]) -> None:
         """Download files of a remote bundle, several at a time, unless its folder in the cache has them. A local bundle has all files.

@@ -10,7 +10,7 @@ from stagepack.cli import main
 from stagepack_loaders.registry import runtime_names
 
 COMMANDS = main.list_commands(click.Context(main))
-RUNTIMES = ", ".join(map(repr, runtime_names()))
+RUNTIMES = ", ".join(map(repr, ("auto", *runtime_names())))
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -109,7 +109,7 @@ def test_wrong_usage_ends_with_status_2_and_says_why(arguments: list[str], says:
             ["--runtime", "torch", "--runtime", "onnxruntime"],
             "expected one runtime, or one for each of 3 stages, found 2",
         ),
-        (["--stage", "1", "--runtime", "torch", "--runtime", "torch"], "one for each of 1 stages"),
+        (["--stage", "1", "--runtime", "torch", "--runtime", "torch"], "pass one --runtime"),
         (["--runtime", "onnxruntime", "--compile"], "leave out --runtime"),
     ],
 )

@@ -11,32 +11,8 @@ import torch
 
 import stagepack
 from stagepack.errors import OutputExistsError
-from stagepack.onnx.add import AddedOnnx
+from tests.door.model import EXAMPLE, Scale
 from tests.hostile.attack import run
-
-
-class Scale(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(64, 64)
-        self.second = torch.nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu())
-
-
-EXAMPLE = torch.linspace(-1, 1, 3 * 64).reshape(3, 64)
-
-
-@pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    """A bundle of two stages with ONNX models, and the model's answer to the example."""
-    torch.manual_seed(0)
-    model = Scale().eval()
-    path = tmp_path_factory.mktemp("exported") / "m.stagepack"
-    stagepack.export(model, (EXAMPLE,), out=path, stages=2)
-    assert isinstance(stagepack.add_onnx(path), AddedOnnx)
-    return path, model(EXAMPLE).detach()
 
 
 def hub_cache(source: Path, folder: Path) -> Path:

@@ -38,7 +38,11 @@ def test_all_extras_resolve_together(python_version: str, resolution: str, tmp_p
         tmp_path / "resolved.txt",
     ]
     completed = subprocess.run(
-        [*command, *options, ROOT / "pyproject.toml"], capture_output=True, text=True, timeout=SECONDS, check=False
+        [*command, *options, str(tmp_path / "resolved.txt"), str(ROOT / "pyproject.toml")],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     if "error sending request" in completed.stderr:
         pytest.skip("the package index cannot be reached, so that bounds of versions are not tested")

@@ -77,7 +77,7 @@ def start_local_pipeline(
     bundle = absolute_bundle(bundle)
     check_options(options, max_restarts, microbatch_size)
     stage_devices = place_stages(bundle.entry_point, options.devices)
-    for runtime, device in zip(runtime_of_each_stage(options.runtime, len(bundle.stages)), stage_devices, strict=True):
+    for runtime, device in zip(runtime_of_each_stage(options.runtime, bundle), stage_devices, strict=True):
         runtime.parse_device(device)
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
     launcher = LocalLauncher(bundle, local_options, imports=imports)

@@ -259,7 +259,7 @@ def _load_stages(
     bundle: Bundle, stage_numbers: Sequence[int], options: GroupOptions, progress: ByteProgress
 ) -> tuple[dict[int, LoadedStage], list[StageFacts]]:
     """Load some stages; no file of others is read."""
-    runtimes = runtime_of_each_stage(options.runtime, len(bundle.stages))
+    runtimes = runtime_of_each_stage(options.runtime, bundle)
     devices = place_stages(bundle.entry_point, options.devices)
     bundle = open_for_loading(bundle, options.verify)
     prepare_options = PrepareOptions(

@@ -15,6 +15,7 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.file_leases import has_lease, kept_files
 from stagepack_loaders.onnxruntime.devices import PROVIDERS, Device
 from stagepack_loaders.onnxruntime.initializers import initializers_in_files
+from stagepack_loaders.onnxruntime.runtime import no_onnx_error
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 from stagepack_loaders.onnxruntime.weights import StageWeights
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
@@ -178,10 +179,7 @@ def prepare_stages(
     """
     stages_without_onnx = [stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None]
     if stages_without_onnx:
-        raise OperatorError(
-            f"{bundle.location}: no ONNX model of stage {', '.join(map(str, stages_without_onnx))}: add ONNX models (stagepack onnx), "
-            "or choose another runtime (--runtime torch; in Python runtime='torch')"
-        )
+        raise no_onnx_error(bundle, stages_without_onnx)
     # All at once: a remote bundle downloads several files at a time.
     stages = [bundle.stages[stage_number] for stage_number in placement]
     bundle.fetch(file_name for stage in stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files))

@@ -1,7 +1,7 @@
 """ONNX Runtime as a runtime. Imports onnxruntime when it is used, and never torch."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import OperatorError
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from stagepack_loaders.onnxruntime.devices import Device
     from stagepack_loaders.onnxruntime.prepare import PreparedOnnxRuntimeStage
     from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
+
+
+def no_onnx_error(bundle: Bundle, stage_numbers: Sequence[int]) -> OperatorError:
+    """The error for stages that have no ONNX model."""
+    advice = "add ONNX models (stagepack onnx), or choose another runtime (--runtime torch; in Python runtime='torch')"
+    if bundle.is_replaced():
+        advice = "the bundle was written again after it was opened: open it again"
+    return OperatorError(f"{bundle.location}: no ONNX model of stage {', '.join(map(str, stage_numbers))}: {advice}")
 
 
 class OnnxRuntime(Runtime):
@@ -46,9 +54,7 @@ class OnnxRuntime(Runtime):
         """See `Runtime`. The graph file says what the weights of the ONNX file are."""
         stage = bundle.stages[stage_number]
         if stage.onnx is None:
-            raise OperatorError(
-                f"{bundle.path}: stage {stage_number} has no ONNX model: add it (stagepack onnx), or choose another runtime"
-            )
+            raise no_onnx_error(bundle, [stage_number])
         return (stage.onnx.model, stage.graph, *stage.weights, *stage.onnx.weights)
 
     def prepare(

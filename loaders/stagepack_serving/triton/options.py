@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from stagepack_loaders.registry import DEFAULT_RUNTIME
+from stagepack_loaders.registry import TORCH_RUNTIME
 
 # Backends of Triton that run a stage. ``python`` runs any runtime of stagepack; ``onnxruntime`` runs the ONNX file without stagepack.
 BACKENDS: Final = ("python", "onnxruntime")
@@ -31,7 +31,7 @@ class RepositoryOptions:
 
     model_name: str
     devices: Sequence[str] = ("cpu",)
-    runtime: str = DEFAULT_RUNTIME
+    runtime: str = TORCH_RUNTIME
     backend: str = "python"
     max_batch_size: int = 0
     batching_delay: float = 0.0

@@ -12,6 +12,7 @@ from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Guard, format_guard
 from stagepack.format.validate import MANIFEST_NAME
+from stagepack_loaders.onnxruntime.runtime import no_onnx_error
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_serving.protocol.interface import InterfaceTensor
@@ -70,9 +71,7 @@ def _onnxruntime_model(bundle: Bundle, stage_number: int, config: ModelConfig, d
     """A stage in Triton's onnxruntime backend, which checks nothing of the boundary contract; `dtypes` are those of its edges."""
     stage = bundle.stages[stage_number]
     if stage.onnx is None:
-        raise OperatorError(
-            f"{bundle.path}: stage {stage_number} has no ONNX model: add it (stagepack onnx), or choose another runtime"
-        )
+        raise no_onnx_error(bundle, [stage_number])
     if reason := _onnxruntime_obstacle(stage, dtypes, bundle.entry_point.guards):
         raise OperatorError(
             f"stage {stage_number}: {reason}, which Triton's onnxruntime backend does not support: use the Python backend "

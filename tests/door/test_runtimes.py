@@ -1,0 +1,73 @@
+"""The runtime that is chosen without a word, on machines that lack one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stagepack
+from stagepack.errors import OperatorError
+
+# A package of these names is not found, as if it was not installed.
+PROGRAM = """
+import json, sys
+
+sys.modules.update(dict.fromkeys(json.loads(sys.argv[2])))
+import numpy
+import stagepack
+from click.testing import CliRunner
+from stagepack.cli import main
+
+outcomes = {}
+x = numpy.linspace(-1, 1, 3 * 64, dtype=numpy.float32).reshape(3, 64)
+for name, options in {"load": {}, "list": {"runtime": "onnxruntime", "processes": 2}}.items():
+    try:
+        pipeline = stagepack.load(sys.argv[1], **options)
+        outcomes[name] = [[stage.runtime for stage in pipeline.stages], numpy.asarray(pipeline(x)).tolist()]
+    except stagepack.errors.StagepackError as error:
+        outcomes[name] = [type(error).__name__, str(error)]
+for command in ("load", "verify --run"):
+    result = CliRunner().invoke(main, [*command.split(), sys.argv[1]])
+    outcomes["stagepack " + command] = [result.exit_code, result.output]
+print(json.dumps(outcomes))
+"""
+
+
+def outcomes_without(packages: list[str], bundle_path: Path) -> dict[str, list[object]]:
+    command = [sys.executable, "-c", PROGRAM, str(bundle_path), json.dumps(packages)]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    outcomes: dict[str, list[object]] = json.loads(completed.stdout)
+    return outcomes
+
+
+@pytest.mark.process
+def test_a_machine_with_onnx_runtime_alone_runs_in_it(exported: tuple[Path, object]) -> None:
+    outcomes = outcomes_without(["torch"], exported[0])
+    assert outcomes["load"][0] == ["onnxruntime", "onnxruntime"]
+    assert outcomes["list"][0] == "MissingPackageError"
+    assert "'torch'" in str(outcomes["list"][1])
+    for command in ("stagepack load", "stagepack verify --run"):
+        assert outcomes[command][0] == 0, outcomes[command][1]
+    assert "onnxruntime" in str(outcomes["stagepack load"][1])
+
+
+@pytest.mark.process
+def test_without_any_runtime_the_error_names_them(exported: tuple[Path, object]) -> None:
+    outcomes = outcomes_without(["torch", "onnxruntime"], exported[0])
+    assert outcomes["load"] == [
+        "MissingPackageError",
+        "the package 'torch' is not installed: the extra 'torch' of stagepack (in a checkout: pip install '.[torch]') installs it",
+    ]
+
+
+def test_an_object_from_before_the_onnx_models_says_so(exported: tuple[Path, object], tmp_path: Path) -> None:
+    bundle = stagepack.recut(exported[0], out=tmp_path / "m.stagepack", stages=2)
+    stagepack.add_onnx(bundle)
+    with pytest.raises(
+        OperatorError, match="no ONNX model of stage 0, 1: the bundle was written again after it was opened"
+    ):
+        stagepack.load(bundle, runtime="onnxruntime")
+    stagepack.load(bundle.path, runtime="onnxruntime")
