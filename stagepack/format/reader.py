@@ -221,9 +221,7 @@ class Bundle(BundleFiles):
             The unfolded graph, with module calls.
 
         Raises:
-            IndexError: the bundle has no stage of this number.
-            DigestError: the file is missing or differs from the one that the manifest lists.
-            FormatError: the graph breaks a rule.
+            IndexError, DigestError, FormatError: see `graph_file`.
         """
         return self.graph_file(stage_number).graph
 
@@ -342,10 +340,9 @@ class Bundle(BundleFiles):
             FormatError: a rule is broken.
         """
         problems = self.digest_problems(self.manifest.files, progress)
-        problems += [
-            Problem(rule="D4", where=file_name[:200], message="the file is not listed in the manifest")
-            for file_name in (self.unlisted_files() if strict else ())
-        ]
+        message = "the file is not listed in the manifest"
+        unlisted_files = self.unlisted_files() if strict else []
+        problems += [Problem(rule="D4", where=file_name[:200], message=message) for file_name in unlisted_files]
         raise_digest_problems(problems)
         check_stages(self)
 

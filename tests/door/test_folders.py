@@ -72,7 +72,7 @@ def test_a_folder_of_links_or_with_other_files_is_a_bundle(
     stagepack.verify(path)
     assert run("verify", str(path), "--run").exit_code == 0
     for options in ({}, {"verify": "off"}, {"stream": True}):
-        assert torch.equal(stagepack.load(path, **options)(EXAMPLE), expected), options  # type: ignore[arg-type]
+        assert torch.equal(stagepack.load(path, **options)(EXAMPLE), expected), options
     with stagepack.load(path, processes=True) as pipe:
         assert torch.equal(pipe(EXAMPLE), expected)
     in_onnx = stagepack.load(path, runtime="onnxruntime")

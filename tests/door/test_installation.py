@@ -16,36 +16,13 @@ SECONDS = 120
 @pytest.mark.parametrize("python_version", ["3.11", "3.14"])
 @pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
 def test_all_extras_resolve_together(python_version: str, resolution: str, tmp_path: Path) -> None:
-    extras = [option for extra in EXTRAS for option in ("--extra", extra)]
-    command = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "compile",
-        "--quiet",
-        "--no-header",
-        "--only-binary",
-        ":all:",
-        *extras,
-    ]
-    options = [
-        "--python-version",
-        python_version,
-        "--resolution",
-        resolution,
-        "--output-file",
-        tmp_path / "resolved.txt",
-    ]
-    completed = subprocess.run(
-        [*command, *options, str(tmp_path / "resolved.txt"), str(ROOT / "pyproject.toml")],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    resolved_path = tmp_path / "resolved.txt"
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--only-binary", ":all:"]
+    command += ["--python-version", python_version, "--resolution", resolution, "--output-file", str(resolved_path)]
+    command += [option for extra in EXTRAS for option in ("--extra", extra)] + [str(ROOT / "pyproject.toml")]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     if "error sending request" in completed.stderr:
         pytest.skip("the package index cannot be reached, so that bounds of versions are not tested")
     assert completed.returncode == 0, completed.stderr
-    resolved = (tmp_path / "resolved.txt").read_text()
+    resolved = resolved_path.read_text()
     assert all(f"\n{name}==" in f"\n{resolved}" for name in ("torch", "transformers", "onnxruntime", "grpcio", "s3fs"))

@@ -15,7 +15,6 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.file_leases import has_lease, kept_files
 from stagepack_loaders.onnxruntime.devices import PROVIDERS, Device
 from stagepack_loaders.onnxruntime.initializers import initializers_in_files
-from stagepack_loaders.onnxruntime.runtime import no_onnx_error
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 from stagepack_loaders.onnxruntime.weights import StageWeights
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
@@ -174,12 +173,8 @@ def prepare_stages(
     """Read and check the ONNX files of stages; see `stagepack_loaders.base.Runtime.prepare`.
 
     Raises:
-        OperatorError: a stage has no ONNX file.
         DigestError, FormatError: a file is damaged, or breaks a rule of the format.
     """
-    stages_without_onnx = [stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None]
-    if stages_without_onnx:
-        raise no_onnx_error(bundle, stages_without_onnx)
     # All at once: a remote bundle downloads several files at a time.
     stages = [bundle.stages[stage_number] for stage_number in placement]
     bundle.fetch(file_name for stage in stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files))
