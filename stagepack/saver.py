@@ -1,9 +1,9 @@
-"""Trained stages -> a bundle with their weights."""
+"""Stages whose weights were changed, by training or otherwise -> a bundle with their weights."""
 
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,36 +12,51 @@ import torch.distributed
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from stagepack.errors import GroupError, WriteError
+from stagepack.errors import GroupError, OptionError, WriteError
+from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.writer import check_output_path
 from stagepack.weight_replacement import replace_weights
+from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.registry import TORCH_RUNTIME
 
 if TYPE_CHECKING:
     from stagepack_loaders.train.training import Training
 
 
-def save(training: "Training", *, out: str | os.PathLike[str], overwrite: bool = False) -> Bundle:
-    """Write a bundle with the graphs of the trained one and the weights of all processes. All of them must call it.
+def save(
+    loaded: "Training | Pipeline", *, out: str | os.PathLike[str] | None = None, overwrite: bool | None = None
+) -> Bundle:
+    """Write a bundle with the graphs of a loaded one and the weights as they are now.
 
-    Each process writes its own weights into a folder beside `out`, which all must reach by this path; process 0 makes the bundle of
-    them. Buffers that are not in the `state_dict`, and weights that only other entry points use, stay those of the trained bundle.
+    Of a training, all processes must call it: each writes its own weights into a folder beside `out`, which all must reach by this path,
+    and process 0 makes the bundle of them. A call that failed can be repeated. Buffers that are not in the `state_dict`, and weights that
+    only other entry points use, stay those of the loaded bundle.
 
     Args:
-        training: what `stagepack.train` returned.
-        out: the folder to write.
-        overwrite: replace a bundle that exists at `out`.
+        loaded: what `stagepack.train` returned, or what `stagepack.load` returned, in PyTorch and in this process.
+        out: the folder to write; None for the one that `stagepack.train` was given.
+        overwrite: replace a bundle that exists at `out`; None for what `stagepack.train` was given.
 
     Returns:
         The new bundle, opened, in all processes.
 
     Raises:
+        OptionError: the weights are not in this process, or not in PyTorch; or `out` is missing.
         OutputExistsError, WriteError: see `stagepack.export`.
         CaptureError: a weight cannot be replaced.
         GroupError: another process failed; the message has its error.
         StageLostError: another process is gone.
     """
+    out = getattr(loaded, "out", None) if out is None else out
+    overwrite = getattr(loaded, "overwrite", False) if overwrite is None else overwrite
+    if out is None:
+        raise OptionError("out: expected the folder to write, here or in stagepack.train")
+    if isinstance(loaded, CallablePipeline):
+        return _save_pipeline(loaded, out, overwrite=overwrite)
+    training = loaded
     with contextlib.ExitStack() as stack:
 
         def make_folder() -> str:
@@ -68,6 +83,29 @@ def save(training: "Training", *, out: str | os.PathLike[str], overwrite: bool =
 
         _in_all_processes(training, write_bundle)
     return Bundle(out)
+
+
+def _save_pipeline(pipeline: "CallablePipeline", out: str | os.PathLike[str], *, overwrite: bool) -> Bundle:
+    """Write a bundle of a pipeline in this process."""
+    if not isinstance(pipeline, Pipeline) or any(runtime.name != TORCH_RUNTIME for runtime in pipeline.runtimes):
+        raise OptionError(
+            "save: expected a pipeline in PyTorch in this process, whose weights can be changed: load it with runtime='torch' and without "
+            "processes"
+        )
+    check_output_path(out, overwrite=overwrite)
+    try:
+        with TemporaryFolder(Path(os.path.abspath(out))) as temporary:
+            _write_weights(pipeline.state_dict().items(), temporary.path / "weights.safetensors")
+            return replace_weights(
+                pipeline.bundle,
+                temporary.path / "weights.safetensors",
+                out=out,
+                allow_ops=bundle_permissions(pipeline.bundle),
+                overwrite=overwrite,
+                needed_names=_weight_names(pipeline.bundle),
+            )
+    except (OSError, SafetensorError) as error:
+        raise WriteError(f"{os.fspath(out)}: cannot be written: {error}") from error
 
 
 def _weight_names(bundle: Bundle) -> set[str]:
@@ -113,15 +151,19 @@ def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[s
 def _write_own_weights(training: "Training", folder: Path) -> str:
     """Write the weights that this process saves; return the name of the file."""
     file_name = f"rank-{training.rank}.safetensors"
+    _write_weights(training.own_weights(), folder / file_name)
+    return file_name
+
+
+def _write_weights(named_weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
     weights: dict[str, torch.Tensor] = {}
     known_storages: set[int] = set()
-    for weight_name, tensor in training.own_weights():
+    for weight_name, tensor in named_weights:
         # The file has each tensor by itself: one whose memory another one has is copied.
         storage = tensor.untyped_storage().data_ptr()
         weights[weight_name] = tensor.clone() if storage in known_storages else tensor.contiguous()
         known_storages.add(storage)
-    save_file(weights, folder / file_name)
-    return file_name
+    save_file(weights, path)
 
 
 def _write_index(folder: Path, file_names: list[str]) -> None:

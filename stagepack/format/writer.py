@@ -69,7 +69,9 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """
     path = Path(os.path.abspath(out))
     if os.path.lexists(path) and not overwrite:
-        raise OutputExistsError(f"{out}: already exists: choose another name, or overwrite it (--overwrite)")
+        raise OutputExistsError(
+            f"{out}: already exists: choose another name, or overwrite it (--overwrite; in Python overwrite=True)"
+        )
     if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
         raise OutputExistsError(f"{out}: exists and is not a bundle, so it is not overwritten: choose another name")
     if os.path.lexists(path) and (lost_files := _unlisted_files(path)):

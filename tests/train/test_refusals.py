@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
-from stagepack.errors import CaptureError, InputError, OptionError
+from stagepack.errors import CaptureError, InputError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
 from stagepack_loaders.train.loss_exchange import fingerprint_of
@@ -39,6 +39,17 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def training(one_process: None, bundle: Bundle) -> Training:
     """All stages in this process."""
     return stagepack.train(bundle, loss_of, microbatches=4, schedule="looped-bfs")
+
+
+def test_a_name_that_exists_is_refused_before_the_first_step(one_process: None, bundle: Bundle, tmp_path: Path) -> None:
+    out = tmp_path / "trained.stagepack"
+    training = stagepack.train(bundle, loss_of, microbatches=4, schedule="looped-bfs", out=out)
+    assert stagepack.save(training).path == out
+    with pytest.raises(OutputExistsError, match="in Python overwrite=True"):
+        stagepack.train(bundle, loss_of, microbatches=4, schedule="looped-bfs", out=out)
+    with pytest.raises(OutputExistsError):
+        stagepack.save(training)
+    assert stagepack.save(training, overwrite=True).digest == Bundle(out).digest
 
 
 def test_skips_pass_through_the_stages_between(bundle: Bundle) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import get_backend_config
 
 from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError
 from stagepack.format.reader import Bundle
+from stagepack.format.writer import check_output_path
 from stagepack_loaders.base import PrepareOptions, Verify
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
@@ -52,6 +53,8 @@ def train(
     recompute: Recompute = None,
     seed: int = 0,
     silence_seconds: float = 8.0,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
 ) -> Training:
     """Load the stages of this process for training. Each process that ``torchrun`` has started calls this with the same arguments.
 
@@ -88,8 +91,11 @@ def train(
             the model draws in one process after ``torch.manual_seed(seed + s * microbatches + i)``, on devices of the same kind. The
             pipelines of a mesh count their microbatches one after the other.
         silence_seconds: a process that shows no sign of life for so long is lost, in seconds. One that is killed is noticed at once.
+        out: where `stagepack.save` will write the trained bundle: what would refuse it then, is refused now.
+        overwrite: `stagepack.save` may replace a bundle that exists at `out`.
 
     Raises:
+        OutputExistsError, WriteError: nothing can be written to `out`; see `stagepack.export`.
         OptionError: there is no such schedule, or it does not fit the numbers of stages, processes or microbatches; or a value depends on
             data, or on the result of an earlier call.
         GroupError: the processes have different bundles or versions, or cannot connect.
@@ -105,6 +111,8 @@ def train(
         ...     optimizer.zero_grad()
     """
     opened_bundle = open_for_loading(bundle, verify)
+    if out is not None:
+        check_output_path(out, overwrite=overwrite)
     if schedule not in SCHEDULES:
         raise OptionError(f"schedule: expected one of {', '.join(map(repr, SCHEDULES))}, found {schedule!r}")
     if recompute is not None and splits_backward(schedule):
@@ -158,6 +166,8 @@ def train(
                 modules=modules,
                 recompute=recompute,
                 seed=seed,
+                out=out,
+                overwrite=overwrite,
             ),
             groups,
             watch,

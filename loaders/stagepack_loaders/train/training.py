@@ -1,5 +1,6 @@
 """The stages of one process, which it trains together with other processes."""
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class TrainingOptions:
         modules: the stages run by the modules of the model, which the caller may replace.
         recompute: what is computed again in the backward pass.
         seed: the seed of the first microbatch.
+        out: where `stagepack.save` writes the trained bundle; None if the caller says that later.
+        overwrite: whether it may replace a bundle there.
     """
 
     microbatches: int
@@ -63,6 +66,8 @@ class TrainingOptions:
     modules: bool
     recompute: Recompute
     seed: int
+    out: str | os.PathLike[str] | None
+    overwrite: bool
 
 
 class Training:
@@ -75,6 +80,7 @@ class Training:
         process_count: the number of processes, of all pipelines.
         group: these processes; None for all.
         allow_ops: as for `stagepack.load`.
+        out, overwrite: as for `stagepack.train`.
         steps: the number of steps so far.
     """
 
@@ -110,7 +116,7 @@ class Training:
         self._groups = groups
         self.steps = 0
         self._checked_batches = 0
-        self.allow_ops = options.allow_ops
+        self.allow_ops, self.out, self.overwrite = options.allow_ops, options.out, options.overwrite
         self._entry_point = bundle.entry_point
         self._boundaries = find_boundaries(bundle.entry_point)
         self._own_inputs = {edge.name for number in stages for edge in self._boundaries[number].model_inputs}
