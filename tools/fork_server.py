@@ -12,30 +12,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-# A Python process has one fork server, so it imports what any of its users needs. The first export of a process takes 3 s without the
-# modules of torch at the end, which torch imports when it exports.
-_PRELOADED_MODULES = [
-    "stagepack.cli.serve_command",
-    "stagepack.model_export",
-    "stagepack.capture.entry_points",
-    "stagepack.self_check",
-    "stagepack_loaders.distributed.process_program",
-    "stagepack_loaders.load",
-    "stagepack_loaders.torch.prepare",
-    "stagepack_loaders.torch.runtime",
-    "stagepack_loaders.torch.stage",
-    "stagepack_loaders.train.start",
-    "stagepack_serving.server.server",
-    "torch.distributed.checkpoint",
-    "torch.export._trace",
-    "torch.fx.experimental.validator",
-    "networkx",
-    "sympy.plotting",
-    "sympy.tensor.tensor",
-]
-
+# A Python process has one fork server, so it imports what any of its users needs.
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(_PRELOADED_MODULES)
+FORK_SERVER.set_forkserver_preload(["tools.preloaded"])
 
 
 class ForkedProcess:
