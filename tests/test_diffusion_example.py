@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from diffusers import PixArtAlphaPipeline
 from PIL import Image
 
 import stagepack
-from examples.diffusion import draw, export, train
 
 TEXTS = ["a small red circle on blue", "A large green star on white "]
 
@@ -19,6 +17,10 @@ TEXTS = ["a small red circle on blue", "A large green star on white "]
 @pytest.mark.xdist_group("distributed")
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in diffusers
 def test_the_bundle_draws_what_the_pipeline_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import PixArtAlphaPipeline  # a second of imports, for all tests if they were above
+
+    from examples.diffusion import draw, export, train
+
     def run(main: object, *arguments: object) -> None:
         monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
         assert callable(main)
