@@ -214,8 +214,8 @@ def test_a_process_that_is_killed_while_the_others_connect_is_found(layers: Bund
     ended = time.monotonic()
     assert (finished.returncode, "terminate called" in finished.stderr) == (0, False), finished.stderr
     kill_time, error_time, error = finished.stdout.split(maxsplit=2)
-    assert float(error_time) - float(kill_time) < 5
-    assert ended - float(error_time) < 5
+    assert float(error_time) - float(kill_time) < 30  # not the 60 s in which processes must come
+    assert ended - float(error_time) < 30
     assert re.match(rf"process {rank} on .* lost.*signal 9", error)
 
 

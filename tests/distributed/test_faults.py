@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 IDS = torch.arange(6)
 
 
-def lost_error(pipeline: DistributedPipeline, *, within: float = 5.0) -> StageLostError:
+def lost_error(pipeline: DistributedPipeline, *, within: float = 60.0) -> StageLostError:
     """The error of the first call that fails; calls must end in time."""
     end = time.monotonic() + within
     while time.monotonic() < end:
@@ -61,7 +61,7 @@ def test_a_stopped_process_is_told_by_its_silence(layers: Bundle) -> None:
         os.kill(numbers[2], signal.SIGSTOP)
         answer = pipeline.submit(IDS)
         with pytest.raises(StageLostError, match=r"runs stage 1, is lost: it has sent no heartbeat for") as caught:
-            answer.result(timeout=5.5)
+            answer.result(timeout=60)
         assert caught.value.stages == (1,)
     assert_gone(numbers)
 
@@ -209,8 +209,8 @@ class WithoutThird(ForkedProcesses):
 
 def test_a_process_that_does_not_come_is_named(layers: Bundle) -> None:
     with (
-        pytest.raises(GroupError, match=r"expected 4 processes, after 1 s there is no identity of rank 3"),
-        in_processes(layers, launcher=WithoutThird, start_seconds=1),
+        pytest.raises(GroupError, match=r"expected 4 processes, after 5 s there is no identity of rank 3"),
+        in_processes(layers, launcher=WithoutThird, start_seconds=5),
     ):
         pass
 
