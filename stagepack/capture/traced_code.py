@@ -17,6 +17,11 @@ from stagepack.torch_internals import FakeTensor
 
 _READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
+# Functions whose results are row-major, in whatever memory their tensors are.
+_ROW_MAJOR: Final = frozenset({"contiguous", "embedding", "layer_norm", "linear", "one_hot"})
+# How many of its arguments decide the layout of a result, where not all do: not the mask.
+_DECIDING: Final = {"scaled_dot_product_attention": 3}
+_HAS_KNOWN_LAYOUT: Final = "_stagepack_has_known_layout"  # an attribute of fake tensors
 
 
 @contextlib.contextmanager
@@ -24,7 +29,8 @@ def traced_as_meant(model: torch.nn.Module) -> Iterator[AskedProperties]:
     """Trace what `torch.export` would stop at, or fix to the sizes of the example, within the ``with`` block.
 
     Recurrent layers take sequences of any length; ``tensor.data`` is ``tensor.detach()``; ``tensor.chunk`` cuts any size into equal
-    parts; in the packages of the model, ``len(tensor)`` is a size that may change.
+    parts; ``tensor.contiguous()`` of an input is in the program though it does nothing in the example; in the packages of the model,
+    ``len(tensor)`` is a size that may change.
 
     Args:
         model: the model that is traced.
@@ -33,7 +39,7 @@ def traced_as_meant(model: torch.nn.Module) -> Iterator[AskedProperties]:
         A context with what the model asks its tensors for besides values and sizes.
     """
     asked = AskedProperties()
-    with sequences_of_any_length(), _TracedFunctions(asked), _length_in_packages(model):
+    with sequences_of_any_length(), _TracedFunctions(model, asked), _length_in_packages(model):
         yield asked
 
 
@@ -73,19 +79,57 @@ def _length(value: Any, /) -> Any:
 class _TracedFunctions(TorchFunctionMode):
     """Calls other functions of torch in the place of some, for fake tensors."""
 
-    def __init__(self, asked: AskedProperties) -> None:
+    def __init__(self, model: torch.nn.Module, asked: AskedProperties) -> None:
         super().__init__()
+        self._model = model
         self._asked = asked
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._asked.record(func, args)
-        if args and isinstance(args[0], FakeTensor):
+        result = self._called(func, args, kwargs or {})
+        if type(result) is FakeTensor:
+            setattr(
+                result, _HAS_KNOWN_LAYOUT, self._makes_known_layout(getattr(func, "__name__", ""), args, kwargs or {})
+            )
+        return result
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        first = args[0] if args else None
+        if type(first) is FakeTensor:
             if func == _READ_DATA:
                 # What is read from `data` has no origin in the trace.
-                return args[0].detach()
-            if func in _CHUNK and (parts := _equal_chunks(*args, **(kwargs or {}))) is not None:
+                return first.detach()
+            if func in _CHUNK and (parts := _equal_chunks(*args, **kwargs)) is not None:
                 return parts
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        if func == torch.Tensor.contiguous and result is first and not self._has_known_layout(first):
+            # torch calls no operator, which inputs in another layout need. A view, since a trace knows one node for each tensor.
+            return torch.ops.aten.contiguous.default(torch.ops.aten.alias.default(first), *args[1:], **kwargs)
+        return result
+
+    def _makes_known_layout(self, function_name: str, args: Any, kwargs: Any) -> bool:
+        if function_name in _ROW_MAJOR:
+            return not kwargs.get("memory_format")
+        deciding = args[: _DECIDING[function_name]] if function_name in _DECIDING else (args, kwargs)
+        return all(map(self._has_known_layout, _tensors(deciding)))
+
+    def _has_known_layout(self, tensor: torch.Tensor) -> bool:
+        """Whether the layout of a tensor is the same in all calls, whatever that of the inputs is."""
+        known: bool | None = getattr(tensor, _HAS_KNOWN_LAYOUT, None)
+        if known is None:
+            known = isinstance(tensor, torch.nn.Parameter) or any(tensor is buffer for buffer in self._model.buffers())
+            setattr(tensor, _HAS_KNOWN_LAYOUT, known)
+        return known
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
 
 
 def _equal_chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...] | None:

@@ -1,5 +1,6 @@
 """A model whose answer depends on what torch.export fixes of its inputs, besides values and sizes, is refused at export."""
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,9 @@ ANSWERS_ALIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "asks_and_copies": lambda x: (x if x.is_contiguous() else x.contiguous()).sum(0),
     "asserts": lambda x: x * 2 if x.stride(0) >= 0 and x.storage_offset() >= 0 else x,
     "reshape": lambda x: x.reshape(-1, 2) + 1,
+    "contiguous_and_view": lambda x: x.contiguous().view(-1) * 2,
+    "contiguous_of_a_result_and_view": lambda x: (x + 1).contiguous().view(-1) * 2,
+    "contiguous_and_as_strided": lambda x: x.contiguous().as_strided((2, 4), (4, 1)) + 1,
     "as_strided": lambda x: x.as_strided((2, 2), (1, 2)) + 1,
     "random_in_the_order_of_memory": torch.rand_like,
 }
@@ -102,6 +106,23 @@ def test_model_without_dependence_answers_in_all_layouts(name: str, tmp_path: Pa
         expected = model(x)
         torch.manual_seed(0)
         assert torch.equal(pipe(x), expected), other.description
+
+
+def test_input_of_another_layout_is_written_as_in_the_model(tmp_path: Path) -> None:
+    model = Calls(lambda x: (x.contiguous().add_(1), x * 2))
+    pipe = stagepack.load(stagepack.export(model, (MATRIX,), out=tmp_path / "m.stagepack"))
+    for _, other in other_inputs(Inputs(args=(MATRIX,)), ["memory layout"]):
+        if other.description.startswith("expanded"):
+            continue
+        (x,), (y,) = (copy.deepcopy(other.of(Inputs(args=(MATRIX,))).args) for _ in range(2))
+        assert all(map(torch.equal, pipe(x), model(y)))
+        assert torch.equal(x, y), other.description
+
+
+def test_copies_that_no_input_needs_are_not_traced(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Calls(lambda x: (x + 1).contiguous().view(-1)))
+    bundle = stagepack.export(model, (MATRIX,), out=tmp_path / "m.stagepack")
+    assert bundle.entry_point.stages[0].nodes == 3
 
 
 def test_layout_that_a_view_does_not_allow_is_refused(tmp_path: Path) -> None:
