@@ -23,6 +23,9 @@ class NotIdenticalError(Exception):
     """The captured program does not answer bit for bit as the model does."""
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDE = {float: torch.float64, complex: torch.complex128}
+
 _EXPORTERS = {"torch.export.export": capture_module, PATCHED_EXPORT: capture_patched}
 
 
@@ -153,10 +156,26 @@ def are_identical(answer: Any, other_answer: Any) -> bool:
 
 def _is_identical(first: Any, second: Any) -> bool:
     """Whether two leaves of answers are equal bit for bit, except that every NaN equals every other."""
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return (
-            first.dtype == second.dtype
-            and first.shape == second.shape
-            and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+    if type(first) in (float, complex) and type(first) is type(second):
+        return _is_identical(
+            torch.tensor(first, dtype=_WIDE[type(first)]), torch.tensor(second, dtype=_WIDE[type(first)])
         )
-    return type(first) is type(second) and bool(first == second)
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return type(first) is type(second) and bool(first == second)
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if not (first.is_floating_point() or first.is_complex()):
+        return torch.equal(first, second)
+    numbers, other_numbers = map(_as_real, (first, second))
+    integers = _INTEGERS[numbers.itemsize]
+    are_nan = _is_nan(numbers) & _is_nan(other_numbers)
+    return bool(((numbers.view(integers) == other_numbers.view(integers)) | are_nan).all())
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_nan(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.to(torch.float32).isnan() if numbers.itemsize == 1 else numbers.isnan()
