@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import stagepack
+from tests.bundle_editor import BundleEditor
 
 
 class Calls(torch.nn.Module):
@@ -152,3 +153,21 @@ def test_what_a_later_call_sees_is_state(case: Callable[..., torch.Tensor], weig
         for expected in answers(case):
             assert torch.equal(pipe(X), expected)
         pipe.reset_state()
+
+
+def test_bundle_of_before_that_lists_a_constant_as_state_answers(tmp_path: Path) -> None:
+    """Exports of before 31ac02c listed each constant that `aten.detach_` was called on."""
+    model, x = Calls(new_constant), torch.rand(2, 3)
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack")
+    assert not bundle.stages[0].state
+    constant_names = [weight.names[0] for weight in bundle.graph(0).weights if weight.kind == "constant"]
+    editor = BundleEditor.copy(bundle.path, tmp_path / "old.stagepack")
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][0].update(state=constant_names))
+    old = stagepack.open(editor.path)
+    old.verify()
+    pipe = stagepack.load(old)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(pipe(x), model(x))
+    again = stagepack.recut(editor.path, out=tmp_path / "again.stagepack", stages=2)
+    assert torch.equal(stagepack.load(again)(x), pipe(x))
