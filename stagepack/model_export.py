@@ -267,11 +267,12 @@ def _entry_point_cut_options(
 
 def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle:
     """Add ONNX files; warn of stages that have none."""
-    from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this needs
+    from stagepack.onnx import add_onnx, added_to_new_bundle  # noqa: PLC0415 - packages that only this needs
 
     for entry_point in bundle.entry_points:
         selected = Bundle(bundle.path).select(entry_point.name)
-        conversion = add_onnx(selected, allow_ops=bundle_permissions(selected), rtol=rtol, atol=atol)
+        with added_to_new_bundle(bundle):
+            conversion = add_onnx(selected, allow_ops=bundle_permissions(selected), rtol=rtol, atol=atol)
         prefix = f"{entry_point.name}, " if len(bundle.entry_points) > 1 else ""
         for stage_number, reason in conversion.torch_only.items():
             warnings.warn(f"{prefix}stage {stage_number} runs in torch only: {reason}", ExportWarning, stacklevel=3)

@@ -14,6 +14,7 @@ from stagepack.capture.asked_properties import OtherInputs, Property, other_inpu
 from stagepack.capture.checkpoint import map_tensor
 from stagepack.capture.program_run import diverging_module
 from stagepack.capture.programs import Capture
+from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import (
     AnswerDiffersError,
     CaptureError,
@@ -263,10 +264,10 @@ def check_other_inputs(
     for asked, other in other_inputs(capture.inputs, capture.questions):
         changed = dataclasses.replace(capture, inputs=other.of(capture.inputs))
         try:
-            model_answer = run_example(
-                dataclasses.replace(capture, model=other.caller(capture.model)), program, written
-            )
-            answer = stages.run(example_inputs(changed, program), seed)
+            with suppress_warnings():
+                caller = dataclasses.replace(capture, model=other.caller(capture.model))
+                model_answer = run_example(caller, program, written)
+                answer = stages.run(example_inputs(changed, program), seed)
         except (CaptureError, UnsupportedError):
             continue  # what the model or the stages refuse is no wrong answer
         difference = stages.difference(answer, model_answer)

@@ -94,7 +94,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model) as asked:
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
-            message = f"{model_class} cannot be captured: {format_torch_error(error)}"
+            message = f"{model_class} cannot be captured: {format_torch_error(error)}{_advice_on_pair(inputs)}"
             raise CaptureError(with_location(message, error)) from error
     return Capture(
         program=program,
@@ -103,6 +103,16 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
         calls=calls,
         functions=modes.functions,
         questions=asked.questions,
+    )
+
+
+def _advice_on_pair(inputs: Inputs) -> str:
+    """What to do if the example seems to be a pair of positional and named inputs."""
+    is_pair = [*map(type, inputs.args)] == [tuple, dict] and all(isinstance(key, str) for key in inputs.args[1])
+    return (
+        ": the example is a tuple and a dict by position: for inputs by position and by name, pass stagepack.Inputs(args=..., kwargs=...)"
+        if is_pair and not inputs.kwargs
+        else ""
     )
 
 

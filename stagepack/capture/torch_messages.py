@@ -4,8 +4,10 @@ import contextlib
 import io
 import itertools
 import logging
+import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 
 # A line of an error that begins so, and all that follows, is about logging and debugging.
@@ -17,6 +19,7 @@ _ADVICE_PREFIXES = (
     "The error above",
     "User Stack",
 )
+_STDERR = 2  # its file descriptor
 _LONGEST_REASON = 600  # characters
 # The innermost frame that is not torch's, which may be ours; `error_location` finds that of the model.
 _CAUSED_BY = re.compile(r" *Caused by: \([^()]*\)")
@@ -36,6 +39,22 @@ def suppress_stderr() -> Iterator[None]:
     with contextlib.redirect_stderr(io.StringIO()) as buffer:
         yield
     sys.stderr.write(buffer.getvalue())
+
+
+@contextlib.contextmanager
+def suppress_warnings() -> Iterator[None]:
+    """Drop warnings, those too that code of torch in C++ writes to standard error: of calls that the user has not made."""
+    sys.stderr.flush()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(OSError):  # a process without standard error
+            saved = os.dup(_STDERR)
+            stack.callback(os.close, saved)
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), _STDERR)
+            stack.callback(os.dup2, saved, _STDERR)
+        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from stagepack.capture.programs import Capture
+from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import CutError, StagepackError
 from stagepack.exporter import ExportOptions, export_capture
 from stagepack.format.operator_permissions import needed_permissions
@@ -143,7 +144,8 @@ def _road(label: str, model: Any, *, tolerance: Tolerance | None = _EXACT, may_a
 def _outcome(road: _Road, inputs: Values) -> Values | Exception:
     """The results of a call with copies of inputs, or its error."""
     try:
-        return road.run(copy.deepcopy(inputs))
+        with suppress_warnings():
+            return road.run(copy.deepcopy(inputs))
     except Exception as error:  # noqa: BLE001 - errors are compared, too
         return error
 

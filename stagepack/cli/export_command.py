@@ -174,7 +174,7 @@ def command(
 
         differences: list[float] = []
         if with_onnx:
-            from stagepack.onnx import add_onnx  # noqa: PLC0415 - packages that only this option needs
+            from stagepack.onnx import add_onnx, added_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
         if graph_from is not None:
             method = f"the graphs of {graph_from}"
             bundle = replace_weights(
@@ -205,13 +205,14 @@ def command(
         onnx_facts: list[dict[str, Any]] = []
         if with_onnx:
             for selected in each_entry_point(bundle):
-                conversion = add_onnx(
-                    Bundle(selected.path).select(selected.entry_point.name),
-                    allow_ops=bundle_permissions(selected),
-                    rtol=rtol,
-                    atol=atol,
-                    progress=next_step,
-                )
+                with added_to_new_bundle(bundle):
+                    conversion = add_onnx(
+                        Bundle(selected.path).select(selected.entry_point.name),
+                        allow_ops=bundle_permissions(selected),
+                        rtol=rtol,
+                        atol=atol,
+                        progress=next_step,
+                    )
                 onnx_facts += conversion_facts(conversion)
             bundle = Bundle(bundle.path)
     seconds = round(time.perf_counter() - start_time, 3)

@@ -23,7 +23,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture
-from stagepack.capture.torch_messages import suppress_log_records
+from stagepack.capture.torch_messages import suppress_log_records, suppress_warnings
 from stagepack.errors import CaptureError
 from stagepack.format.contract import bind_call
 from stagepack.format.graph import Value
@@ -164,7 +164,7 @@ class SizeTrial:
             return observed
         mode, weights = self._weights_without_data()
         # torch logs what its functions for tensors without data raise.
-        with suppress_log_records(FakeTensor.__module__), mode, torch.no_grad():
+        with suppress_log_records(FakeTensor.__module__), suppress_warnings(), mode, torch.no_grad():
             leaves = [
                 leaf if value is None else _leaf_without_data(leaf, self._sizes(value, point))
                 for leaf, value in zip(self._leaves, self._values, strict=True)
@@ -215,7 +215,8 @@ class SizeTrial:
         outcome = Outcome(Verdict.UNKNOWN)
         # An index of the example may be out of range at other sizes: zero is in the range of all but the empty ones.
         for clears_integers in (False, True):
-            outcome = self._compare_answers(point, clears_integers=clears_integers)
+            with suppress_warnings():
+                outcome = self._compare_answers(point, clears_integers=clears_integers)
             if outcome.verdict not in (Verdict.MODEL_FAILS, Verdict.BOTH_FAIL) or not self._has_integers:
                 break
         return outcome

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from stagepack.errors import OptionError, WriteError
+from stagepack.errors import OptionError, StagepackError, WriteError
 from stagepack.format.file_writing import FileVersion
 from stagepack.format.manifest import Onnx
 from stagepack.format.reader import Bundle
@@ -109,6 +109,17 @@ def add_onnx(
         torch_only=dict(sorted((refused | differing).items())),
         checked={stage_number: checks[stage_number] for stage_number in matching},
     )
+
+
+@contextmanager
+def added_to_new_bundle(bundle: Bundle) -> Iterator[None]:
+    """Return a context that says in its errors that a bundle, which was to have ONNX models, is written without."""
+    try:
+        yield
+    except StagepackError as error:
+        further = f"{bundle.location} is written without the ONNX models that failed: mend the cause, and run `stagepack onnx` on it"
+        error.args = (f"{error}: {further}", *error.args[1:])
+        raise
 
 
 def _check_converted(

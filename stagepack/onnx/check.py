@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import OperatorError, StagepackError
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
@@ -113,7 +114,8 @@ def check_stages(
         stage = _CheckedStage(bundle, stage_number, allow_ops, tolerance)
         for call in list(calls):
             try:
-                stage.run(call)
+                with suppress_warnings():
+                    stage.run(call)
             except StagepackError:
                 if call.sizes is None:
                     raise

@@ -1,5 +1,6 @@
 """What `export` accepts as a model, and what it says when the model cannot be captured."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import stagepack
+from stagepack.capture.hugging_face import are_identical
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -168,3 +170,44 @@ def test_containers_that_cannot_be_flattened_pass_between_modules(x: torch.Tenso
     pytree.register_pytree_node(_Holder, lambda holder: ([holder], None), lambda children, _: next(iter(children)))
     stagepack.export(Net(), (x,), out=tmp_path / "net.stagepack")
     assert torch.equal(stagepack.load(tmp_path / "net.stagepack")(x), (x + 1) * 2)
+
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_answers_are_identical_if_all_bits_but_those_of_nan_are(dtype: torch.dtype) -> None:
+    zeros, nan = torch.zeros(2).to(dtype), torch.full((2,), math.nan).to(dtype)
+    negative_zeros = (-torch.zeros(2)).to(dtype)
+    assert are_identical([zeros, nan, 0.0, math.nan], [zeros.clone(), nan.clone(), 0.0, math.nan])
+    assert not are_identical(zeros, negative_zeros)
+    assert not are_identical(zeros, nan)
+    assert not are_identical(0.0, -0.0)
+    assert not are_identical(1, 1.0)
+
+
+class Deviation(nn.Module):
+    """Warns of no rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.std(0)
+
+
+def test_warnings_of_tried_sizes_do_not_reach_the_user(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example = torch.randn(4, 3)
+    stagepack.export(
+        Deviation(), (example,), out=tmp_path / "m.stagepack", dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}
+    )
+    assert "degrees of freedom" not in capfd.readouterr().err
+
+
+def test_pair_of_positional_and_named_inputs_is_explained(x: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"pass stagepack\.Inputs\(args=\.\.\., kwargs=\.\.\.\)"):
+        stagepack.export(Net(), ((x,), {}), out=tmp_path / "m.stagepack")
+
+
+def test_export_without_the_onnx_models_that_fail_says_what_is_written(x: torch.Tensor, tmp_path: Path) -> None:
+    net = Net()
+    with pytest.raises(OptionError, match=r"m\.stagepack is written without the ONNX models.*stagepack onnx"):
+        stagepack.export(net, (x,), out=tmp_path / "m.stagepack", onnx=True, rtol=-1)
+    assert torch.equal(stagepack.load(tmp_path / "m.stagepack")(x), net(x))
